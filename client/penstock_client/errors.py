@@ -1,0 +1,66 @@
+"""Everything a penstock client may raise. Knows no gRPC types: `_wire.py` translates.
+
+PenstockError
+├── RequestRefused        the request is at fault; sending it again changes nothing
+│   ├── InvalidRequest        a field is out of its bounds
+│   └── NotServed             the shard lacks what the request needs
+├── Overloaded            the shard's queue is full; try later or elsewhere
+├── ShardUnavailable      the shard is gone, restarting or draining; retry elsewhere
+│   ├── NoShardAvailable      no shard of the fleet can take the request
+│   └── IncompatibleShard     the shard speaks another revision of the wire
+├── DeadlineExceeded      the request's own deadline passed
+├── Unauthenticated       missing or wrong API key
+└── ShardFailed           a defect on the shard's side
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of all errors of this package; its text is one line for a person."""
+
+
+class RequestRefused(PenstockError):
+    """The request is at fault: `field`, `value` and `bound` say how, where they apply."""
+
+    def __init__(self, message: str, *, field: str = "", value: str = "", bound: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.value = value
+        self.bound = bound
+
+
+class InvalidRequest(RequestRefused):
+    """A field is out of its bounds."""
+
+
+class NotServed(RequestRefused):
+    """The shard does not serve what the request needs; `field` names it."""
+
+
+class Overloaded(PenstockError):
+    """The shard's queue is full."""
+
+
+class ShardUnavailable(PenstockError):
+    """The shard is gone, restarting or draining. The one error to retry elsewhere."""
+
+
+class NoShardAvailable(ShardUnavailable):
+    """No shard of the fleet can take the request."""
+
+
+class IncompatibleShard(ShardUnavailable):
+    """The shard's schema revisions and ours do not overlap."""
+
+
+class DeadlineExceeded(PenstockError):
+    """The request's own deadline passed."""
+
+
+class Unauthenticated(PenstockError):
+    """Missing or wrong API key."""
+
+
+class ShardFailed(PenstockError):
+    """A defect on the shard's side; not the caller's fault and not known to be retryable."""

@@ -1,0 +1,244 @@
+"""What callers hand to a shard and get back, as plain dataclasses.
+
+Token ids only: text is above this layer, tensors below. Knows neither gRPC nor the stubs.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+def random_seed() -> int:
+    """A seed for a request whose user gave none, so that any shard can go on with it."""
+    return secrets.randbits(64)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is drawn. None means the shard's default (from the model's own configuration).
+
+    `temperature` below 1e-5 is greedy; `top_k` 0 or -1 turns it off; `seed` is 64 bits, unsigned.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] = ()
+
+
+class ConstraintKind(enum.Enum):
+    """The languages an output can be constrained by."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Restricts the output's text; `value` is empty for JSON_OBJECT, `options` serves CHOICE."""
+
+    kind: ConstraintKind
+    value: str = ""
+    options: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the scheduler should aim for. Lower `priority` runs first."""
+
+    priority: int | None = None
+    deadline_s: float | None = None
+    time_to_first_token_s: float | None = None
+    seconds_between_tokens: float | None = None
+    latency_sensitive: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate.
+
+    `output_token_ids` are tokens that were generated and delivered before: generation goes on
+    after them, and `max_tokens` and `min_tokens` count them. `logprobs` None reports none, 0 the
+    chosen token's, k the k best besides; `prompt_logprobs` likewise for the prompt.
+    """
+
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    constraint: Constraint | None = None
+    objective: Objective = Objective()
+    model: str = ""
+    adapter: str = ""
+    cache_salt: str = ""
+    label: str = ""
+    traceparent: str = ""
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended without an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log-probabilities of n tokens, in columns.
+
+    `top_token_ids` and `top_logprobs` hold n times `top_n` entries, row after row, best first;
+    `requested` holds n times as many as the request's `logprob_token_ids`.
+    """
+
+    chosen: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_n: int = 0
+    top_token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+    requested: list[float] = field(default_factory=list)
+
+    def extend(self, other: Logprobs) -> None:
+        """Append the rows of `other`, which must report the same columns."""
+        self.chosen += other.chosen
+        self.ranks += other.ranks
+        self.top_n = other.top_n
+        self.top_token_ids += other.top_token_ids
+        self.top_logprobs += other.top_logprobs
+        self.requested += other.requested
+
+    def drop_first(self, count: int) -> None:
+        """Remove the first `count` rows."""
+        requested_n = len(self.requested) // len(self.chosen) if self.chosen else 0
+        del self.chosen[:count], self.ranks[:count]
+        del self.top_token_ids[: count * self.top_n], self.top_logprobs[: count * self.top_n]
+        del self.requested[: count * requested_n]
+
+
+@dataclass(slots=True)
+class Output:
+    """What is new for one request. The last one, and no other, has `finish_reason`.
+
+    `first_position` counts from the request's first output token. `prompt_logprobs` covers the
+    prompt from index `prompt_logprobs_start` (the token at index 0 has none). A request that fails
+    raises a `PenstockError` instead of giving a last output.
+    """
+
+    token_ids: list[int]
+    first_position: int
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    prompt_logprobs_start: int = 1
+    cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+    def merge(self, later: Output) -> None:
+        """Append what came after this output, for a reader that was behind."""
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = later.logprobs
+            else:
+                self.logprobs.extend(later.logprobs)
+        if later.prompt_logprobs is not None:
+            if self.prompt_logprobs is None:
+                self.prompt_logprobs = later.prompt_logprobs
+                self.prompt_logprobs_start = later.prompt_logprobs_start
+            else:
+                self.prompt_logprobs.extend(later.prompt_logprobs)
+        if self.cached_tokens is None:
+            self.cached_tokens = later.cached_tokens
+        self.finish_reason = later.finish_reason
+        self.stop_token_id = later.stop_token_id
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLimits:
+    """The bounds a shard enforces."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    max_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What a shard serves and how. `instance_id` is new at each start of its engine."""
+
+    address: str
+    schema_revision: int
+    min_schema_revision: int
+    version: str
+    instance_id: str
+    model: str
+    model_aliases: tuple[str, ...]
+    revision: str
+    architecture: str
+    weights_hash: str
+    tokenizer_hash: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: SamplingParams
+    block_size: int
+    num_blocks: int
+    limits: ShardLimits
+    dtype: str
+    kv_dtype: str
+    device: str
+    attention_backend: str
+    capabilities: frozenset[str]
+    batch_invariant: bool
+    numerics_fingerprint: str
+    adapters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How busy a shard is, as it last said."""
+
+    instance_id: str = ""
+    running: int = 0
+    waiting: int = 0
+    queued_prompt_tokens: int = 0
+    running_tokens: int = 0
+    referenced_blocks: int = 0
+    num_blocks: int = 0
+    steps_total: int = 0
+    step_running_s: float = 0.0
+    engine_beat_age_s: float = 0.0
+    preemptions_total: int = 0
+    serving: bool = False
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProgress:
+    """What a draining shard still has to do."""
+
+    running: int
+    waiting: int

@@ -1,0 +1,104 @@
+"""The seam between the engine loop and whatever computes tokens.
+
+A runner turns a plan of plain integers into sampled tokens. It owns weights, KV memory and the
+sampler; it knows nothing of queues, block accounting or the wire. Importing this module must not
+import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock_shard.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A row of a step: compute tokens [start, start + count) of `request.token_ids`.
+
+    When that reaches the last known token (`samples`), one more is sampled, at output position
+    `request.num_output_tokens`. `request.block_ids` covers at least start + count tokens.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything one forward pass computes. Rows with `count` 1 that sample come first."""
+
+    rows: tuple[ScheduledRequest, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log-probabilities of n tokens, in columns; `top_*` hold n times `top_n`, best first."""
+
+    chosen: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_n: int = 0
+    top_token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What one row of a step gave.
+
+    `token_id` is None for a row that did not sample. `prompt_logprobs` covers the prompt tokens at
+    indices start + 1 .. start + count (bounded by the prompt's end): those that the row's logits
+    predict. `error` ends the request (NaN logits, say) and leaves the rest of the step alone.
+    """
+
+    token_id: int | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What the runner serves, for GetInfo and for checking requests."""
+
+    architecture: str
+    weights_hash: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    # Defaults from the model's generation_config; SamplingParams field names to values.
+    default_sampling: dict[str, float]
+    block_size: int
+    num_blocks: int
+    dtype: str
+    kv_dtype: str
+    device: str
+    attention_backend: str
+    # Request features this runner honours; see `penstock_shard.validation`.
+    capabilities: frozenset[str]
+    batch_invariant: bool = False
+    numerics_fingerprint: str = ""
+
+
+class Runner(Protocol):
+    """Computes steps, in the order they were launched."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def launch(self, plan: StepPlan) -> None:
+        """Hand over the inputs of a step. Returns before the step is over where it can."""
+
+    def collect(self) -> Sequence[RowResult]:
+        """Wait for the oldest launched step; one result a row, in the plan's order."""
+
+    def release(self, request: Request) -> None:
+        """The request is over: drop what is kept for it."""
