@@ -1,0 +1,338 @@
+"""Command line -> one frozen `ShardConfig`. The only place that reads arguments and environment.
+
+Flags that mean the same as vLLM's are named the same: habits are an interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """Everything a shard is told at its start. Sizes that are None are found at load."""
+
+    # None: the built-in model.
+    model: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    load_format: str = "auto"
+    chat_template: str | None = None
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    api_key: str | None = None
+
+    runner: str = "model"
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int | None = None
+    kv_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+    max_logprobs: int = 20
+
+    step_ms: float = 20.0
+    fake_eos_rate: float = 0.0
+
+    @property
+    def model_name(self) -> str:
+        """The name clients ask for: the first --served-model-name, or the model's own."""
+        if self.served_model_names:
+            return self.served_model_names[0]
+        return self.model or "penstock-toy"
+
+
+def parse_config(argv: Sequence[str]) -> ShardConfig:
+    """Parse the command line of a shard; exits with status 2 and one line on a bad value."""
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    if args.runner == "fake" and args.enforce_eager:
+        parser.error("--enforce-eager: the fake runner has no eager mode")
+    if args.tensor_parallel_size != 1:
+        parser.error(
+            f"--tensor-parallel-size {args.tensor_parallel_size}: "
+            "only 1 is served; start one shard a device"
+        )
+    if args.kv_blocks is not None and args.kv_memory is not None:
+        parser.error("--kv-blocks and --kv-memory exclude each other; give one")
+    if args.block_size is not None and args.block_size % 16:
+        parser.error(f"--block-size {args.block_size}: must be a multiple of 16")
+    return ShardConfig(
+        model=args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        served_model_names=tuple(args.served_model_name or ()),
+        trust_remote_code=args.trust_remote_code,
+        load_format=args.load_format,
+        chat_template=args.chat_template,
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key or os.environ.get("PENSTOCK_API_KEY") or None,
+        runner=args.runner,
+        device=args.device,
+        dtype=args.dtype,
+        threads=args.threads,
+        attention_backend=args.attention_backend,
+        enforce_eager=args.enforce_eager,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        block_size=args.block_size,
+        kv_blocks=args.kv_blocks,
+        kv_memory_bytes=args.kv_memory,
+        enable_prefix_caching=args.enable_prefix_caching,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        max_logprobs=args.max_logprobs,
+        step_ms=args.step_ms,
+        fake_eos_rate=args.fake_eos_rate,
+    )
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock shard",
+        description="Serve one model over gRPC: token ids in, token ids out.",
+    )
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_scheduling_flags(parser.add_argument_group("scheduling and KV cache"))
+    fake = parser.add_argument_group("fake runner (no torch, no weights)")
+    fake.add_argument(
+        "--step-ms",
+        type=_non_negative_float,
+        default=20.0,
+        metavar="MS",
+        help="how long a step takes (default: %(default)s)",
+    )
+    fake.add_argument(
+        "--fake-eos-rate",
+        type=_fraction,
+        default=0.0,
+        metavar="P",
+        help="probability that a token ends the sequence (default: %(default)s)",
+    )
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        metavar="PATH_OR_HUB_ID",
+        help="a directory or a hub id (default: the built-in toy model)",
+    )
+    group.add_argument("--revision", help="branch, tag or commit of a hub model")
+    group.add_argument(
+        "--download-dir", metavar="DIR", help="where hub models are kept (default: HF_HOME)"
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="name clients ask for, and further aliases (default: --model)",
+    )
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="a jinja chat template instead of the model's own"
+    )
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
+    )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "safetensors", "dummy"),
+        default="auto",
+        help="dummy: random weights, only the configuration is read",
+    )
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    group.add_argument("--port", type=_port, default=50051, help="port (default: %(default)s)")
+    group.add_argument(
+        "--api-key", metavar="KEY", help="refuse calls without it (default: PENSTOCK_API_KEY)"
+    )
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--runner",
+        choices=("model", "fake"),
+        default="model",
+        help="what computes tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: cuda where there is one",
+    )
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="auto: the model's own on cuda, float32 on cpu",
+    )
+    group.add_argument(
+        "--threads",
+        type=_positive_int,
+        metavar="N",
+        help="compute threads on cpu (default: cores minus one)",
+    )
+    group.add_argument(
+        "--attention-backend",
+        choices=("auto", "sdpa", "flash_attn"),
+        default="auto",
+        help="default: the best that works here",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="never capture CUDA graphs (nothing is captured yet)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=_positive_fraction,
+        default=0.9,
+        metavar="F",
+        help="share of GPU memory to use (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=_positive_int,
+        default=1,
+        metavar="N",
+        help="GPUs that share one model (only 1 for now)",
+    )
+
+
+def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-model-len",
+        type=_positive_int,
+        metavar="TOKENS",
+        help="longest prompt plus output (default: the model's context)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=_positive_int,
+        default=256,
+        metavar="N",
+        help="most requests in one step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=_positive_int,
+        default=2048,
+        metavar="N",
+        help="most tokens computed in one step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="always on: long prompts are computed in chunks",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share KV blocks between equal prefixes",
+    )
+    group.add_argument(
+        "--block-size",
+        type=_positive_int,
+        metavar="TOKENS",
+        help="tokens in a KV block (default: what the attention backend wants)",
+    )
+    group.add_argument(
+        "--kv-blocks",
+        type=_positive_int,
+        metavar="N",
+        help="number of KV blocks (default: from free memory)",
+    )
+    group.add_argument(
+        "--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV blocks, as 512M or 2G"
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=_positive_int,
+        default=1024,
+        metavar="N",
+        help="refuse beyond this many waiting requests (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-queued-tokens",
+        type=_positive_int,
+        default=4_000_000,
+        metavar="N",
+        help="refuse beyond this many waiting prompt tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-logprobs",
+        type=_positive_int,
+        default=20,
+        metavar="N",
+        help="most alternatives a request may ask for (default: %(default)s)",
+    )
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 65535")
+    return value
+
+
+def _non_negative_float(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a finite number, at least 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
+    return value
+
+
+def _positive_fraction(text: str) -> float:
+    value = _fraction(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    unit = units.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdigit() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be a size such as 512M or 2G")
+    return int(digits) * unit
