@@ -1,0 +1,75 @@
+"""Speaks to penstock shards: token ids in, token ids out.
+
+    async with Fleet(["127.0.0.1:50051"]) as fleet:
+        await fleet.wait_ready()
+        async with fleet.submit(GenerationRequest([1, 2, 3], max_tokens=16)) as stream:
+            async for output in stream:
+                print(output.token_ids)
+
+`ShardClient` is one shard for asyncio, `SyncShardClient` its synchronous twin.
+"""
+
+from penstock_client.errors import (
+    DeadlineExceeded,
+    IncompatibleShard,
+    InvalidRequest,
+    NoShardAvailable,
+    NotServed,
+    Overloaded,
+    PenstockError,
+    RequestRefused,
+    ShardFailed,
+    ShardUnavailable,
+    Unauthenticated,
+)
+from penstock_client.fleet import Fleet, ShardState
+from penstock_client.shard_client import ShardClient
+from penstock_client.stream import GenerationStream
+from penstock_client.sync import SyncShardClient
+from penstock_client.types import (
+    Constraint,
+    ConstraintKind,
+    DrainProgress,
+    FinishReason,
+    GenerationRequest,
+    LoadReport,
+    Logprobs,
+    Objective,
+    Output,
+    SamplingParams,
+    ShardInfo,
+    ShardLimits,
+    random_seed,
+)
+
+__all__ = [
+    "Constraint",
+    "ConstraintKind",
+    "DeadlineExceeded",
+    "DrainProgress",
+    "FinishReason",
+    "Fleet",
+    "GenerationRequest",
+    "GenerationStream",
+    "IncompatibleShard",
+    "InvalidRequest",
+    "LoadReport",
+    "Logprobs",
+    "NoShardAvailable",
+    "NotServed",
+    "Objective",
+    "Output",
+    "Overloaded",
+    "PenstockError",
+    "RequestRefused",
+    "SamplingParams",
+    "ShardClient",
+    "ShardFailed",
+    "ShardInfo",
+    "ShardLimits",
+    "ShardState",
+    "ShardUnavailable",
+    "SyncShardClient",
+    "Unauthenticated",
+    "random_seed",
+]

@@ -1,0 +1,330 @@
+"""Between the client's dataclasses and the protobuf stubs. The only module here that touches them.
+
+Knows both shapes and nothing of connections, retries or fleets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc
+
+from penstock_client.errors import (
+    DeadlineExceeded,
+    IncompatibleShard,
+    InvalidRequest,
+    NotServed,
+    Overloaded,
+    PenstockError,
+    RequestRefused,
+    ShardFailed,
+    ShardUnavailable,
+    Unauthenticated,
+)
+from penstock_client.types import (
+    Constraint,
+    ConstraintKind,
+    DrainProgress,
+    FinishReason,
+    GenerationRequest,
+    LoadReport,
+    Logprobs,
+    Objective,
+    Output,
+    SamplingParams,
+    ShardInfo,
+    ShardLimits,
+)
+from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
+from penstock_proto import shard_pb2 as pb
+from penstock_proto.shard_pb2_grpc import ShardStub
+
+_FINISH_REASONS: Mapping[int, FinishReason] = {
+    pb.Finish.REASON_STOP: FinishReason.STOP,
+    pb.Finish.REASON_LENGTH: FinishReason.LENGTH,
+    pb.Finish.REASON_ABORTED: FinishReason.ABORTED,
+}
+
+_SAMPLING_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+INFO_REQUEST = pb.InfoRequest()
+TOKENIZER_REQUEST = pb.TokenizerRequest()
+WATCH_LOAD_REQUEST = pb.WatchLoadRequest()
+
+
+def stub(channel: grpc.Channel | grpc.aio.Channel) -> Any:
+    """The stub over a channel; untyped, since generated code has no types for asyncio."""
+    return ShardStub(channel)  # type: ignore[no-untyped-call]
+
+
+# ---- requests -------------------------------------------------------------------------------
+
+
+def generate_request(
+    request: GenerationRequest, request_id: str, attempt: int
+) -> pb.GenerateRequest:
+    """Build the message.
+
+    Raises:
+        InvalidRequest: a value does not fit its field on the wire (an id that is no unsigned
+            32-bit integer, say).
+    """
+    message = pb.GenerateRequest(
+        request_id=request_id,
+        attempt=attempt,
+        model=request.model,
+        adapter=request.adapter,
+        cache_salt=request.cache_salt,
+        label=request.label,
+        traceparent=request.traceparent,
+    )
+    _set_ids(message.prompt_token_ids, request.prompt_token_ids, "prompt_token_ids")
+    _set_ids(message.output_token_ids, request.output_token_ids, "output_token_ids")
+    _set_sampling(message.sampling, request.sampling)
+    _set_stop(message.stop, request)
+    _set_output_options(message.output, request)
+    if request.constraint is not None:
+        _set_constraint(message.constraint, request.constraint)
+    _set_objective(message.objective, request.objective)
+    return message
+
+
+def _set_ids(field: Any, ids: Iterable[int], name: str) -> None:
+    try:
+        field.extend(ids)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{name}: {error}; token ids are integers from 0 to {2**32 - 1}",
+            field=name,
+            bound=f"0..{2**32 - 1}",
+        ) from None
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name}: {error}", field=name, value=str(value)) from None
+
+
+def _set_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
+    for name in _SAMPLING_SCALARS:
+        _set(message, name, getattr(sampling, name))
+    try:
+        message.logit_bias.update(sampling.logit_bias)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"logit_bias: {error}", field="logit_bias") from None
+    for word in sampling.bad_words:
+        _set_ids(message.bad_words.add().token_ids, word, "bad_words")
+    _set_ids(message.allowed_token_ids, sampling.allowed_token_ids, "allowed_token_ids")
+
+
+def _set_stop(message: pb.StopConditions, request: GenerationRequest) -> None:
+    _set(message, "max_tokens", request.max_tokens)
+    _set(message, "min_tokens", request.min_tokens)
+    _set_ids(message.stop_token_ids, request.stop_token_ids, "stop_token_ids")
+    if request.ignore_eos:
+        message.ignore_eos = True
+
+
+def _set_output_options(message: pb.OutputOptions, request: GenerationRequest) -> None:
+    _set(message, "logprobs", request.logprobs)
+    _set(message, "prompt_logprobs", request.prompt_logprobs)
+    _set_ids(message.logprob_token_ids, request.logprob_token_ids, "logprob_token_ids")
+
+
+def _set_constraint(message: pb.Constraint, constraint: Constraint) -> None:
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        message.json_object = True
+    elif constraint.kind is ConstraintKind.CHOICE:
+        message.choice.options.extend(constraint.options)
+    else:
+        _set(message, constraint.kind.value, constraint.value)
+
+
+def _set_objective(message: pb.Objective, objective: Objective) -> None:
+    _set(message, "priority", objective.priority)
+    if objective.deadline_s is not None:
+        _set(message, "deadline_ms", max(1, round(objective.deadline_s * 1000)))
+    _set(message, "time_to_first_token_s", objective.time_to_first_token_s)
+    _set(message, "seconds_between_tokens", objective.seconds_between_tokens)
+    _set(message, "latency_sensitive", objective.latency_sensitive)
+
+
+def abort_request(request_ids: Iterable[str]) -> pb.AbortRequest:
+    return pb.AbortRequest(request_ids=request_ids)
+
+
+def drain_request(limit_s: float) -> pb.DrainRequest:
+    return pb.DrainRequest(limit_ms=round(limit_s * 1000))
+
+
+# ---- answers --------------------------------------------------------------------------------
+
+
+def output(message: pb.Output) -> Output | PenstockError:
+    """One output as our type; an error output as the exception to raise."""
+    if message.HasField("error"):
+        return _error(message.error)
+    result = Output(list(message.token_ids), message.first_position)
+    if message.HasField("logprobs"):
+        result.logprobs = _logprobs(message.logprobs)
+    if message.HasField("prompt_logprobs"):
+        result.prompt_logprobs = _logprobs(message.prompt_logprobs.logprobs)
+        result.prompt_logprobs_start = message.prompt_logprobs.first_index
+    if message.HasField("cached_tokens"):
+        result.cached_tokens = message.cached_tokens
+    if message.HasField("finish"):
+        result.finish_reason = _FINISH_REASONS.get(message.finish.reason, FinishReason.STOP)
+        if message.finish.HasField("stop_token_id"):
+            result.stop_token_id = message.finish.stop_token_id
+    return result
+
+
+def _logprobs(message: pb.Logprobs) -> Logprobs:
+    return Logprobs(
+        chosen=list(message.chosen),
+        ranks=list(message.ranks),
+        top_n=message.top_n,
+        top_token_ids=list(message.top_token_ids),
+        top_logprobs=list(message.top_logprobs),
+        requested=list(message.requested),
+    )
+
+
+def _error(message: pb.Error) -> PenstockError:
+    return _error_of_code(
+        message.code,
+        message.message,
+        field=message.field,
+        value=message.value,
+        bound=message.bound,
+    )
+
+
+_REFUSALS: Mapping[int, type[RequestRefused]] = {
+    grpc.StatusCode.INVALID_ARGUMENT.value[0]: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE.value[0]: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND.value[0]: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION.value[0]: NotServed,
+    grpc.StatusCode.UNIMPLEMENTED.value[0]: NotServed,
+}
+
+_FAILURES: Mapping[int, type[PenstockError]] = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: Overloaded,
+    grpc.StatusCode.UNAVAILABLE.value[0]: ShardUnavailable,
+    grpc.StatusCode.CANCELLED.value[0]: ShardUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED.value[0]: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED.value[0]: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED.value[0]: Unauthenticated,
+}
+
+
+def _error_of_code(
+    code: int, text: str, *, field: str = "", value: str = "", bound: str = ""
+) -> PenstockError:
+    refusal = _REFUSALS.get(code)
+    if refusal is not None:
+        return refusal(text, field=field, value=value, bound=bound)
+    return _FAILURES.get(code, ShardFailed)(text)
+
+
+def call_error(error: grpc.RpcError, address: str) -> PenstockError:
+    """The exception for a call that ended with a status."""
+    code: grpc.StatusCode = error.code()
+    details = error.details() or code.name
+    return _error_of_code(code.value[0], f"shard {address}: {details}")
+
+
+def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
+    """What a shard says of itself.
+
+    Raises:
+        IncompatibleShard: its schema revisions and ours do not overlap.
+    """
+    if (
+        message.schema_revision < MIN_SCHEMA_REVISION
+        or message.min_schema_revision > SCHEMA_REVISION
+    ):
+        raise IncompatibleShard(
+            f"shard {address} speaks schema revisions {message.min_schema_revision} to "
+            f"{message.schema_revision}, this client {MIN_SCHEMA_REVISION} to {SCHEMA_REVISION}"
+        )
+    return ShardInfo(
+        address=address,
+        schema_revision=message.schema_revision,
+        min_schema_revision=message.min_schema_revision,
+        version=message.version,
+        instance_id=message.instance_id,
+        model=message.model,
+        model_aliases=tuple(message.model_aliases),
+        revision=message.revision,
+        architecture=message.architecture,
+        weights_hash=message.weights_hash,
+        tokenizer_hash=message.tokenizer_hash,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        default_sampling=_sampling(message.default_sampling),
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        limits=_limits(message.limits),
+        dtype=message.dtype,
+        kv_dtype=message.kv_dtype,
+        device=message.device,
+        attention_backend=message.attention_backend,
+        capabilities=frozenset(message.capabilities),
+        batch_invariant=message.batch_invariant,
+        numerics_fingerprint=message.numerics_fingerprint,
+        adapters=tuple(message.adapters),
+    )
+
+
+def _sampling(message: pb.SamplingParams) -> SamplingParams:
+    present = {name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)}
+    return SamplingParams(**present)
+
+
+def _limits(message: pb.Limits) -> ShardLimits:
+    return ShardLimits(
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_queued_requests=message.max_queued_requests,
+        max_queued_tokens=message.max_queued_tokens,
+        max_logprobs=message.max_logprobs,
+    )
+
+
+def load_report(message: pb.LoadReport) -> LoadReport:
+    return LoadReport(
+        instance_id=message.instance_id,
+        running=message.running,
+        waiting=message.waiting,
+        queued_prompt_tokens=message.queued_prompt_tokens,
+        running_tokens=message.running_tokens,
+        referenced_blocks=message.referenced_blocks,
+        num_blocks=message.num_blocks,
+        steps_total=message.steps_total,
+        step_running_s=message.step_running_s,
+        engine_beat_age_s=message.engine_beat_age_s,
+        preemptions_total=message.preemptions_total,
+        serving=message.serving,
+        draining=message.draining,
+    )
+
+
+def drain_progress(message: pb.DrainProgress) -> DrainProgress:
+    return DrainProgress(running=message.running, waiting=message.waiting)

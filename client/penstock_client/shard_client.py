@@ -1,0 +1,238 @@
+"""An asyncio client of one shard: one shared Generate call, and the unary calls beside it.
+
+The shared call has exactly one reader task and one writer task, and nothing else ever awaits it:
+in grpc.aio a cancelled `write`, or a timeout around `read`, cancels the call and with it every
+stream on it. Submitting and cancelling only put something into a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from penstock_client import _wire
+from penstock_client.errors import PenstockError, ShardUnavailable
+from penstock_client.stream import GenerationStream
+from penstock_client.tokenizer_files import FileAssembler
+from penstock_client.types import DrainProgress, GenerationRequest, LoadReport, Output, ShardInfo
+from penstock_proto.transport import channel_options
+
+# Ids are unique over processes: a shard serves many clients at once.
+_PROCESS_ID = uuid.uuid4().hex
+_counter = itertools.count()
+
+_UNARY_TIMEOUT_S = 10.0
+# Aborts that wait for the RPC before them go together in the next; this many at most.
+_MAX_ABORTS_IN_RPC = 4096
+
+
+def new_request_id() -> str:
+    """A request id that no other client mints."""
+    return f"{_PROCESS_ID}-{next(_counter)}"
+
+
+def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Metadata of every call to a shard."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+class ShardClient:
+    """Speaks to one shard. Make it inside a running event loop; `close` it or use `async with`."""
+
+    def __init__(self, address: str, *, api_key: str | None = None) -> None:
+        self.address = address
+        self._metadata = call_metadata(api_key)
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._stub = _wire.stub(self._channel)
+        self._call: _SharedCall | None = None
+        self._aborts: deque[str] = deque()
+        self._abort_task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End every stream and the connection."""
+        if self._call is not None:
+            self._call.close()
+        if self._abort_task is not None:
+            await asyncio.wait([self._abort_task], timeout=1.0)
+            self._abort_task.cancel()
+        await self._channel.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Streams that have not ended."""
+        return 0 if self._call is None else len(self._call.streams)
+
+    # ---- generation ----
+
+    def submit(
+        self, request: GenerationRequest, *, request_id: str | None = None, attempt: int = 0
+    ) -> GenerationStream:
+        """Send a request over the shared call and return its stream at once.
+
+        Raises:
+            InvalidRequest: a value does not fit the wire.
+        """
+        request_id = request_id or new_request_id()
+        message = _wire.generate_request(request, request_id, attempt)
+        stream = GenerationStream(
+            request_id, attempt, len(request.output_token_ids), self._cancelled
+        )
+        if self._call is None or self._call.ended:
+            self._call = _SharedCall(self._stub, self._metadata, self.address)
+        self._call.submit(stream, message)
+        return stream
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        """The outputs of one request; leaving the iteration early aborts it."""
+        async with self.submit(request) as stream:
+            async for output in stream:
+                yield output
+
+    def _cancelled(self, stream: GenerationStream) -> None:
+        if self._call is not None:
+            self._call.streams.pop(stream.request_id, None)
+        self._aborts.append(stream.request_id)
+        if self._abort_task is None or self._abort_task.done():
+            self._abort_task = asyncio.get_running_loop().create_task(self._send_aborts())
+
+    async def _send_aborts(self) -> None:
+        """Send queued aborts, many to an RPC, until none is left."""
+        while self._aborts:
+            count = min(len(self._aborts), _MAX_ABORTS_IN_RPC)
+            await self.abort([self._aborts.popleft() for _ in range(count)])
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Abort by id. A shard that cannot be reached has nothing of ours to abort."""
+        request = _wire.abort_request(request_ids)
+        try:
+            await self._stub.Abort(request, metadata=self._metadata, timeout=_UNARY_TIMEOUT_S)
+        except grpc.RpcError:
+            return
+
+    # ---- the other calls ----
+
+    async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
+        """What the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
+        try:
+            message = await self._stub.GetInfo(
+                _wire.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return _wire.shard_info(message, self.address)
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name, checked against their hashes."""
+        assembler = FileAssembler()
+        call = self._stub.GetTokenizer(_wire.TOKENIZER_REQUEST, metadata=self._metadata)
+        try:
+            async for chunk in call:
+                assembler.add(chunk)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return assembler.files
+
+    async def watch_load(self) -> AsyncIterator[LoadReport]:
+        """Load reports, on change and at least one a second, until the shard goes away."""
+        call = self._stub.WatchLoad(_wire.WATCH_LOAD_REQUEST, metadata=self._metadata)
+        try:
+            async for message in call:
+                yield _wire.load_report(message)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        finally:
+            call.cancel()
+
+    async def drain(self, *, limit_s: float = 0.0) -> AsyncIterator[DrainProgress]:
+        """Ask the shard to admit nothing more; what is left, until nothing is."""
+        call = self._stub.Drain(_wire.drain_request(limit_s), metadata=self._metadata)
+        try:
+            async for message in call:
+                yield _wire.drain_progress(message)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+
+
+class _SharedCall:
+    """One Generate call and the streams on it, alive until the call breaks or is closed."""
+
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...], address: str) -> None:
+        self.streams: dict[str, GenerationStream] = {}
+        self.ended = False
+        self._address = address
+        # Bounded by the streams in flight, which the caller bounds: one message each.
+        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self._call = stub.Generate(metadata=metadata)
+        loop = asyncio.get_running_loop()
+        self._writer = loop.create_task(self._write())
+        self._reader = loop.create_task(self._read())
+
+    def submit(self, stream: GenerationStream, message: Any) -> None:
+        self.streams[stream.request_id] = stream
+        self._outgoing.put_nowait(message)
+
+    def close(self) -> None:
+        self._end(ShardUnavailable(f"the connection to shard {self._address} was closed"))
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                message = await self._outgoing.get()
+                # Cancelled while it waited in the queue: the shard need not see it.
+                if message.request_id in self.streams:
+                    await self._call.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The reader learns of the same end, with its status.
+            return
+
+    async def _read(self) -> None:
+        error: PenstockError = ShardUnavailable(f"shard {self._address} ended the call")
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                self._dispatch(response)
+        except grpc.RpcError as rpc_error:
+            error = _wire.call_error(rpc_error, self._address)
+        finally:
+            self._end(error)
+
+    def _dispatch(self, response: Any) -> None:
+        for message in response.outputs:
+            stream = self.streams.get(message.request_id)
+            if stream is None or stream.attempt != message.attempt:
+                continue
+            result = _wire.output(message)
+            if isinstance(result, PenstockError):
+                stream.fail(result)
+            else:
+                stream.feed(result)
+            if stream.ended:
+                del self.streams[message.request_id]
+
+    def _end(self, error: PenstockError) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        for stream in self.streams.values():
+            stream.fail(error)
+        self.streams.clear()
+        self._writer.cancel()
+        self._reader.cancel()
+        self._call.cancel()

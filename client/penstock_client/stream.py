@@ -1,0 +1,143 @@
+"""One sequence in flight, as its reader sees it. Pure asyncio; knows no gRPC.
+
+What arrives while the reader is away is merged into one output, so a slow reader costs memory for
+its own tokens and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from penstock_client.errors import PenstockError, ShardFailed
+from penstock_client.types import Output
+
+
+class GenerationStream:
+    """Iterate for everything new since the last time, until the output with a finish reason.
+
+    Raises `PenstockError` subclasses from the iteration. `cancel` (or leaving `async with`) ends
+    the generation in the shard. One reader at a time.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_error",
+        "_next_position",
+        "_on_cancel",
+        "_pending",
+        "_waiter",
+        "attempt",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        attempt: int,
+        next_position: int,
+        on_cancel: Callable[[GenerationStream], None],
+    ) -> None:
+        self.request_id = request_id
+        self.attempt = attempt
+        self._next_position = next_position
+        self._on_cancel = on_cancel
+        self._pending: Output | None = None
+        self._error: PenstockError | None = None
+        # No more will arrive: finished, failed or cancelled.
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will arrive from the shard."""
+        return self._ended
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output, self._pending = self._pending, None
+        return output
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the generation. Idempotent; a reader that waits gets `StopAsyncIteration`."""
+        if self._ended:
+            return
+        self._ended = True
+        self._pending = None
+        self._wake()
+        self._on_cancel(self)
+
+    # ---- called by the connection ----
+
+    def feed(self, output: Output) -> None:
+        """Take what the shard sent; drops what is known already, fails on a gap."""
+        if self._ended:
+            return
+        if not self._align(output):
+            self.fail(
+                ShardFailed(
+                    f"request {self.request_id}: tokens from position {output.first_position} "
+                    f"arrived, {self._next_position} was next"
+                )
+            )
+            self._on_cancel(self)
+            return
+        self._next_position += len(output.token_ids)
+        if self._pending is None:
+            self._pending = output
+        else:
+            self._pending.merge(output)
+        if output.finish_reason is not None:
+            self._ended = True
+        self._wake()
+
+    def fail(self, error: PenstockError) -> None:
+        """End with an error, after what is still to be read."""
+        if self._ended:
+            return
+        self._ended = True
+        self._error = error
+        self._wake()
+
+    def _align(self, output: Output) -> bool:
+        """Cut off tokens that are known; False when some are missing."""
+        if not output.token_ids:
+            return True
+        known = self._next_position - output.first_position
+        if known < 0:
+            return False
+        if known > 0:
+            del output.token_ids[:known]
+            output.first_position += known
+            if output.logprobs is not None:
+                output.logprobs.drop_first(known)
+        return True
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

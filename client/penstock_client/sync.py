@@ -1,0 +1,102 @@
+"""The synchronous twin of `ShardClient`, for scripts and services without asyncio.
+
+Each generation is a call of its own: one request, half-closed, read to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from penstock_client import _wire
+from penstock_client.errors import PenstockError
+from penstock_client.shard_client import call_metadata, new_request_id
+from penstock_client.tokenizer_files import FileAssembler
+from penstock_client.types import GenerationRequest, Output, ShardInfo
+from penstock_proto.transport import channel_options
+
+_UNARY_TIMEOUT_S = 10.0
+
+
+class SyncShardClient:
+    """Speaks to one shard, blocking. Usable from several threads."""
+
+    def __init__(self, address: str, *, api_key: str | None = None) -> None:
+        self.address = address
+        self._metadata = call_metadata(api_key)
+        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._stub = _wire.stub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> Iterator[Output]:
+        """The outputs of one request. Closing the iterator early aborts the request.
+
+        Raises:
+            PenstockError: as `errors` lists them; `DeadlineExceeded` after `timeout_s`.
+        """
+        message = _wire.generate_request(request, request_id or new_request_id(), 0)
+        call = self._stub.Generate(iter([message]), metadata=self._metadata, timeout=timeout_s)
+        try:
+            for response in call:
+                for item in response.outputs:
+                    result = _wire.output(item)
+                    if isinstance(result, PenstockError):
+                        raise result
+                    yield result
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        finally:
+            call.cancel()
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Abort by id; unknown ids are no error."""
+        try:
+            self._stub.Abort(
+                _wire.abort_request(request_ids),
+                metadata=self._metadata,
+                timeout=_UNARY_TIMEOUT_S,
+            )
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+
+    def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
+        """What the shard serves."""
+        try:
+            message = self._stub.GetInfo(
+                _wire.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return _wire.shard_info(message, self.address)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name, checked against their hashes."""
+        assembler = FileAssembler()
+        try:
+            for chunk in self._stub.GetTokenizer(_wire.TOKENIZER_REQUEST, metadata=self._metadata):
+                assembler.add(chunk)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return assembler.files
