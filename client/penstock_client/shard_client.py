@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any, Self
 
@@ -100,7 +100,7 @@ class ShardClient:
         self._call.submit(stream, message)
         return stream
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """The outputs of one request; leaving the iteration early aborts it."""
         async with self.submit(request) as stream:
             async for output in stream:
@@ -150,7 +150,7 @@ class ShardClient:
             raise _wire.call_error(error, self.address) from None
         return assembler.files
 
-    async def watch_load(self) -> AsyncIterator[LoadReport]:
+    async def watch_load(self) -> AsyncGenerator[LoadReport, None]:
         """Load reports, on change and at least one a second, until the shard goes away."""
         call = self._stub.WatchLoad(_wire.WATCH_LOAD_REQUEST, metadata=self._metadata)
         try:
@@ -161,7 +161,7 @@ class ShardClient:
         finally:
             call.cancel()
 
-    async def drain(self, *, limit_s: float = 0.0) -> AsyncIterator[DrainProgress]:
+    async def drain(self, *, limit_s: float = 0.0) -> AsyncGenerator[DrainProgress, None]:
         """Ask the shard to admit nothing more; what is left, until nothing is."""
         call = self._stub.Drain(_wire.drain_request(limit_s), metadata=self._metadata)
         try:

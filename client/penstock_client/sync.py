@@ -5,7 +5,7 @@ Each generation is a call of its own: one request, half-closed, read to the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import TracebackType
 from typing import Self
 
@@ -50,7 +50,7 @@ class SyncShardClient:
         *,
         timeout_s: float | None = None,
         request_id: str | None = None,
-    ) -> Iterator[Output]:
+    ) -> Generator[Output, None, None]:
         """The outputs of one request. Closing the iterator early aborts the request.
 
         Raises:

@@ -47,6 +47,13 @@ class ShardConfig:
     max_queued_tokens: int = 4_000_000
     max_logprobs: int = 20
 
+    # No beat of the engine for this long: it hangs, and health says so.
+    stall_timeout_s: float = 10.0
+    # Engine starts that fail one after another before the shard gives up.
+    max_restarts: int = 5
+    # On SIGTERM: how long running requests may take to finish.
+    drain_timeout_s: float = 30.0
+
     step_ms: float = 20.0
     fake_eos_rate: float = 0.0
 
@@ -71,6 +78,11 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         )
     if args.kv_blocks is not None and args.kv_memory is not None:
         parser.error("--kv-blocks and --kv-memory exclude each other; give one")
+    if args.max_num_batched_tokens < args.max_num_seqs:
+        parser.error(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens}: must be at least "
+            f"--max-num-seqs ({args.max_num_seqs}), or some requests would never move"
+        )
     if args.block_size is not None and args.block_size % 16:
         parser.error(f"--block-size {args.block_size}: must be a multiple of 16")
     return ShardConfig(
@@ -101,6 +113,9 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         max_logprobs=args.max_logprobs,
+        stall_timeout_s=args.stall_timeout,
+        max_restarts=args.max_restarts,
+        drain_timeout_s=args.drain_timeout,
         step_ms=args.step_ms,
         fake_eos_rate=args.fake_eos_rate,
     )
@@ -168,6 +183,27 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--port", type=_port, default=50051, help="port (default: %(default)s)")
     group.add_argument(
         "--api-key", metavar="KEY", help="refuse calls without it (default: PENSTOCK_API_KEY)"
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=_non_negative_float,
+        default=10.0,
+        metavar="S",
+        help="not healthy when the engine gives no sign of life this long (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=_positive_int,
+        default=5,
+        metavar="N",
+        help="give up after this many failed engine starts in a row (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=_non_negative_float,
+        default=30.0,
+        metavar="S",
+        help="on SIGTERM, let running requests finish this long (default: %(default)s)",
     )
 
 

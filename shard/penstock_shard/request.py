@@ -65,9 +65,11 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     # Chained hashes of the full blocks of `token_ids`, as far as they were needed.
     block_hashes: list[bytes] = field(default_factory=list)
+    # How many of `block_ids` are filed under their hashes, or were found there.
+    num_published: int = 0
     # Tokens found in the prefix cache when the request was first scheduled; None before.
     cached_tokens: int | None = None
-    # Prompt positions whose log-probabilities have been sent.
+    # Prompt tokens whose log-probabilities have been sent; the first token has none.
     num_prompt_logprobs_sent: int = 0
     preemptions: int = 0
 
@@ -82,3 +84,10 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Some are still to be sent, so the prompt must be computed and not only found."""
+        if self.prompt_logprobs is None:
+            return False
+        return self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1

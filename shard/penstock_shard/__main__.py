@@ -1,0 +1,23 @@
+"""`python -m penstock_shard`: what `penstock shard` starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from penstock_shard.config import parse_config
+
+
+def main() -> int:
+    """Parse, serve, exit."""
+    config = parse_config(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s shard %(levelname)s %(message)s")
+    # After parsing, so that --help and bad flags answer at once.
+    from penstock_shard.server import serve
+
+    return asyncio.run(serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

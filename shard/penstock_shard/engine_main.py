@@ -1,0 +1,150 @@
+"""The engine process: loads a runner, then runs the engine between an inbox and an outbox.
+
+Started by `engine_supervisor` with one end of a socket pair. It never sees TCP, and it ends itself
+when the server is gone. Three threads: this one steps, one receives, one beats.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from array import array
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.link import (
+    Beat,
+    EngineEnd,
+    Inbox,
+    Load,
+    LoadFailed,
+    Progress,
+    Ready,
+    Start,
+    StepOutputs,
+    Submit,
+)
+from penstock_shard.loading import LoadedModel, ModelError, load_model
+from penstock_shard.request import Request
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 0.25
+
+
+def main() -> None:
+    """Run until the server is gone. The socket's file descriptor is the only argument."""
+    # Ctrl-C in a terminal reaches the whole process group; the server decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
+    start = link.receive()
+    if not isinstance(start, Start):
+        return
+    inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
+    try:
+        loaded = load_model(start.config, lambda text: link.send(Progress(text)))
+    except ModelError as error:
+        link.send(LoadFailed(str(error)))
+        return
+    engine = _build_engine(loaded, start.config)
+    threading.Thread(target=_beat, args=(link, engine), daemon=True).start()
+    # What was made so far lives for ever: keep the collector from walking it between steps.
+    gc.collect()
+    gc.freeze()
+    link.send(Ready(loaded.runner.info, loaded.tokenizer_files, loaded.revision))
+    _run(link, engine, inbox)
+
+
+def _build_engine(loaded: LoadedModel, config: ShardConfig) -> Engine:
+    info = loaded.runner.info
+    blocks = BlockManager(
+        info.num_blocks,
+        info.block_size,
+        weights_hash=info.weights_hash,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+    )
+    return Engine(loaded.runner, Scheduler(limits, blocks), blocks)
+
+
+def _run(link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox]) -> None:
+    sent = Load()
+    while True:
+        _take_inbox(engine, inbox, wait=not engine.has_work)
+        outputs = engine.step()
+        load = engine.load()
+        if outputs or load != sent:
+            link.send(StepOutputs(outputs, load))
+            sent = load
+
+
+def _take_inbox(engine: Engine, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
+    """Everything that came in; waits for something when there is nothing to do."""
+    try:
+        while True:
+            message = inbox.get(block=wait)
+            wait = False
+            for submit in message.submits:
+                engine.submit(_request(submit), submit.deadline_s)
+            for request_id in message.aborts:
+                engine.abort(request_id)
+    except queue.Empty:
+        return
+
+
+def _request(submit: Submit) -> Request:
+    prompt = array("I", submit.prompt)
+    output = array("I", submit.output)
+    return Request(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        token_ids=prompt.tolist() + output.tolist(),
+        num_prompt_tokens=len(prompt),
+        num_delivered=len(output),
+        sampling=submit.sampling,
+        max_tokens=submit.max_tokens,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        logprobs=submit.logprobs,
+        prompt_logprobs=submit.prompt_logprobs,
+        cache_salt=submit.cache_salt,
+    )
+
+
+def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
+    """Queue what the server sends. Its bound is the server's: live requests, and their aborts."""
+    while isinstance(message := link.receive(), Inbox):
+        inbox.put(message)
+    # The server is gone. The step in progress is worth nothing to anybody.
+    os._exit(0)
+
+
+def _beat(link: EngineEnd, engine: Engine) -> None:
+    """Outside the step, so that a long step and a hung process look different."""
+    while True:
+        started_s = engine.step_started_s
+        running_s = 0.0 if started_s is None else time.monotonic() - started_s
+        try:
+            link.send(Beat(running_s, engine.steps_total))
+        except OSError:
+            return
+        time.sleep(_BEAT_S)
+
+
+if __name__ == "__main__":
+    main()

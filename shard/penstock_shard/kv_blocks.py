@@ -1,0 +1,180 @@
+"""Who holds which KV block: allocation, reference counts, prefix reuse. Plain integers, no torch.
+
+A block is free (nobody refers to it) or referenced by one or more requests. A full block is filed
+under its chained hash and stays findable after it is freed, until its memory is needed: freed
+blocks are reused least recently freed first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_proto.prefix_hash import block_hash, root_hash
+from penstock_shard.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Filed:
+    """What a published block holds. Kept to compare: a hash alone proves nothing."""
+
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+class BlockManager:
+    """Gives out the blocks 0 .. num_blocks - 1 of `block_size` tokens each."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        weights_hash: str = "",
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._weights_hash = weights_hash
+        self._enable_prefix_caching = enable_prefix_caching
+        self._references = [0] * num_blocks
+        # Free blocks, the next to be reused first. Values are unused.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._filed: dict[int, _Filed] = {}
+        self._by_digest: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- a request's blocks ----
+
+    def acquire_prefix(self, request: Request) -> int:
+        """Give a request without blocks those that hold its longest cached prefix.
+
+        Returns the number of tokens found, which becomes `request.num_computed`. The last known
+        token is always left to be computed, because sampling needs its logits.
+        """
+        if not self._enable_prefix_caching:
+            return 0
+        # One token short of the end, so that a block with the last known token is never found.
+        self._hash_full_blocks(request, request.num_tokens - 1)
+        for index in range((request.num_tokens - 1) // self.block_size):
+            block_id = self._find(request, index)
+            if block_id is None:
+                break
+            self._refer(block_id)
+            request.block_ids.append(block_id)
+        request.num_published = len(request.block_ids)
+        request.num_computed = len(request.block_ids) * self.block_size
+        return request.num_computed
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Let the request's blocks cover `num_tokens`; False, and no change, when none are left."""
+        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            request.block_ids.append(self._take())
+        return True
+
+    def publish(self, request: Request) -> None:
+        """File the request's computed full blocks under their hashes, for others to find."""
+        if not self._enable_prefix_caching:
+            return
+        self._hash_full_blocks(request, request.num_computed)
+        for index in range(request.num_published, request.num_computed // self.block_size):
+            self._file(request, index)
+            request.num_published = index + 1
+
+    def release(self, request: Request) -> None:
+        """Take all blocks back. The last ones are reused first: a prefix's start lives longest."""
+        for block_id in reversed(request.block_ids):
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._free[block_id] = None
+        request.block_ids.clear()
+        request.num_published = 0
+        request.num_computed = 0
+
+    # ---- internals ----
+
+    def _parent(self, request: Request, index: int) -> bytes:
+        if index:
+            return request.block_hashes[index - 1]
+        return root_hash(self._weights_hash, request.cache_salt)
+
+    def _tokens(self, request: Request, index: int) -> Sequence[int]:
+        return request.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
+        for index in range(len(request.block_hashes), num_tokens // self.block_size):
+            parent = self._parent(request, index)
+            request.block_hashes.append(block_hash(parent, self._tokens(request, index)))
+
+    def _find(self, request: Request, index: int) -> int | None:
+        block_id = self._by_digest.get(request.block_hashes[index])
+        if block_id is None:
+            return None
+        filed = self._filed[block_id]
+        same = filed.parent == self._parent(request, index) and filed.token_ids == tuple(
+            self._tokens(request, index)
+        )
+        return block_id if same else None
+
+    def _file(self, request: Request, index: int) -> None:
+        digest = request.block_hashes[index]
+        block_id = request.block_ids[index]
+        # Two requests may have computed the same block at once: the first stays the findable one.
+        if digest in self._by_digest or block_id in self._filed:
+            return
+        self._by_digest[digest] = block_id
+        self._filed[block_id] = _Filed(
+            digest, self._parent(request, index), tuple(self._tokens(request, index))
+        )
+
+    def _refer(self, block_id: int) -> None:
+        if self._references[block_id] == 0:
+            del self._free[block_id]
+        self._references[block_id] += 1
+
+    def _take(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        filed = self._filed.pop(block_id, None)
+        if filed is not None:
+            del self._by_digest[filed.digest]
+        self._references[block_id] = 1
+        return block_id
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        """Recount everything from the requests that hold blocks.
+
+        Raises:
+            AssertionError: the accounts do not agree; the text has the numbers.
+        """
+        counted = [0] * self.num_blocks
+        for request in requests:
+            for block_id in request.block_ids:
+                counted[block_id] += 1
+        wrong = [i for i in range(self.num_blocks) if counted[i] != self._references[i]]
+        assert not wrong, (
+            f"blocks {wrong[:8]}: counted {[counted[i] for i in wrong[:8]]} references, "
+            f"kept {[self._references[i] for i in wrong[:8]]}"
+        )
+        referenced = sum(1 for count in counted if count)
+        assert referenced + len(self._free) == self.num_blocks, (
+            f"{referenced} referenced + {len(self._free)} free != {self.num_blocks} blocks"
+        )
+        assert len(self._by_digest) == len(self._filed), (
+            f"{len(self._by_digest)} digests for {len(self._filed)} filed blocks"
+        )

@@ -1,0 +1,218 @@
+"""What the server process and the engine process say to each other, and how it is framed.
+
+One message a step each way over a local socket: a length, then msgpack of one of the types below.
+Prompts pass as bytes (little-endian unsigned 32-bit ids): the server never looks at them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgspec
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.request import FinishReason, SamplingParams
+from penstock_shard.runner.base import Logprobs, RunnerInfo
+
+_LENGTH = struct.Struct("<I")
+
+
+# ---- server -> engine ----
+
+
+class Start(msgspec.Struct, array_like=True, tag="start"):
+    """The first message: what to load."""
+
+    config: ShardConfig
+
+
+class Submit(msgspec.Struct, array_like=True):
+    """A request, checked, with the model's defaults filled in. See `request.Request`."""
+
+    request_id: str
+    attempt: int
+    prompt: bytes
+    output: bytes
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: list[int]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    cache_salt: str
+    # From now; None for no deadline.
+    deadline_s: float | None
+
+
+class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
+    """Everything that came in since the last one. Aborts act after the submits beside them."""
+
+    submits: list[Submit]
+    aborts: list[str]
+
+
+ToEngine = Start | Inbox
+
+
+# ---- engine -> server ----
+
+
+class Progress(msgspec.Struct, array_like=True, tag="progress"):
+    """A line for a person while the model loads."""
+
+    text: str
+
+
+class LoadFailed(msgspec.Struct, array_like=True, tag="load_failed"):
+    """The model cannot be served; one line that says why."""
+
+    message: str
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine takes requests."""
+
+    info: RunnerInfo
+    tokenizer_files: dict[str, bytes]
+    # The commit of a hub model; empty for a directory.
+    revision: str
+
+
+class Error(msgspec.Struct, array_like=True):
+    """How one request failed; `code` as in google.rpc.Code."""
+
+    code: int
+    message: str
+    field: str = ""
+    value: str = ""
+    bound: str = ""
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What is new for one request; exactly one of a request has `finish` or `error`: the last."""
+
+    request_id: str
+    attempt: int
+    first_position: int
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    # Index in the prompt of the first row of `prompt_logprobs`.
+    prompt_logprobs_start: int = 1
+    cached_tokens: int | None = None
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: Error | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    def merge(self, later: Output) -> None:
+        """Append what came after this output, for a reader that was behind."""
+        self.token_ids += later.token_ids
+        self.logprobs = _merged(self.logprobs, later.logprobs)
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs_start = later.prompt_logprobs_start
+        self.prompt_logprobs = _merged(self.prompt_logprobs, later.prompt_logprobs)
+        if self.cached_tokens is None:
+            self.cached_tokens = later.cached_tokens
+        self.finish = later.finish
+        self.stop_token_id = later.stop_token_id
+        self.error = later.error
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """How busy the engine is after a step."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    running_tokens: int = 0
+    referenced_blocks: int = 0
+    steps_total: int = 0
+    preemptions_total: int = 0
+
+
+class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
+    """What one step produced."""
+
+    outputs: list[Output]
+    load: Load
+
+
+class Beat(msgspec.Struct, array_like=True, tag="beat"):
+    """A sign of life from outside the step. `step_running_s` is 0 between steps."""
+
+    step_running_s: float
+    steps_total: int
+
+
+FromEngine = Progress | LoadFailed | Ready | StepOutputs | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode_frame(message: Any) -> bytes:
+    """A message with its length before it."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class EngineEnd:
+    """The engine's end of the socket: blocking, one receiving thread, any thread may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: FromEngine) -> None:
+        frame = encode_frame(message)
+        with self._lock:
+            self._connection.sendall(frame)
+
+    def receive(self) -> ToEngine | None:
+        """The next message; None when the server is gone."""
+        header = self._receive_exactly(_LENGTH.size)
+        if header is None:
+            return None
+        body = self._receive_exactly(_LENGTH.unpack(header)[0])
+        return None if body is None else _to_engine_decoder.decode(body)
+
+    def _receive_exactly(self, count: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < count:
+            try:
+                piece = self._connection.recv(min(count - len(data), 1 << 20))
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            data += piece
+        return bytes(data)
+
+
+async def receive_from_engine(reader: asyncio.StreamReader) -> FromEngine | None:
+    """The server's end: the next message; None when the engine is gone."""
+    try:
+        header = await reader.readexactly(_LENGTH.size)
+        body = await reader.readexactly(_LENGTH.unpack(header)[0])
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return _from_engine_decoder.decode(body)
+
+
+def _merged(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
+    if first is None or later is None:
+        return first or later
+    first.chosen += later.chosen
+    first.ranks += later.ranks
+    first.top_token_ids += later.top_token_ids
+    first.top_logprobs += later.top_logprobs
+    first.top_n = later.top_n
+    return first

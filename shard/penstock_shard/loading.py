@@ -1,0 +1,94 @@
+"""From a configuration to a runner that is ready, with the files a router needs beside it.
+
+Imports torch only when a real model is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.source import resolve_model
+from penstock_shard.runner.base import Runner, RunnerInfo
+from penstock_shard.runner.fake import CAPABILITIES, FakeRunner
+from penstock_shard.tokenizer_files import read_tokenizer_files
+
+__all__ = ["LoadedModel", "ModelError", "load_model"]
+
+_FAKE_BLOCK_SIZE = 16
+# Enough that the fake runner's default never preempts by accident.
+_FAKE_BLOCKS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A runner and what goes with it. `revision` is the commit of a hub model, else empty."""
+
+    runner: Runner
+    tokenizer_files: dict[str, bytes]
+    revision: str
+
+
+def load_model(config: ShardConfig, progress: Callable[[str], None]) -> LoadedModel:
+    """Load what the configuration names.
+
+    Raises:
+        ModelError: one line that says what is wrong and what to do.
+    """
+    source = resolve_model(config, progress=progress)
+    template = None if config.chat_template is None else Path(config.chat_template)
+    try:
+        files = read_tokenizer_files(source.path, template)
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror}") from None
+    if config.runner == "fake":
+        return LoadedModel(_fake_runner(config, source.path, files), files, source.revision)
+    # Here and not above: torch takes seconds and half a gigabyte.
+    from penstock_shard.runner.model_runner import create_runner
+
+    if "tokenizer.json" not in files:
+        from penstock_shard.models.tokenizer_conversion import convert_tokenizer
+
+        files["tokenizer.json"] = convert_tokenizer(source.path, config.trust_remote_code)
+    return LoadedModel(
+        create_runner(config, source.path, progress=progress), files, source.revision
+    )
+
+
+def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) -> FakeRunner:
+    """A runner over the tokenizer's ordinary ids: no special token is ever generated."""
+    try:
+        tokenizer = json.loads(files["tokenizer.json"])
+        model_config = json.loads((model_dir / "config.json").read_bytes())
+    except (KeyError, OSError, ValueError) as error:
+        raise ModelError(f"{model_dir}: no readable tokenizer.json and config.json") from error
+    special = {token["id"] for token in tokenizer.get("added_tokens", [])}
+    vocab = tokenizer["model"]["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    ordinary = sorted(set(ids) - special)
+    eos = model_config.get("eos_token_id") or ()
+    max_model_len = config.max_model_len or model_config.get("max_position_embeddings", 2048)
+    block_size = config.block_size or _FAKE_BLOCK_SIZE
+    info = RunnerInfo(
+        architecture="FakeRunner",
+        weights_hash="fake",
+        vocab_size=max([*ordinary, *special]) + 1,
+        max_model_len=max_model_len,
+        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        default_sampling={},
+        block_size=block_size,
+        num_blocks=max(config.kv_blocks or _FAKE_BLOCKS, -(-max_model_len // block_size)),
+        dtype="none",
+        kv_dtype="none",
+        device="none",
+        attention_backend="none",
+        capabilities=CAPABILITIES,
+        batch_invariant=True,
+        numerics_fingerprint="fake",
+    )
+    step_s = config.step_ms / 1000
+    return FakeRunner(info, ordinary, step_s=step_s, eos_rate=config.fake_eos_rate)

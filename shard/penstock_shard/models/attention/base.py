@@ -1,0 +1,151 @@
+"""Attention over a paged KV cache: the interface, and what one step tells a backend.
+
+Knows shapes of one decoder layer and of a step. Knows nothing of models, requests or sampling.
+
+The cache of a layer is a pair K [num_blocks, block_size, Hkv, D], V [num_blocks, block_size, Hkv,
+Dv], both contiguous. Token i of a sequence lives in block `block_table[row, i // block_size]` at
+offset `i % block_size`; that place, counted over all blocks, is its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LayerCache = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention layer asks for, as seen in a call of it."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    # Keys a query sees, itself included; None: all before it.
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.num_kv_heads * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """One sequence of a step, for backends that walk the rows on the host."""
+
+    query_start: int
+    num_queries: int
+    # Tokens in the cache once this step's are written.
+    seq_len: int
+    # int32 [ceil(seq_len / block_size)]
+    blocks: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The sequences of one step, packed one after the other along T.
+
+    Row i owns queries `cu_queries[i]` to `cu_queries[i + 1]`, which are the last of its
+    `seq_lens[i]` tokens (bottom-right causal). The first `num_decodes` rows have one query each.
+    """
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    num_decodes: int
+    block_size: int
+    # int64 [T]: where the keys and values of this step's tokens go.
+    slots: Tensor
+    # int32 [B + 1], [B + 1] and [B], on the device; sums run over query_lens and seq_lens.
+    cu_queries: Tensor
+    cu_keys: Tensor
+    seq_lens_tensor: Tensor
+    # int32 [B, max blocks of a row], padded with 0.
+    block_table: Tensor
+
+    @cached_property
+    def rows(self) -> tuple[RowSpan, ...]:
+        rows = []
+        start = 0
+        for i, (count, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            num_blocks = -(-length // self.block_size)
+            rows.append(RowSpan(start, count, length, self.block_table[i, :num_blocks]))
+            start += count
+        return tuple(rows)
+
+    @cached_property
+    def prefill_cu_queries(self) -> Tensor:
+        """int32 [B - num_decodes + 1]: `cu_queries` of the rows after the decodes, from 0."""
+        sums = self.cu_queries[self.num_decodes :]
+        return sums - sums[0]
+
+    @cached_property
+    def prefill_cu_keys(self) -> Tensor:
+        """int32 [B - num_decodes + 1]: `cu_keys` of the rows after the decodes, from 0."""
+        sums = self.cu_keys[self.num_decodes :]
+        return sums - sums[0]
+
+    @cached_property
+    def masks(self) -> dict[tuple[int, int, int, int | None], Tensor]:
+        """Masks of this step, shared by its layers; see `causal_mask`."""
+        return {}
+
+
+class AttentionBackend(Protocol):
+    """Writes a step's keys and values to the cache, then attends over it."""
+
+    name: str
+    # Block sizes must be a multiple of this; it is also the default.
+    block_multiple: int
+
+    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        """Why this backend cannot serve such a layer; None if it can."""
+
+    def run(
+        self,
+        cache: LayerCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv].
+
+        `sinks` [Hq] are logits of a virtual key with value 0 that each query also sees.
+        """
+
+
+def write_cache(cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]."""
+    keys, values = cache
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, key)
+    values.view(-1, *values.shape[2:]).index_copy_(0, slots, value)
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device
+) -> Tensor:
+    """bool [num_queries, num_keys]: query i stands at key index `offset + i` and sees the keys up
+    to there, at most `window` of them.
+    """
+    position = torch.arange(num_queries, device=device).unsqueeze(1) + offset
+    index = torch.arange(num_keys, device=device).unsqueeze(0)
+    mask = index <= position
+    if window is not None:
+        mask &= index > position - window
+    return mask

@@ -1,0 +1,10 @@
+"""The one exception for a model that cannot be served. Knows nothing of models or torch."""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """A model cannot be loaded or served; the message is one line, for the operator."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))

@@ -1,0 +1,154 @@
+"""Refuses models that would be served wrongly, by name and before they serve anything.
+
+transformers does not fail when a model ignores a registered attention function, or when it says
+something only in the mask that the function never sees: its text is then silently wrong. Four
+checks: what the configuration says, what the class can do, what each layer asked for when probed,
+and a comparison of logits with the model's own attention.
+
+Knows what makes an architecture unfit. Knows nothing of requests or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from penstock_shard.models.attention.base import AttentionBackend, LayerSpec
+from penstock_shard.models.errors import ModelError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their angles depend on the longest position in the batch once it passes the original context.
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Largest difference of a logit, in units of the standard deviation of the model's own logits.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """The name operators know a model by, as LlamaForCausalLM."""
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    return str(architectures[0])
+
+
+def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
+    """Raises ModelError for what the configuration alone rules out."""
+    name = architecture_of(config)
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder; only decoder-only models are served")
+    if getattr(text, "attention_chunk_size", None):
+        raise ModelError(
+            f"{name} attends within chunks, which it says only in the attention mask; "
+            "it is not served"
+        )
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
+    if odd:
+        raise ModelError(f"{name} has layers of type {', '.join(odd)}, which are not served")
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
+        raise ModelError(f"{name} uses ALiBi position biases, which are not served")
+    _check_rope(name, text, max_model_len)
+
+
+def _check_rope(name: str, text: PreTrainedConfig, max_model_len: int) -> None:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type", "default") not in _BATCH_DEPENDENT_ROPE:
+            continue
+        original = _original_context(rope, text)
+        if max_model_len > original:
+            raise ModelError(
+                f"{name}: rope type {rope['rope_type']} past {original} tokens depends on what "
+                f"else is in the batch; use --max-model-len {original}"
+            )
+
+
+def _original_context(rope: dict[str, Any], text: PreTrainedConfig) -> int:
+    original = rope.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
+    return int(original or text.max_position_embeddings)
+
+
+def check_class(module: PreTrainedModel) -> None:
+    """Raises ModelError for a class whose attention cannot be replaced."""
+    if not module._can_set_attn_implementation():
+        raise ModelError(
+            f"{type(module).__name__} does not let its attention be replaced (its code in "
+            "transformers ignores the attention interface), so it cannot run on a paged cache; "
+            "it is not served"
+        )
+
+
+def check_layers(
+    module: PreTrainedModel,
+    specs: Sequence[LayerSpec],
+    backend: AttentionBackend,
+    max_model_len: int,
+) -> None:
+    """Raises ModelError if a probe's attention calls are not one a layer, or not servable."""
+    name = type(module).__name__
+    text = module.config.get_text_config()
+    expected = int(text.num_hidden_layers)
+    indices = [spec.index for spec in specs]
+    if sorted(indices) != list(range(expected)):
+        raise ModelError(
+            f"{name}: {len(indices)} attention calls for {expected} layers; models whose layers "
+            "do not each attend once are not served"
+        )
+    _check_windows(name, text, specs, max_model_len)
+    for spec in specs:
+        reason = backend.refusal(spec, module.dtype)
+        if reason:
+            raise ModelError(
+                f"{name}: attention backend {backend.name} {reason}; use --attention-backend sdpa"
+            )
+
+
+def _check_windows(
+    name: str, text: PreTrainedConfig, specs: Sequence[LayerSpec], max_model_len: int
+) -> None:
+    """A window that the configuration names must have reached the attention call."""
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types:
+        wrong = [
+            spec.index
+            for spec in specs
+            if (layer_types[spec.index] == "sliding_attention") != (spec.window is not None)
+        ]
+    else:
+        window = getattr(text, "sliding_window", None)
+        used = window is not None and getattr(text, "use_sliding_window", True)
+        seen = any(spec.window is not None for spec in specs)
+        wrong = [0] if used and not seen and max_model_len > int(window or 0) else []
+    if wrong:
+        raise ModelError(
+            f"{name}: the attention call of layer {wrong[0]} does not get the sliding window "
+            "that the configuration states; it is not served"
+        )
+
+
+def check_logits(module: PreTrainedModel, own: Callable[[], Tensor], paged: Tensor) -> None:
+    """Compare logits [n, V] of the paged path with those of the model's own attention.
+
+    `own` computes them while the module runs eager attention. Raises ModelError if they differ by
+    more than rounding explains.
+    """
+    implementation = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        expected = own().float()
+    finally:
+        module.set_attn_implementation(implementation)
+    worst = float((paged.float() - expected).abs().max())
+    bound = _TOLERANCE[module.dtype] * float(expected.std())
+    # Not `worst > bound`: a NaN must not pass.
+    if not worst <= bound:
+        raise ModelError(
+            f"{type(module).__name__}: self-check failed: logits on the paged cache differ from "
+            f"the model's own by {worst:.2g} (bound {bound:.2g}); it is not served"
+        )

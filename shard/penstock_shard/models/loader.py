@@ -1,0 +1,151 @@
+"""A model directory -> a transformers module in memory. Knows files and transformers' loader;
+knows nothing of attention, caches or requests.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from penstock_shard.models.errors import ModelError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration of the text model. Raises ModelError if transformers cannot read it."""
+    try:
+        config = AutoConfig.from_pretrained(
+            model_dir, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = _first_line(error)
+        raise ModelError(
+            f"{model_dir}: transformers {transformers.__version__} cannot read the "
+            f"configuration: {reason}"
+        ) from error
+    return config
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of --device. Raises ModelError where there is no CUDA device."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ModelError("--device cuda: torch finds no CUDA device here")
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV cache: for "auto" float32 on cpu, else the model's own."""
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = config.get_text_config().dtype or config.dtype
+    if isinstance(own, str):
+        own = _DTYPES.get(own)
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How `load_module` is to make the module."""
+
+    device: torch.device
+    dtype: torch.dtype
+    trust_remote_code: bool = False
+    # Random weights; only the configuration is read.
+    dummy: bool = False
+
+
+def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """The causal LM of a directory in eval mode, on its device.
+
+    Raises ModelError if weights are missing, do not fit the configuration or the memory.
+    """
+    # The shard reports progress itself, and the checks below say what a warning would.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with torch.device(options.device):
+            if options.dummy:
+                module = _random(config, options)
+            else:
+                module = _read(model_dir, config, options)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{model_dir}: the weights do not fit into memory: {error}") from error
+    module.eval()
+    module.requires_grad_(False)
+    return module
+
+
+def _random(config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    torch.manual_seed(0)
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config,
+        dtype=options.dtype,
+        attn_implementation="eager",
+        trust_remote_code=options.trust_remote_code,
+    )
+    return module
+
+
+def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    try:
+        module, loading = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=options.dtype,
+            # Every class knows eager; the gate decides whether ours may take its place.
+            attn_implementation="eager",
+            trust_remote_code=options.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
+        raise ModelError(f"{model_dir}: cannot load the weights: {_first_line(error)}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{model_dir}: the weights lack {len(missing)} of the model's tensors, "
+            f"{missing[0]} for one; the files are incomplete or of another model"
+        )
+    loaded: PreTrainedModel = module
+    return loaded
+
+
+def generation_defaults(model_dir: Path) -> dict[str, Any]:
+    """generation_config.json as it stands; empty if there is none.
+
+    Raises ModelError if it is not a JSON object.
+    """
+    path = model_dir / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {_first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: is not a JSON object")
+    return values
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,53 @@
+"""A name for a set of weights: equal names mean equal bytes. Knows files only; imports no torch.
+
+Covers the full content of config.json and of every *.safetensors file, with their names. Files are
+hashed in pieces on several threads (hashlib releases the interpreter lock), then the piece hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_PIECE_BYTES = 64 * 2**20
+_READ_BYTES = 2**20
+_DIGEST_BYTES = 16
+
+
+def hash_weights(model_dir: Path, *, config_only: bool = False, threads: int | None = None) -> str:
+    """32 hex digits (blake2b-128). `config_only` is for models without weights on disk.
+
+    Raises OSError if a file cannot be read.
+    """
+    pieces = list(_pieces(model_dir, config_only))
+    workers = threads or min(8, os.cpu_count() or 1)
+    total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        for (path, offset), digest in zip(pieces, pool.map(_hash_piece, pieces), strict=True):
+            total.update(f"{path.name}\0{offset}\0".encode())
+            total.update(digest)
+    return total.hexdigest()
+
+
+def _pieces(model_dir: Path, config_only: bool) -> Iterator[tuple[Path, int]]:
+    """Each file in the order of names, cut at multiples of the piece size."""
+    weights = [] if config_only else sorted(model_dir.glob("*.safetensors"))
+    for path in (model_dir / "config.json", *weights):
+        for offset in range(0, max(1, path.stat().st_size), _PIECE_BYTES):
+            yield path, offset
+
+
+def _hash_piece(piece: tuple[Path, int]) -> bytes:
+    path, offset = piece
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    # Read, not mapped: mapped pages would count as this process's memory.
+    with path.open("rb") as file:
+        file.seek(offset)
+        left = _PIECE_BYTES
+        while left and (data := file.read(min(left, _READ_BYTES))):
+            digest.update(data)
+            left -= len(data)
+    return digest.digest()

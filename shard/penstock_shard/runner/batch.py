@@ -1,0 +1,159 @@
+"""A StepPlan -> the tensors of one or more forward passes.
+
+Knows how rows are packed, where their keys and values go, and which logits are wanted. Knows
+nothing of models or of how tokens are drawn.
+
+A prompt token's log-probability needs a whole row of logits, so a long prompt that asks for them
+is computed in pieces, one forward pass each, to keep the logits in memory few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.runner.base import ScheduledRequest, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, start + count) of a row of the plan, computed in one forward pass."""
+
+    row: int
+    scheduled: ScheduledRequest
+    start: int
+    count: int
+    # Whether its last token's logits give the row's next token.
+    samples: bool
+    # The first this many of its tokens predict prompt tokens whose log-probabilities are wanted.
+    num_prompt_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The inputs of one forward pass.
+
+    `logit_rows` int64 [N] holds, piece by piece, the rows of its prompt log-probabilities and then
+    the row it samples from.
+    """
+
+    pieces: tuple[Piece, ...]
+    input_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    logit_rows: Tensor
+
+
+def build_batches(
+    plan: StepPlan, block_size: int, device: torch.device, max_prompt_logprobs: int
+) -> list[StepBatch]:
+    """All forward passes of a step, in order; one unless prompt log-probabilities are many."""
+    return [_build(pieces, block_size, device) for pieces in split_plan(plan, max_prompt_logprobs)]
+
+
+def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ...]]:
+    """Cut rows so that no pass computes more than `max_prompt_logprobs` prompt log-probabilities.
+
+    Rows that want none are computed whole, in the first pass.
+    """
+    passes = []
+    progress = [row.start for row in plan.rows]
+    ends = [row.start + row.count for row in plan.rows]
+    while progress != ends:
+        room = max_prompt_logprobs
+        pieces = []
+        for index, row in enumerate(plan.rows):
+            start, end = progress[index], ends[index]
+            wanted = max(0, _prompt_logprobs_end(row) - start)
+            taken = min(wanted, room)
+            count = end - start if taken == wanted else taken
+            if count == 0:
+                continue
+            samples = row.samples and start + count == end
+            pieces.append(Piece(index, row, start, count, samples, taken))
+            progress[index] += count
+            room -= taken
+        passes.append(tuple(pieces))
+    return passes
+
+
+def _prompt_logprobs_end(row: ScheduledRequest) -> int:
+    """Tokens of the row before this index predict prompt tokens that are asked for."""
+    if row.request.prompt_logprobs is None:
+        return 0
+    return min(row.start + row.count, row.request.num_prompt_tokens - 1)
+
+
+def _build(pieces: Sequence[Piece], block_size: int, device: torch.device) -> StepBatch:
+    starts = np.array([piece.start for piece in pieces], dtype=np.int64)
+    counts = np.array([piece.count for piece in pieces], dtype=np.int64)
+    lengths = starts + counts
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    table = _block_table(pieces, lengths, block_size)
+    rows = np.repeat(np.arange(len(pieces)), counts)
+    positions = np.arange(offsets[-1]) - offsets[rows] + starts[rows]
+    slots = table[rows, positions // block_size].astype(np.int64) * block_size
+    slots += positions % block_size
+
+    def tensor(array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    attention = AttentionBatch(
+        query_lens=counts.tolist(),
+        seq_lens=lengths.tolist(),
+        num_decodes=_num_decodes(counts),
+        block_size=block_size,
+        slots=tensor(slots),
+        cu_queries=tensor(offsets.astype(np.int32)),
+        cu_keys=tensor(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
+        seq_lens_tensor=tensor(lengths.astype(np.int32)),
+        block_table=tensor(table),
+    )
+    return StepBatch(
+        pieces=tuple(pieces),
+        input_ids=tensor(_token_ids(pieces, int(offsets[-1]))),
+        positions=tensor(positions),
+        attention=attention,
+        logit_rows=tensor(_logit_rows(pieces, offsets)),
+    )
+
+
+def _token_ids(pieces: Sequence[Piece], total: int) -> NDArray[np.int64]:
+    ids = chain.from_iterable(
+        piece.scheduled.request.token_ids[piece.start : piece.start + piece.count]
+        for piece in pieces
+    )
+    return np.fromiter(ids, dtype=np.int64, count=total)
+
+
+def _block_table(
+    pieces: Sequence[Piece], lengths: NDArray[np.int64], block_size: int
+) -> NDArray[np.int32]:
+    """int32 [B, most blocks of a row]: the blocks of the tokens computed so far, then zeros."""
+    widths = (-(-lengths // block_size)).tolist()
+    table = np.zeros((len(pieces), max(widths)), dtype=np.int32)
+    for i, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
+        table[i, :width] = piece.scheduled.request.block_ids[:width]
+    return table
+
+
+def _num_decodes(counts: NDArray[np.int64]) -> int:
+    """How many rows at the front have one token."""
+    longer = np.flatnonzero(counts != 1)
+    return int(longer[0]) if longer.size else len(counts)
+
+
+def _logit_rows(pieces: Sequence[Piece], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    rows: list[int] = []
+    for piece, offset in zip(pieces, offsets.tolist(), strict=False):
+        rows.extend(range(offset, offset + piece.num_prompt_logprobs))
+        if piece.samples:
+            rows.append(offset + piece.count - 1)
+    return np.array(rows, dtype=np.int64)

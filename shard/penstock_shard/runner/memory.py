@@ -1,0 +1,87 @@
+"""How many KV blocks to have. Knows sizes and the memory of this machine; imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.errors import ModelError
+
+# Without a wish of the operator's a cpu shard takes this much for KV blocks, more only to hold one
+# sequence of full length, and never over this share of the memory that is free.
+_CPU_KV_BYTES = 256 * 2**20
+_CPU_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a block costs and what a sequence needs."""
+
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> int:
+    """Number of KV blocks: what the flags say, else what memory allows and requests can use.
+
+    `free_bytes` is the memory KV blocks may take at most. Raises ModelError if not even one
+    sequence of max_model_len fits.
+    """
+    needed = shape.blocks_per_sequence
+    if config.kv_blocks is not None:
+        blocks, flag = config.kv_blocks, "--kv-blocks"
+    elif config.kv_memory_bytes is not None:
+        blocks, flag = config.kv_memory_bytes // shape.block_bytes, "--kv-memory"
+    else:
+        budget = free_bytes
+        if on_cpu:
+            one = needed * shape.block_bytes
+            budget = min(max(_CPU_KV_BYTES, one), int(free_bytes * _CPU_SHARE))
+        useful = needed * shape.max_num_seqs
+        blocks = min(budget // shape.block_bytes, useful)
+        flag = "--kv-memory" if on_cpu else "--gpu-memory-utilization"
+    if blocks < 1:
+        raise ModelError(f"KV cache: not one block of {shape.block_size} tokens fits; raise {flag}")
+    if blocks < needed:
+        fits = blocks * shape.block_size
+        raise ModelError(
+            f"KV cache: {blocks} blocks of {shape.block_size} tokens fit ({fits} tokens), but one "
+            f"sequence of {shape.max_model_len} tokens needs {needed}; lower --max-model-len to "
+            f"{fits} or raise {flag}"
+        )
+    return blocks
+
+
+def free_host_bytes() -> int:
+    """Memory this process may still take: the machine's, bounded by its cgroup."""
+    candidates = [_meminfo_available(), _cgroup_left()]
+    return min(value for value in candidates if value is not None)
+
+
+def _meminfo_available() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # No such file on macOS: assume half of what is built in.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_left() -> int | None:
+    """Memory left in this process's cgroup (v2); None where there is no limit."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        used = (root / "memory.current").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - int(used))

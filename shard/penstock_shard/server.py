@@ -1,0 +1,146 @@
+"""The server process: a gRPC server in front of an engine process. Never imports torch.
+
+Owns the port, health, signals and the way down. The port is open while the model loads, so that
+probes see NOT_SERVING and not a refused connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from penstock_proto.transport import server_options
+from penstock_shard import wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor
+from penstock_shard.servicer import ShardServicer
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL_S = 0.25
+
+
+async def serve(config: ShardConfig) -> int:
+    """Serve until a signal or until the engine cannot be started; the exit status."""
+    engine = EngineSupervisor(config)
+    health_servicer = health.aio.HealthServicer()
+    server = _build_server(engine, health_servicer, config)
+    try:
+        port = server.add_insecure_port(f"{config.host}:{config.port}")
+    except RuntimeError:
+        _complain(
+            f"cannot listen on {config.host}:{config.port}: the port is in use or the address is "
+            "not this machine's; choose another with --port or --host"
+        )
+        return 2
+    await server.start()
+    logger.info("listening on %s:%d, loading %s", config.host, port, config.model_name)
+    async with asyncio.TaskGroup() as background:
+        reporting = [
+            background.create_task(_report_health(engine, health_servicer)),
+            background.create_task(_announce(engine, config, port)),
+        ]
+        status = await _run_until_stopped(engine, config)
+        await server.stop(grace=0.5)
+        for task in reporting:
+            task.cancel()
+    return status
+
+
+def _build_server(
+    engine: EngineSupervisor, health_servicer: health.aio.HealthServicer, config: ShardConfig
+) -> grpc.aio.Server:
+    server = grpc.aio.server(options=server_options())
+    wire.add_servicer(ShardServicer(engine, config), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (wire.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+async def _run_until_stopped(engine: EngineSupervisor, config: ShardConfig) -> int:
+    """Keep the engine running until a signal, then drain; the exit status."""
+    stopped = asyncio.create_task(_stop_on_signals().wait())
+    running = asyncio.create_task(engine.run())
+    await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if running.done():
+            await running
+        await _drain(engine, config.drain_timeout_s)
+    except EngineFailed as failure:
+        _complain(str(failure))
+        return 1
+    finally:
+        stopped.cancel()
+        running.cancel()
+        await asyncio.wait([running])
+    return 0
+
+
+def _complain(text: str) -> None:
+    print(f"penstock shard: {text}", file=sys.stderr)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop.set)
+    return stop
+
+
+async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthServicer) -> None:
+    """NOT_SERVING while loading, draining, or when the engine gives no sign of life."""
+    reported = None
+    while True:
+        serving = engine.serving and not engine.draining
+        if serving != reported:
+            status = (
+                health_pb2.HealthCheckResponse.SERVING
+                if serving
+                else health_pb2.HealthCheckResponse.NOT_SERVING
+            )
+            await servicer.set("", status)
+            await servicer.set(wire.SERVICE_NAME, status)
+            reported = serving
+        await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
+async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) -> None:
+    """A line whenever an engine has become ready."""
+    announced = ""
+    changed = engine.listen()
+    while True:
+        ready = engine.ready
+        if ready is not None and engine.instance_id != announced:
+            announced = engine.instance_id
+            logger.info(
+                "ready on %s:%d: %s (%s, %s, attention %s), %d KV blocks of %d tokens",
+                config.host,
+                port,
+                config.model_name,
+                ready.info.architecture,
+                ready.info.dtype,
+                ready.info.attention_backend,
+                ready.info.num_blocks,
+                ready.info.block_size,
+            )
+        await changed.wait()
+        changed.clear()
+
+
+async def _drain(engine: EngineSupervisor, limit_s: float) -> None:
+    """Admit nothing more and let running requests finish, up to the limit."""
+    engine.draining = True
+    if engine.num_live:
+        logger.info("draining %d requests, at most %g s", engine.num_live, limit_s)
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + limit_s
+    while engine.num_live and loop.time() < end_s:
+        await asyncio.sleep(0.05)

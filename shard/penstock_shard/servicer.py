@@ -1,0 +1,224 @@
+"""The RPCs of a shard: checks requests, hands them to the engine, writes what it says.
+
+Each Generate call has one reader task and one writer (the handler itself), and an outbox between
+the engine and the writer: a caller that reads slowly gets its outputs merged and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+
+from penstock_shard import wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine_supervisor import UNAVAILABLE, EngineSupervisor
+from penstock_shard.link import Error, Output, Ready
+from penstock_shard.tokenizer_files import tokenizer_hash
+from penstock_shard.validation import Refusal, check
+
+if TYPE_CHECKING:
+    # Generic in its type stubs only.
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+_MIN_REPORT_INTERVAL_S = 0.1
+_MAX_REPORT_INTERVAL_S = 1.0
+_ALREADY_EXISTS = 6
+
+
+class Outbox:
+    """Outputs that wait to be written to one call, merged per request.
+
+    Bounded by the requests of the call and their own bounds: each holds at most its own tokens.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: dict[tuple[str, int], Output] = {}
+        self._changed = asyncio.Event()
+        self._closed = False
+        # Requests of this call that have not ended, by id: the attempt.
+        self.live: dict[str, int] = {}
+        self.requests_total = 0
+        self.last_error: Error | None = None
+
+    def put(self, output: Output) -> None:
+        key = (output.request_id, output.attempt)
+        waiting = self._outputs.get(key)
+        if waiting is None:
+            self._outputs[key] = output
+        else:
+            waiting.merge(output)
+        if output.is_last:
+            self.last_error = output.error
+            if self.live.get(output.request_id) == output.attempt:
+                del self.live[output.request_id]
+        self._changed.set()
+
+    def close(self) -> None:
+        """No more requests will come: the call ends when the live ones have."""
+        self._closed = True
+        self._changed.set()
+
+    async def take(self) -> list[Output]:
+        """Everything that waits; empty when the call is over."""
+        while not self._outputs:
+            if self._closed and not self.live:
+                return []
+            self._changed.clear()
+            await self._changed.wait()
+        outputs, self._outputs = self._outputs, {}
+        return list(outputs.values())
+
+
+class ShardServicer(wire.Servicer):  # type: ignore[misc]  # generated code has no types
+    """Implements the service of shard.proto."""
+
+    def __init__(self, engine: EngineSupervisor, config: ShardConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._key = f"Bearer {config.api_key}" if config.api_key else None
+
+    # ---- generation ----
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[Any]:
+        await self._authorize(context)
+        outbox = Outbox()
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        try:
+            while outputs := await outbox.take():
+                for response in wire.responses(outputs):
+                    yield response
+            if outbox.requests_total == 1 and outbox.last_error is not None:
+                error = outbox.last_error
+                await context.abort(wire.status(error), error.message)
+        finally:
+            reader.cancel()
+            for request_id, attempt in outbox.live.items():
+                self._engine.abandon(request_id, attempt)
+
+    async def _read(self, request_iterator: AsyncIterator[Any], outbox: Outbox) -> None:
+        try:
+            async for message in request_iterator:
+                self._submit(message, outbox)
+        finally:
+            outbox.close()
+
+    def _submit(self, message: Any, outbox: Outbox) -> None:
+        outbox.requests_total += 1
+        incoming = wire.incoming(message)
+        request_id, attempt = incoming.request_id, incoming.attempt
+        ready = self._engine.ready
+        try:
+            if ready is None:
+                raise Refusal(UNAVAILABLE, "the shard's engine is not ready")
+            live_attempt = self._engine.live_attempt(request_id)
+            if live_attempt is not None and live_attempt >= attempt:
+                raise Refusal(
+                    _ALREADY_EXISTS,
+                    f"attempt {live_attempt} of request {request_id} is running",
+                    field="attempt",
+                    value=attempt,
+                )
+            submit = check(incoming, ready.info, self._config)
+        except Refusal as refusal:
+            outbox.put(Output(request_id, attempt, 0, [], error=refusal.error))
+            return
+        outbox.live[request_id] = attempt
+        self._engine.submit(submit, outbox.put)
+
+    async def Abort(self, request: Any, context: Context) -> Any:
+        await self._authorize(context)
+        for request_id in request.request_ids:
+            self._engine.abort(request_id)
+        return wire.abort_response()
+
+    # ---- what the shard is ----
+
+    async def GetInfo(self, request: Any, context: Context) -> Any:
+        await self._authorize(context)
+        ready = await self._ready(context)
+        return wire.info_response(
+            ready.info,
+            self._config,
+            instance_id=self._engine.instance_id,
+            revision=ready.revision,
+            tokenizer_hash=tokenizer_hash(ready.tokenizer_files),
+            version=version("penstock"),
+        )
+
+    async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        await self._authorize(context)
+        ready = await self._ready(context)
+        for chunk in wire.file_chunks(ready.tokenizer_files):
+            yield chunk
+
+    async def WatchLoad(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        await self._authorize(context)
+        changed = self._engine.listen()
+        try:
+            while True:
+                changed.clear()
+                yield self._load_report()
+                await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
+                try:
+                    async with asyncio.timeout(_MAX_REPORT_INTERVAL_S - _MIN_REPORT_INTERVAL_S):
+                        await changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._engine.unlisten(changed)
+
+    def _load_report(self) -> Any:
+        engine = self._engine
+        return wire.load_report(
+            engine.load,
+            instance_id=engine.instance_id,
+            num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
+            step_running_s=engine.step_running_s,
+            engine_beat_age_s=engine.beat_age_s,
+            serving=engine.serving,
+            draining=engine.draining,
+        )
+
+    async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        await self._authorize(context)
+        self._engine.draining = True
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
+        while True:
+            load = self._engine.load
+            yield wire.drain_progress(load.running, load.waiting)
+            if self._engine.num_live == 0 or loop.time() >= end_s:
+                return
+            await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
+
+    # ---- internals ----
+
+    async def _ready(self, context: Context) -> Ready:
+        ready = self._engine.ready
+        if ready is None:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "the engine is still loading")
+        return ready
+
+    async def _authorize(self, context: Context) -> None:
+        """End the call unless it carries the key. In constant time: the key must not leak."""
+        if self._key is None:
+            return
+        metadata = dict(context.invocation_metadata() or ())
+        given = str(metadata.get("authorization", ""))
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            await _abort(context, grpc.StatusCode.UNAUTHENTICATED, "missing or wrong API key")
+
+
+async def _abort(context: Context, status: grpc.StatusCode, message: str) -> NoReturn:
+    await context.abort(status, message)
+    raise AssertionError("abort raises")

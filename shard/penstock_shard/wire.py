@@ -1,0 +1,257 @@
+"""Between the protobuf stubs and the shard's own types. The only module here that touches them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import grpc
+import numpy as np
+
+from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
+from penstock_proto import shard_pb2 as pb
+from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
+from penstock_shard.config import ShardConfig
+from penstock_shard.link import Error, Load, Output
+from penstock_shard.request import FinishReason
+from penstock_shard.runner.base import Logprobs, RunnerInfo
+from penstock_shard.validation import IncomingRequest
+
+# What `server.py` needs of the generated code, so that it need not touch it.
+Servicer = ShardServicer
+add_servicer: Callable[[ShardServicer, grpc.aio.Server], None] = add_ShardServicer_to_server
+SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["Shard"].full_name
+
+_FILE_CHUNK_BYTES = 64 * 1024
+# A response is cut where it would outgrow this, so that one slow frame delays no other request.
+_RESPONSE_BYTES = 256 * 1024
+
+# Fields that need a capability of the same name, and the value that asks for nothing.
+_NEUTRAL: Mapping[str, float] = {
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_NEUTRAL_OBJECTIVE: Mapping[str, object] = {
+    "priority": 0,
+    "time_to_first_token_s": None,
+    "seconds_between_tokens": None,
+    "latency_sensitive": False,
+}
+
+_FINISH: Mapping[FinishReason, pb.Finish.Reason] = {
+    FinishReason.STOP: pb.Finish.REASON_STOP,
+    FinishReason.LENGTH: pb.Finish.REASON_LENGTH,
+    FinishReason.ABORTED: pb.Finish.REASON_ABORTED,
+}
+
+
+def incoming(message: pb.GenerateRequest) -> IncomingRequest:
+    """A request as it came; nothing is checked yet."""
+    sampling, stop, output = message.sampling, message.stop, message.output
+    return IncomingRequest(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        prompt=np.array(message.prompt_token_ids, dtype="<u4"),
+        output=np.array(message.output_token_ids, dtype="<u4"),
+        model=message.model,
+        temperature=_optional(sampling, "temperature"),
+        top_k=_optional(sampling, "top_k"),
+        top_p=_optional(sampling, "top_p"),
+        min_p=_optional(sampling, "min_p"),
+        seed=_optional(sampling, "seed"),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        max_tokens=_optional(stop, "max_tokens"),
+        stop_token_ids=tuple(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        logprobs=_optional(output, "logprobs"),
+        prompt_logprobs=_optional(output, "prompt_logprobs"),
+        cache_salt=message.cache_salt,
+        deadline_ms=_optional(message.objective, "deadline_ms"),
+        features=dict(_features(message)),
+    )
+
+
+def _optional(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _features(message: pb.GenerateRequest) -> Iterator[tuple[str, object]]:
+    """What the request asks for beyond what every shard serves."""
+    for name, neutral in _NEUTRAL.items():
+        value = _optional(message.sampling, name)
+        if value is not None and value != neutral:
+            yield name, value
+    for name, neutral_value in _NEUTRAL_OBJECTIVE.items():
+        value = _optional(message.objective, name)
+        if value is not None and value != neutral_value:
+            yield name, value
+    if message.sampling.logit_bias:
+        yield "logit_bias", f"{len(message.sampling.logit_bias)} ids"
+    if message.sampling.bad_words:
+        yield "bad_words", f"{len(message.sampling.bad_words)} words"
+    if message.stop.min_tokens:
+        yield "min_tokens", message.stop.min_tokens
+    if message.output.logprob_token_ids:
+        yield "logprob_token_ids", f"{len(message.output.logprob_token_ids)} ids"
+    if message.adapter:
+        yield "adapter", message.adapter
+    constraint = message.constraint.WhichOneof("kind")
+    if constraint is not None:
+        yield constraint, "a constraint"
+
+
+def responses(outputs: Iterable[Output]) -> Iterator[pb.GenerateResponse]:
+    """Outputs as responses of bounded size."""
+    response = pb.GenerateResponse()
+    size = 0
+    for output in outputs:
+        _set_output(response.outputs.add(), output)
+        size += response.outputs[-1].ByteSize()
+        if size > _RESPONSE_BYTES:
+            yield response
+            response, size = pb.GenerateResponse(), 0
+    if response.outputs:
+        yield response
+
+
+def _set_output(message: pb.Output, output: Output) -> None:
+    message.request_id = output.request_id
+    message.attempt = output.attempt
+    message.first_position = output.first_position
+    message.token_ids.extend(output.token_ids)
+    if output.logprobs is not None:
+        _set_logprobs(message.logprobs, output.logprobs)
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs.first_index = output.prompt_logprobs_start
+        _set_logprobs(message.prompt_logprobs.logprobs, output.prompt_logprobs)
+    if output.cached_tokens is not None:
+        message.cached_tokens = output.cached_tokens
+    if output.finish is not None:
+        message.finish.reason = _FINISH[output.finish]
+        if output.stop_token_id is not None:
+            message.finish.stop_token_id = output.stop_token_id
+    if output.error is not None:
+        _set_error(message.error, output.error)
+
+
+def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
+    message.chosen.extend(logprobs.chosen)
+    message.ranks.extend(logprobs.ranks)
+    message.top_n = logprobs.top_n
+    message.top_token_ids.extend(logprobs.top_token_ids)
+    message.top_logprobs.extend(logprobs.top_logprobs)
+
+
+def _set_error(message: pb.Error, error: Error) -> None:
+    message.code = error.code
+    message.message = error.message
+    message.field = error.field
+    message.value = error.value
+    message.bound = error.bound
+
+
+_STATUS_OF_CODE = {status.value[0]: status for status in grpc.StatusCode}
+
+
+def status(error: Error) -> grpc.StatusCode:
+    """The gRPC status of an error."""
+    return _STATUS_OF_CODE[error.code]
+
+
+def info_response(
+    info: RunnerInfo,
+    config: ShardConfig,
+    *,
+    instance_id: str,
+    revision: str,
+    tokenizer_hash: str,
+    version: str,
+) -> pb.InfoResponse:
+    return pb.InfoResponse(
+        schema_revision=SCHEMA_REVISION,
+        min_schema_revision=MIN_SCHEMA_REVISION,
+        version=version,
+        instance_id=instance_id,
+        model=config.model_name,
+        model_aliases=config.served_model_names[1:],
+        revision=revision,
+        architecture=info.architecture,
+        weights_hash=info.weights_hash,
+        tokenizer_hash=tokenizer_hash,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        default_sampling=_default_sampling(info.default_sampling),
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        limits=pb.Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            max_logprobs=config.max_logprobs,
+        ),
+        dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
+        device=info.device,
+        attention_backend=info.attention_backend,
+        capabilities=sorted(info.capabilities),
+        batch_invariant=info.batch_invariant,
+        numerics_fingerprint=info.numerics_fingerprint,
+    )
+
+
+def _default_sampling(defaults: Mapping[str, float]) -> pb.SamplingParams:
+    message = pb.SamplingParams()
+    for name, value in defaults.items():
+        setattr(message, name, int(value) if name == "top_k" else value)
+    return message
+
+
+def file_chunks(files: Mapping[str, bytes]) -> Iterator[pb.FileChunk]:
+    """The files in pieces, the last of each with the sha256 of the whole."""
+    for name, data in files.items():
+        last = max(0, len(data) - 1) // _FILE_CHUNK_BYTES * _FILE_CHUNK_BYTES
+        for start in range(0, last + 1, _FILE_CHUNK_BYTES):
+            chunk = pb.FileChunk(name=name, data=data[start : start + _FILE_CHUNK_BYTES])
+            if start == last:
+                chunk.sha256 = hashlib.sha256(data).hexdigest()
+            yield chunk
+
+
+def load_report(
+    load: Load,
+    *,
+    instance_id: str,
+    num_blocks: int,
+    step_running_s: float,
+    engine_beat_age_s: float,
+    serving: bool,
+    draining: bool,
+) -> pb.LoadReport:
+    return pb.LoadReport(
+        instance_id=instance_id,
+        running=load.running,
+        waiting=load.waiting,
+        queued_prompt_tokens=load.queued_tokens,
+        running_tokens=load.running_tokens,
+        referenced_blocks=load.referenced_blocks,
+        num_blocks=num_blocks,
+        steps_total=load.steps_total,
+        step_running_s=step_running_s,
+        engine_beat_age_s=engine_beat_age_s,
+        preemptions_total=load.preemptions_total,
+        serving=serving,
+        draining=draining,
+    )
+
+
+def abort_response() -> pb.AbortResponse:
+    return pb.AbortResponse()
+
+
+def drain_progress(running: int, waiting: int) -> pb.DrainProgress:
+    return pb.DrainProgress(running=running, waiting=waiting)
