@@ -7,40 +7,47 @@
                 print(output.token_ids)
 
 `ShardClient` is one shard for asyncio, `SyncShardClient` its synchronous twin.
+
+Names are imported when they are first used: the `penstock` command lives here too, and its --help
+should not wait for gRPC.
 """
 
-from penstock_client.errors import (
-    DeadlineExceeded,
-    IncompatibleShard,
-    InvalidRequest,
-    NoShardAvailable,
-    NotServed,
-    Overloaded,
-    PenstockError,
-    RequestRefused,
-    ShardFailed,
-    ShardUnavailable,
-    Unauthenticated,
-)
-from penstock_client.fleet import Fleet, ShardState
-from penstock_client.shard_client import ShardClient
-from penstock_client.stream import GenerationStream
-from penstock_client.sync import SyncShardClient
-from penstock_client.types import (
-    Constraint,
-    ConstraintKind,
-    DrainProgress,
-    FinishReason,
-    GenerationRequest,
-    LoadReport,
-    Logprobs,
-    Objective,
-    Output,
-    SamplingParams,
-    ShardInfo,
-    ShardLimits,
-    random_seed,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock_client.errors import (
+        DeadlineExceeded,
+        IncompatibleShard,
+        InvalidRequest,
+        NoShardAvailable,
+        NotServed,
+        Overloaded,
+        PenstockError,
+        RequestRefused,
+        ShardFailed,
+        ShardUnavailable,
+        Unauthenticated,
+    )
+    from penstock_client.fleet import Fleet, ShardState
+    from penstock_client.shard_client import ShardClient
+    from penstock_client.stream import GenerationStream
+    from penstock_client.sync import SyncShardClient
+    from penstock_client.types import (
+        Constraint,
+        ConstraintKind,
+        DrainProgress,
+        FinishReason,
+        GenerationRequest,
+        LoadReport,
+        Logprobs,
+        Objective,
+        Output,
+        SamplingParams,
+        ShardInfo,
+        ShardLimits,
+        random_seed,
+    )
 
 __all__ = [
     "Constraint",
@@ -73,3 +80,21 @@ __all__ = [
     "Unauthenticated",
     "random_seed",
 ]
+
+_OTHER_HOMES = {
+    "Fleet": "fleet",
+    "ShardState": "fleet",
+    "ShardClient": "shard_client",
+    "GenerationStream": "stream",
+    "SyncShardClient": "sync",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    errors = import_module("penstock_client.errors")
+    home = _OTHER_HOMES.get(name, "errors" if hasattr(errors, name) else "types")
+    value = getattr(import_module(f"penstock_client.{home}"), name)
+    globals()[name] = value
+    return value

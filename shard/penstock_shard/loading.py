@@ -70,7 +70,8 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
     vocab = tokenizer["model"]["vocab"]
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     ordinary = sorted(set(ids) - special)
-    eos = model_config.get("eos_token_id") or ()
+    eos = model_config.get("eos_token_id")
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     max_model_len = config.max_model_len or model_config.get("max_position_embeddings", 2048)
     block_size = config.block_size or _FAKE_BLOCK_SIZE
     info = RunnerInfo(
@@ -78,7 +79,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         weights_hash="fake",
         vocab_size=max([*ordinary, *special]) + 1,
         max_model_len=max_model_len,
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        eos_token_ids=tuple(eos_ids),
         default_sampling={},
         block_size=block_size,
         num_blocks=max(config.kv_blocks or _FAKE_BLOCKS, -(-max_model_len // block_size)),

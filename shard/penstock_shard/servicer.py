@@ -77,7 +77,7 @@ class Outbox:
         return list(outputs.values())
 
 
-class ShardServicer(wire.Servicer):  # type: ignore[misc]  # generated code has no types
+class ShardServicer(wire.Servicer):
     """Implements the service of shard.proto."""
 
     def __init__(self, engine: EngineSupervisor, config: ShardConfig) -> None:

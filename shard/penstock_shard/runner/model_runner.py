@@ -344,7 +344,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
     """--max-model-len, or all positions the model has. Raises ModelError beyond those."""
     text = hf_config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
+    positions = next((value for n in names if (value := getattr(text, n, None))), None)
     if config.max_model_len is None:
         if positions is None:
             raise ModelError(

@@ -1,0 +1,76 @@
+# `make` lists the targets. Everything happens in .venv; nothing else is touched.
+
+PYTHON ?= python3
+# The torch that is installed first. The default is a plain version; on Linux without a GPU set
+# TORCH to a CPU build of yours, on a GPU machine to any release from 2.8 on.
+TORCH ?= torch==2.13.0
+PORT ?= 8000
+# FAKE=1 serves the fake runner: no torch, no weights, made-up text.
+FAKE ?=
+MODEL ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test soak lint type proto bench clean
+
+help: ## List the targets
+	@echo "make TARGET [PYTHON=python3.12] [TORCH='torch==2.13.0']"; echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve: MODEL=, PORT=, FAKE=1, ARGS=
+	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
+
+test: $(VENV)/.dev ## Run the tests, each property at a small fixed budget
+	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/.dev ## Run the tests at the size of their claims (an hour or so)
+	@PENSTOCK_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(ARGS)
+
+lint: $(VENV)/.dev ## Check style and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+type: $(VENV)/.dev ## Check types
+	@$(BIN)/mypy proto/penstock_proto client/penstock_client router/penstock_router \
+		shard/penstock_shard tests benchmarks training
+
+proto: $(VENV)/.dev ## Generate the stubs from shard.proto
+	@cd proto && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
+		--grpc_python_out=. penstock_proto/shard.proto
+
+bench: $(VENV)/.dev ## Measure the engine beside transformers, on this machine
+	@$(BIN)/python benchmarks/offline.py --versus transformers $(ARGS)
+
+clean: ## Remove the environment and all caches
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+		sys.exit(None if (3, 11) <= v < (3, 14) else f"penstock needs Python 3.11 to 3.13, {sys.executable} is " \
+		f"{v[0]}.{v[1]}; choose another with PYTHON=")'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.fake: pyproject.toml | $(BIN)/python
+	@echo "Installing penstock without torch into $(VENV): about 60 MB to download."
+	@$(PIP) install --quiet -e '.[router,fake]'
+	@touch $@
+
+$(VENV)/.torch: | $(BIN)/python
+	@echo "Installing $(TORCH) into $(VENV): about 200 MB to download for a CPU build,"
+	@echo "several GB where the package index gives a CUDA build."
+	@$(PIP) install '$(TORCH)'
+	@touch $@
+
+$(VENV)/.shard: pyproject.toml $(VENV)/.torch
+	@echo "Installing penstock into $(VENV): about 100 MB more to download."
+	@$(PIP) install --quiet -e '.[router,shard]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@echo "Installing penstock and its development tools into $(VENV): about 150 MB more."
+	@$(PIP) install --quiet -e '.[router,shard,dev]'
+	@touch $@

@@ -1,0 +1,91 @@
+"""The `penstock` command: starts processes, or runs one of the small tools beside this file.
+
+Imports neither router nor shard: it starts them as `python -m ...`, so each process loads only
+what it needs. Each subcommand's own module is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+_USAGE = """\
+usage: penstock COMMAND [ARGUMENTS]
+
+LLM serving, split into a router (HTTP and text) and shards (tensors).
+
+run it
+  serve [MODEL]   a router and its shards on this machine, restarted when they die
+  router          a router: the HTTP API in front of shards
+  shard           a shard: one model behind gRPC
+
+use it
+  chat            talk to a model in the terminal
+  info            what a shard serves, and how busy it is
+  health          for probes: exit status 0 when healthy
+  bench           load on a router: throughput, time to first token, inter-token latency
+
+`penstock COMMAND --help` says more.
+"""
+
+_PROCESSES = {"router": "penstock_router", "shard": "penstock_shard"}
+_TOOLS = {
+    "serve": "penstock_client.serve",
+    "chat": "penstock_client.chat",
+    "info": "penstock_client.info",
+    "health": "penstock_client.health",
+    "bench": "penstock_client.bench",
+}
+
+
+def main() -> None:
+    """Entry point of the `penstock` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command; the exit status."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"penstock {version('penstock')}")
+        return 0
+    command, arguments = argv[0], argv[1:]
+    if command in _PROCESSES:
+        _become(_PROCESSES[command], arguments)
+    if command not in _TOOLS:
+        print(f"penstock: no command {command!r}; `penstock --help` lists them", file=sys.stderr)
+        return 2
+    return _run_tool(_TOOLS[command], arguments)
+
+
+def _become(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process, so that signals and exit status need no passing on."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _run_tool(module: str, arguments: Sequence[str]) -> int:
+    try:
+        tool = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        print(
+            f"penstock: {error.name} is not installed; pip install 'penstock[client]'",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        status: int = tool.main(arguments)
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`penstock info`: what a shard serves and how busy it is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock_client.arguments import parser_for
+from penstock_client.errors import PenstockError
+from penstock_client.shard_client import ShardClient
+from penstock_client.types import LoadReport, ShardInfo
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = parser_for("info", "Show what a shard serves, and how busy it is.")
+    parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
+    parser.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
+    args = parser.parse_args(arguments)
+    try:
+        info, load = asyncio.run(_ask(args.address, args.api_key or os.getenv("PENSTOCK_API_KEY")))
+    except PenstockError as error:
+        print(f"penstock info: {error}", file=sys.stderr)
+        return 1
+    for name, value in _rows(info, load):
+        print(f"{name:<20}{value}")
+    return 0
+
+
+async def _ask(address: str, api_key: str | None) -> tuple[ShardInfo, LoadReport]:
+    async with ShardClient(address, api_key=api_key) as client:
+        info = await client.info()
+        reports = client.watch_load()
+        try:
+            return info, await anext(reports)
+        finally:
+            await reports.aclose()
+
+
+def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
+    fingerprint = info.numerics_fingerprint or "none: results may differ between shards"
+    return [
+        ("model", ", ".join([info.model, *info.model_aliases])),
+        ("architecture", info.architecture),
+        ("revision", info.revision or "-"),
+        ("context", f"{info.max_model_len} tokens"),
+        ("dtype", f"{info.dtype}, KV cache {info.kv_dtype}"),
+        ("device", f"{info.device}, attention {info.attention_backend}"),
+        ("KV blocks", f"{load.referenced_blocks} of {info.num_blocks} in use, "
+                      f"{info.block_size} tokens each"),
+        ("requests", f"{load.running} running, {load.waiting} waiting"),
+        ("steps", load.steps_total),
+        ("preemptions", load.preemptions_total),
+        ("state", _state(load)),
+        ("serves", ", ".join(sorted(info.capabilities))),
+        ("batch invariant", "yes" if info.batch_invariant else "no"),
+        ("numerics", fingerprint),
+        ("weights", info.weights_hash),
+        ("version", f"{info.version}, schema {info.min_schema_revision}..{info.schema_revision}"),
+        ("instance", info.instance_id),
+    ]  # fmt: skip
+
+
+def _state(load: LoadReport) -> str:
+    if load.draining:
+        return "draining"
+    return "serving" if load.serving else "not serving"

@@ -1,0 +1,165 @@
+"""`penstock serve`: a router and its shards as child processes on this machine.
+
+Restarts one that dies, ends all on Ctrl-C. Knows command lines and processes, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock_client.arguments import parser_for, positive_int
+
+_POLL_S = 0.2
+_STOP_TIMEOUT_S = 15.0
+_FIRST_BACK_OFF_S = 0.5
+_MAX_BACK_OFF_S = 10.0
+# A child that ran this long has recovered: its next death is a new story.
+_STEADY_S = 30.0
+_MAX_DEATHS = 5
+# What our processes exit with when they were told something impossible.
+_USAGE_STATUS = 2
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    command: list[str]
+    process: asyncio.subprocess.Process | None = None
+    deaths: int = 0
+    started_s: float = field(default=0.0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = parser_for(
+        "serve",
+        "Serve a model on this machine: a router and one shard or more, restarted when they die.",
+    )
+    parser.epilog = "Other flags are handed to the shards: see `penstock shard --help`."
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a directory or a hub id (default: the built-in toy model)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
+    parser.add_argument("--port", default=8000, type=int, help="of the router (default: 8000)")
+    parser.add_argument("--workers", default=1, type=positive_int, help="of the router")
+    parser.add_argument("--api-key", metavar="KEY", help="that clients of the router must send")
+    parser.add_argument("--shards", default=1, type=positive_int, help="how many (default: 1)")
+    parser.add_argument(
+        "--shard-port", default=50051, type=int, metavar="PORT", help="of the first shard"
+    )
+    args, shard_flags = parser.parse_known_args(arguments)
+    addresses = [f"127.0.0.1:{args.shard_port + index}" for index in range(args.shards)]
+    model_flags = ["--model", args.model] if args.model else []
+    children = [
+        _Child(
+            f"shard {address}",
+            _python("penstock_shard", "--port", address.rpartition(":")[2], *model_flags)
+            + shard_flags,
+        )
+        for address in addresses
+    ]
+    router = _python("penstock_router", "--shards", ",".join(addresses), "--host", args.host,
+                     "--port", str(args.port), "--workers", str(args.workers))  # fmt: skip
+    if args.api_key:
+        router += ["--api-key", args.api_key]
+    children.append(_Child("router", router))
+    return asyncio.run(_serve(children, args.host, args.port))
+
+
+def _python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+
+
+async def _serve(children: list[_Child], host: str, port: int) -> int:
+    """Until a signal, or until a child cannot be kept running; the exit status."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop.set)
+    greeting = asyncio.create_task(_greet(host, port))
+    keepers = [asyncio.create_task(_keep(child)) for child in children]
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([stopped, *keepers], return_when=asyncio.FIRST_COMPLETED)
+    for task in (greeting, stopped, *keepers):
+        task.cancel()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        # A second Ctrl-C does not wait for running requests.
+        loop.add_signal_handler(signum, _kill_all, children)
+    # The router first: it lets its requests finish, and for that it needs the shards.
+    for child in reversed(children):
+        await _end(child)
+    return 0 if stopped in done else 1
+
+
+async def _keep(child: _Child) -> None:
+    """Run a child, again when it dies; returns when that makes no sense any more."""
+    back_off_s = _FIRST_BACK_OFF_S
+    while True:
+        # Its own session: Ctrl-C reaches us alone, and we end children in the right order.
+        child.process = await asyncio.create_subprocess_exec(
+            *child.command, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+        )
+        child.started_s = time.monotonic()
+        status = await child.process.wait()
+        if time.monotonic() - child.started_s > _STEADY_S:
+            child.deaths, back_off_s = 0, _FIRST_BACK_OFF_S
+        child.deaths += 1
+        if status == _USAGE_STATUS or child.deaths >= _MAX_DEATHS:
+            print(f"penstock serve: the {child.name} exited with {status}", file=sys.stderr)
+            return
+        print(f"penstock serve: the {child.name} died ({status}), starting it again in "
+              f"{back_off_s:g} s", file=sys.stderr)  # fmt: skip
+        await asyncio.sleep(back_off_s)
+        back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
+
+
+async def _end(child: _Child) -> None:
+    process = child.process
+    if process is None or process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _kill_all(children: list[_Child]) -> None:
+    for child in children:
+        if child.process is not None and child.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
+
+
+async def _greet(host: str, port: int) -> None:
+    """Wait until the router is ready, then say how to use it."""
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    while not await asyncio.to_thread(_answers, url + "/ready"):
+        await asyncio.sleep(_POLL_S)
+    body = '{"stream": true, "messages": [{"role": "user", "content": "What is penstock?"}]}'
+    print(
+        f"\npenstock is ready at {url} (Ctrl-C ends it). Try:\n\n"
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{body}'\n\n"
+        "or, in another terminal: penstock chat\n",
+        flush=True,
+    )
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0):
+            return True
+    except (OSError, urllib.error.URLError):
+        return False
