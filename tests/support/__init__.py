@@ -1,0 +1,1 @@
+"""Shared by the tests: budgets, seeds, small models, real processes."""

@@ -1,0 +1,18 @@
+"""How much a random test tries, and with which seed. A failing seed is printed and can be given."""
+
+from __future__ import annotations
+
+import os
+import random
+
+
+def budget(small: int, full: int) -> int:
+    """`small` in `make test`, `full` in `make soak`."""
+    return full if os.environ.get("PENSTOCK_SOAK") else small
+
+
+def seeded(name: str) -> random.Random:
+    """A generator whose seed is printed; PENSTOCK_SEED repeats a run."""
+    seed = int(os.environ.get("PENSTOCK_SEED") or random.randrange(2**32))
+    print(f"{name}: PENSTOCK_SEED={seed}")
+    return random.Random(seed)

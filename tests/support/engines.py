@@ -1,0 +1,121 @@
+"""Engines over the fake runner, without processes or sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.link import Output
+from penstock_shard.request import Request, SamplingParams
+from penstock_shard.runner.base import RunnerInfo
+from penstock_shard.runner.fake import CAPABILITIES, FakeRunner
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+VOCAB_SIZE = 1000
+EOS_ID = 999
+
+
+def runner_info(
+    *, num_blocks: int = 64, block_size: int = 16, max_model_len: int = 512
+) -> RunnerInfo:
+    return RunnerInfo(
+        architecture="FakeRunner",
+        weights_hash="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=(EOS_ID,),
+        default_sampling={},
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype="none",
+        kv_dtype="none",
+        device="none",
+        attention_backend="none",
+        capabilities=CAPABILITIES,
+    )
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine, its parts, and everything it has said."""
+
+    engine: Engine
+    scheduler: Scheduler
+    blocks: BlockManager
+    outputs: list[Output]
+
+    def step(self) -> list[Output]:
+        outputs = self.engine.step()
+        self.outputs += outputs
+        self.engine.check_integrity()
+        return outputs
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                self.step()
+                return
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [i for o in self.outputs if o.request_id == request_id for i in o.token_ids]
+
+    def endings(self, request_id: str) -> list[Output]:
+        return [o for o in self.outputs if o.request_id == request_id and o.is_last]
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_model_len: int = 512,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_queued_requests: int = 1000,
+    max_queued_tokens: int = 1_000_000,
+    eos_rate: float = 0.0,
+    prefix_caching: bool = True,
+) -> EngineUnderTest:
+    info = runner_info(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    runner = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=eos_rate)
+    blocks = BlockManager(
+        num_blocks, block_size, weights_hash="fake", enable_prefix_caching=prefix_caching
+    )
+    limits = SchedulerLimits(
+        max_num_seqs, max_num_batched_tokens, max_queued_requests, max_queued_tokens
+    )
+    scheduler = Scheduler(limits, blocks)
+    return EngineUnderTest(Engine(runner, scheduler, blocks), scheduler, blocks, [])
+
+
+def make_request(
+    request_id: str = "r",
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    output: Sequence[int] = (),
+    attempt: int = 0,
+    max_tokens: int = 8,
+    seed: int = 0,
+    temperature: float = 1.0,
+    stop_token_ids: Sequence[int] = (EOS_ID,),
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    cache_salt: str = "",
+) -> Request:
+    return Request(
+        request_id=request_id,
+        attempt=attempt,
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        num_delivered=len(output),
+        sampling=SamplingParams(temperature=temperature, seed=seed),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(stop_token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        cache_salt=cache_salt,
+    )

@@ -1,0 +1,251 @@
+"""The engine over the fake runner: exact tokens, one ending each, aborts, deadlines, takeovers."""
+
+from __future__ import annotations
+
+from support.budget import budget, seeded
+from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
+
+from penstock_shard.engine import Engine
+from penstock_shard.link import Output
+from penstock_shard.request import FinishReason
+from penstock_shard.runner.base import Logprobs, RowResult
+
+
+def _alone(prompt, **options) -> list[int]:
+    under_test = make_engine(num_blocks=64, max_num_batched_tokens=512)
+    under_test.engine.submit(make_request("r", prompt, **options))
+    under_test.run()
+    return under_test.tokens("r")
+
+
+def test_a_request_ends_at_max_tokens_with_length():
+    under_test = make_engine()
+    under_test.engine.submit(make_request(max_tokens=5))
+    under_test.run()
+    assert len(under_test.tokens("r")) == 5
+    (ending,) = under_test.endings("r")
+    assert ending.finish is FinishReason.LENGTH
+
+
+def test_a_stop_id_ends_the_request_and_is_delivered():
+    tokens = _alone((1, 2, 3), max_tokens=8)
+    under_test = make_engine()
+    under_test.engine.submit(make_request(max_tokens=8, stop_token_ids=[tokens[3]]))
+    under_test.run()
+    assert under_test.tokens("r") == tokens[:4]
+    (ending,) = under_test.endings("r")
+    assert (ending.finish, ending.stop_token_id) == (FinishReason.STOP, tokens[3])
+
+
+def test_positions_count_every_token_once():
+    under_test = make_engine()
+    under_test.engine.submit(make_request(max_tokens=6))
+    under_test.run()
+    positions = [output.first_position for output in under_test.outputs]
+    assert positions == list(range(6))
+
+
+def test_a_request_taken_up_with_its_output_so_far_gives_the_rest():
+    whole = _alone(range(20), max_tokens=12, seed=7)
+    for cut in (1, 5, 11):
+        under_test = make_engine()
+        under_test.engine.submit(
+            make_request("r", range(20), output=whole[:cut], max_tokens=12, seed=7)
+        )
+        under_test.run()
+        assert under_test.tokens("r") == whole[cut:]
+        assert under_test.outputs[0].first_position == cut
+
+
+def test_tokens_depend_on_nothing_but_the_request():
+    rng = seeded("engine tokens")
+    for _ in range(budget(10, 200)):
+        prompts = {
+            str(number): [rng.randrange(3) for _ in range(rng.randint(1, 90))]
+            for number in range(rng.randint(2, 12))
+        }
+        under_test = make_engine(
+            num_blocks=rng.randint(12, 30),
+            max_model_len=160,
+            max_num_seqs=rng.randint(1, 8),
+            max_num_batched_tokens=rng.choice((8, 16, 64, 256)),
+        )
+        for name, prompt in prompts.items():
+            under_test.engine.submit(
+                make_request(name, prompt, max_tokens=40, seed=int(name), logprobs=2)
+            )
+        under_test.run()
+        for name, prompt in prompts.items():
+            assert under_test.tokens(name) == _alone(prompt, max_tokens=40, seed=int(name))
+
+
+def test_every_request_of_random_traffic_ends_exactly_once():
+    rng = seeded("engine traffic")
+    for _ in range(budget(10, 200)):
+        under_test = make_engine(
+            num_blocks=rng.randint(10, 24),
+            max_model_len=160,
+            max_num_seqs=rng.randint(1, 6),
+            max_queued_requests=rng.randint(2, 8),
+            eos_rate=0.05,
+        )
+        names = [str(number) for number in range(40)]
+        for name in names:
+            prompt = [rng.randrange(2) for _ in range(rng.randint(1, 100))]
+            under_test.engine.submit(
+                make_request(name, prompt, max_tokens=rng.randint(1, 50), seed=rng.randrange(9)),
+                deadline_s=rng.choice((None, None, 0.0)),
+            )
+            if rng.random() < 0.3:
+                under_test.engine.abort(rng.choice(names))
+            if rng.random() < 0.6:
+                under_test.step()
+        under_test.run()
+        for name in names:
+            assert len(under_test.endings(name)) == 1
+        assert under_test.blocks.num_referenced == 0
+
+
+def test_an_abort_frees_all_blocks_before_the_next_step():
+    under_test = make_engine()
+    under_test.engine.submit(make_request(prompt=range(100), max_tokens=50))
+    under_test.step()
+    assert under_test.blocks.num_referenced > 0
+    under_test.engine.abort("r")
+    assert under_test.blocks.num_referenced == 0
+    under_test.step()
+    assert [o.finish for o in under_test.endings("r")] == [FinishReason.ABORTED]
+
+
+def test_an_abort_works_while_queued_and_in_the_middle_of_a_prompt():
+    under_test = make_engine(max_num_seqs=1, max_num_batched_tokens=16)
+    under_test.engine.submit(make_request("half-way", range(100)))
+    under_test.engine.submit(make_request("queued", range(100)))
+    under_test.step()
+    under_test.engine.abort("queued")
+    under_test.engine.abort("half-way")
+    under_test.run()
+    assert [o.finish for o in under_test.outputs] == [FinishReason.ABORTED] * 2
+
+
+def test_aborting_an_unknown_or_ended_id_does_nothing():
+    under_test = make_engine()
+    under_test.engine.abort("nobody")
+    under_test.engine.submit(make_request(max_tokens=1))
+    under_test.run()
+    under_test.engine.abort("r")
+    under_test.step()
+    assert len(under_test.endings("r")) == 1
+
+
+def test_a_higher_attempt_ends_the_lower_and_takes_over():
+    under_test = make_engine()
+    whole = _alone(range(20), max_tokens=10)
+    under_test.engine.submit(make_request("r", range(20), max_tokens=10))
+    for _ in range(4):
+        under_test.step()
+    under_test.engine.submit(
+        make_request("r", range(20), output=whole[:2], max_tokens=10, attempt=1)
+    )
+    under_test.run()
+    endings = {output.attempt: output.finish for output in under_test.endings("r")}
+    assert endings == {0: FinishReason.ABORTED, 1: FinishReason.LENGTH}
+    second = [i for o in under_test.outputs if o.attempt == 1 for i in o.token_ids]
+    assert second == whole[2:]
+
+
+def test_a_passed_deadline_ends_a_request_with_an_error():
+    now_s = 0.0
+    under_test = make_engine()
+    engine = Engine(
+        under_test.engine._runner,
+        under_test.scheduler,
+        under_test.blocks,
+        clock=lambda: now_s,
+    )
+    engine.submit(make_request(max_tokens=100), deadline_s=5.0)
+    assert not engine.step()[0].is_last
+    now_s = 5.0
+    (ending,) = engine.step()
+    assert ending.error is not None
+    assert ending.error.code == 4
+    assert "after 1 output tokens" in ending.error.message
+    assert under_test.blocks.num_referenced == 0
+
+
+def test_a_full_queue_ends_the_request_with_resource_exhausted():
+    under_test = make_engine(max_num_seqs=1, max_queued_requests=1)
+    under_test.engine.submit(make_request("a"))
+    under_test.engine.submit(make_request("b"))
+    (ending,) = [output for output in under_test.step() if output.is_last]
+    assert ending.request_id == "b"
+    assert ending.error is not None
+    assert ending.error.code == 8
+
+
+class _FailingRow:
+    """Reports an error for one request and runs the others."""
+
+    def __init__(self, under_test: EngineUnderTest, bad: str) -> None:
+        self._runner = under_test.engine._runner
+        self._bad = bad
+        self.info = self._runner.info
+        self.release = self._runner.release
+
+    def launch(self, plan) -> None:
+        self._plan = plan
+        self._runner.launch(plan)
+
+    def collect(self) -> list[RowResult]:
+        results = self._runner.collect()
+        return [
+            RowResult(error="logits are NaN") if row.request.request_id == self._bad else result
+            for row, result in zip(self._plan.rows, results, strict=True)
+        ]
+
+
+def test_an_error_of_one_row_ends_that_request_and_no_other():
+    under_test = make_engine()
+    runner = _FailingRow(under_test, "bad")
+    under_test.engine = Engine(runner, under_test.scheduler, under_test.blocks)
+    for name in ("good", "bad", "fine"):
+        under_test.engine.submit(make_request(name, max_tokens=4))
+    under_test.run()
+    assert under_test.tokens("good") == under_test.tokens("fine") == _alone((1, 2, 3), max_tokens=4)
+    (ending,) = under_test.endings("bad")
+    assert ending.error is not None
+    assert "NaN" in ending.error.message
+
+
+def test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption():
+    rng = seeded("prompt logprobs")
+    prompt = [rng.randrange(900) for _ in range(70)]
+    under_test = make_engine(num_blocks=7, max_model_len=112, max_num_batched_tokens=16)
+    under_test.engine.submit(make_request("old", range(30), max_tokens=40))
+    under_test.engine.submit(make_request("r", prompt, prompt_logprobs=1, max_tokens=4))
+    under_test.run()
+    slices = [o for o in under_test.outputs if o.request_id == "r" and o.prompt_logprobs]
+    next_index = 1
+    ids: list[int] = []
+    for output in slices:
+        assert output.prompt_logprobs_start == next_index
+        assert output.prompt_logprobs is not None
+        next_index += len(output.prompt_logprobs.chosen)
+        ids += output.prompt_logprobs.top_token_ids
+    assert ids == prompt[1:]
+
+
+def test_merged_outputs_read_as_one():
+    first = Output("r", 0, 3, [1], logprobs=Logprobs([-1.0], [1], 1, [1], [-1.0]))
+    later = Output("r", 0, 4, [2], logprobs=Logprobs([-2.0], [2], 1, [9], [-0.5]))
+    later.finish = FinishReason.STOP
+    first.merge(later)
+    assert (first.token_ids, first.first_position, first.is_last) == ([1, 2], 3, True)
+    assert first.logprobs == Logprobs([-1.0, -2.0], [1, 2], 1, [1, 9], [-1.0, -0.5])
+
+
+def test_eos_comes_only_at_its_rate():
+    under_test = make_engine(eos_rate=1.0)
+    under_test.engine.submit(make_request(max_tokens=8))
+    under_test.run()
+    assert under_test.tokens("r") == [EOS_ID]

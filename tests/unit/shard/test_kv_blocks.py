@@ -1,0 +1,126 @@
+"""The block manager: what is given out, shared, found again and taken back."""
+
+from __future__ import annotations
+
+import pytest
+from support.budget import budget, seeded
+from support.engines import make_request
+
+import penstock_shard.kv_blocks as kv_blocks
+from penstock_shard.kv_blocks import BlockManager
+
+
+def _compute(blocks: BlockManager, request, num_tokens: int) -> None:
+    assert blocks.grow(request, num_tokens)
+    request.num_computed = num_tokens
+    blocks.publish(request)
+
+
+def test_growing_gives_just_the_blocks_that_the_tokens_need():
+    blocks = BlockManager(8, 16)
+    request = make_request(prompt=range(40))
+    assert blocks.grow(request, 33)
+    assert len(request.block_ids) == 3
+    assert blocks.grow(request, 48)
+    assert len(request.block_ids) == 3
+    assert blocks.num_free == 5
+
+
+def test_growing_beyond_what_is_free_changes_nothing():
+    blocks = BlockManager(2, 16)
+    request = make_request(prompt=range(40))
+    assert not blocks.grow(request, 33)
+    assert request.block_ids == []
+    assert blocks.num_free == 2
+
+
+def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token():
+    blocks = BlockManager(16, 16)
+    first = make_request("a", range(48))
+    _compute(blocks, first, 48)
+    second = make_request("b", range(48))
+    assert blocks.acquire_prefix(second) == 32
+    assert second.block_ids == first.block_ids[:2]
+    blocks.check_integrity([first, second])
+
+
+def test_a_freed_prefix_is_found_until_its_memory_is_reused():
+    blocks = BlockManager(4, 16)
+    first = make_request("a", range(40))
+    _compute(blocks, first, 40)
+    blocks.release(first)
+    again = make_request("b", range(40))
+    assert blocks.acquire_prefix(again) == 32
+    blocks.release(again)
+    other = make_request("c", range(500, 564))
+    _compute(blocks, other, 64)
+    blocks.release(other)
+    assert blocks.acquire_prefix(make_request("d", range(40))) == 0
+
+
+def test_the_start_of_a_prefix_outlives_its_end():
+    blocks = BlockManager(4, 16)
+    first = make_request("a", range(64))
+    _compute(blocks, first, 64)
+    blocks.release(first)
+    assert blocks.grow(make_request("b", range(500, 516)), 16)
+    assert blocks.acquire_prefix(make_request("c", range(64))) == 48
+
+
+def test_a_cache_salt_separates_equal_prompts():
+    blocks = BlockManager(16, 16)
+    _compute(blocks, make_request("a", range(40), cache_salt="one"), 40)
+    assert blocks.acquire_prefix(make_request("b", range(40), cache_salt="two")) == 0
+    assert blocks.acquire_prefix(make_request("c", range(40), cache_salt="one")) == 32
+
+
+def test_a_prefix_is_not_found_after_a_different_start():
+    blocks = BlockManager(16, 16)
+    _compute(blocks, make_request("a", [*range(16), *range(100, 132)]), 48)
+    assert blocks.acquire_prefix(make_request("b", [*range(50, 66), *range(100, 132)])) == 0
+
+
+def test_a_forged_hash_shares_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kv_blocks, "block_hash", lambda parent, ids: b"same for all")
+    blocks = BlockManager(16, 16)
+    _compute(blocks, make_request("a", range(40)), 40)
+    assert blocks.acquire_prefix(make_request("b", range(500, 540))) == 0
+
+
+def test_without_prefix_caching_nothing_is_ever_found():
+    blocks = BlockManager(16, 16, enable_prefix_caching=False)
+    _compute(blocks, make_request("a", range(40)), 40)
+    assert blocks.acquire_prefix(make_request("b", range(40))) == 0
+
+
+def test_a_lost_reference_is_noticed():
+    blocks = BlockManager(4, 16)
+    request = make_request(prompt=range(20))
+    _compute(blocks, request, 20)
+    request.block_ids.pop()
+    with pytest.raises(AssertionError, match="counted"):
+        blocks.check_integrity([request])
+
+
+def test_random_traffic_keeps_the_accounts_exact():
+    rng = seeded("kv blocks")
+    for _ in range(budget(20, 400)):
+        blocks = BlockManager(rng.randint(4, 40), rng.choice((16, 32)))
+        live = []
+        for number in range(rng.randint(20, 120)):
+            if live and rng.random() < 0.4:
+                blocks.release(live.pop(rng.randrange(len(live))))
+            else:
+                start = rng.choice((0, 0, 7))
+                request = make_request(str(number), range(start, start + rng.randint(1, 200)))
+                blocks.acquire_prefix(request)
+                if blocks.grow(request, request.num_tokens):
+                    request.num_computed = rng.randint(request.num_computed, request.num_tokens)
+                    blocks.publish(request)
+                    live.append(request)
+                else:
+                    blocks.release(request)
+            blocks.check_integrity(live)
+        for request in live:
+            blocks.release(request)
+        assert blocks.num_referenced == 0

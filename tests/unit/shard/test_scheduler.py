@@ -1,0 +1,117 @@
+"""The scheduler: which tokens a step computes, and who is put down when blocks run out."""
+
+from __future__ import annotations
+
+import pytest
+from support.engines import make_engine, make_request
+
+from penstock_shard.scheduler import QueueFull
+
+
+def _rows(plan) -> list[tuple[str, int, int, bool]]:
+    return [(row.request.request_id, row.start, row.count, row.samples) for row in plan.rows]
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
+    under_test = make_engine(max_num_batched_tokens=64, max_model_len=512)
+    scheduler = under_test.scheduler
+    scheduler.add(make_request("a", range(150)))
+    seen = []
+    for _ in range(3):
+        plan = scheduler.schedule()
+        seen += _rows(plan)
+        scheduler.computed(plan)
+    assert seen == [("a", 0, 64, False), ("a", 64, 64, False), ("a", 128, 22, True)]
+
+
+def test_decodes_come_before_chunks_of_prompts():
+    scheduler = make_engine(max_num_batched_tokens=64).scheduler
+    decoding = make_request("decoding", range(10))
+    scheduler.add(decoding)
+    scheduler.computed(scheduler.schedule())
+    scheduler.add(make_request("prompt", range(200)))
+    decoding.token_ids.append(5)
+    plan = scheduler.schedule()
+    assert _rows(plan) == [("decoding", 10, 1, True), ("prompt", 0, 63, False)]
+    scheduler.computed(plan)
+    decoding.token_ids.append(6)
+    assert _rows(scheduler.schedule()) == [("decoding", 11, 1, True), ("prompt", 63, 63, False)]
+
+
+def test_no_more_requests_run_than_max_num_seqs():
+    scheduler = make_engine(max_num_seqs=3).scheduler
+    for number in range(5):
+        scheduler.add(make_request(str(number)))
+    assert len(scheduler.schedule().rows) == 3
+    assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
+
+
+def test_a_full_queue_refuses_with_its_bound():
+    scheduler = make_engine(max_queued_requests=2).scheduler
+    scheduler.add(make_request("a"))
+    scheduler.add(make_request("b"))
+    with pytest.raises(QueueFull, match="--max-queued-requests is 2"):
+        scheduler.add(make_request("c"))
+
+
+def test_queued_tokens_are_bounded_but_one_request_always_fits():
+    scheduler = make_engine(max_queued_tokens=10).scheduler
+    scheduler.add(make_request("a", range(100)))
+    with pytest.raises(QueueFull, match="--max-queued-tokens is 10"):
+        scheduler.add(make_request("b"))
+
+
+def test_the_latest_arrival_is_put_down_when_blocks_run_out():
+    under_test = make_engine(num_blocks=4, max_model_len=64)
+    scheduler = under_test.scheduler
+    requests = [make_request(name, range(start, start + 31), max_tokens=30)
+                for name, start in (("old", 0), ("new", 100))]  # fmt: skip
+    for request in requests:
+        scheduler.add(request)
+    scheduler.computed(scheduler.schedule())
+    old, new = requests
+    for _ in range(2):
+        for request in requests:
+            request.token_ids.append(1)
+        plan = scheduler.schedule()
+        if scheduler.preemptions_total:
+            break
+        scheduler.computed(plan)
+    assert _rows(plan) == [("old", 32, 1, True)]
+    assert new.block_ids == []
+    assert new.num_computed == 0
+    assert (new.preemptions, old.preemptions) == (1, 0)
+    assert scheduler.num_waiting == 1
+    under_test.blocks.check_integrity(scheduler.requests)
+
+
+def test_whoever_is_put_down_runs_before_those_that_never_ran():
+    under_test = make_engine(num_blocks=4, max_model_len=64, max_num_seqs=2)
+    for name, start in (("old", 0), ("new", 100)):
+        under_test.engine.submit(make_request(name, range(start, start + 31), max_tokens=20))
+    under_test.step()
+    under_test.engine.submit(make_request("never ran", range(200, 203), max_tokens=30))
+    under_test.run()
+    order = [output.request_id for output in under_test.outputs if output.is_last]
+    assert under_test.scheduler.preemptions_total >= 1
+    assert order.index("new") < order.index("never ran")
+
+
+def test_a_request_is_let_in_only_with_blocks_for_all_it_knows():
+    scheduler = make_engine(num_blocks=4, max_model_len=64, max_num_batched_tokens=32).scheduler
+    scheduler.add(make_request("a", range(40)))
+    scheduler.add(make_request("b", range(100, 140)))
+    scheduler.computed(scheduler.schedule())
+    plan = scheduler.schedule()
+    assert _rows(plan) == [("a", 32, 8, True)]
+
+
+def test_prompt_logprobs_compute_the_whole_prompt_although_it_is_cached():
+    under_test = make_engine()
+    under_test.engine.submit(make_request("first", range(40)))
+    under_test.run()
+    under_test.engine.submit(make_request("cached", range(40)))
+    under_test.engine.submit(make_request("scored", range(40), prompt_logprobs=0))
+    under_test.run()
+    cached = {o.request_id: o.cached_tokens for o in under_test.outputs if o.first_position == 0}
+    assert cached == {"first": 0, "cached": 32, "scored": 0}
