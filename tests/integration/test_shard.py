@@ -1,0 +1,396 @@
+"""A real shard (fake runner) over gRPC, through the client library and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.processes import Shard, running, wait_until
+
+from penstock_client import (
+    DeadlineExceeded,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    NotServed,
+    Objective,
+    Overloaded,
+    SamplingParams,
+    ShardClient,
+    ShardUnavailable,
+    SyncShardClient,
+    Unauthenticated,
+)
+from penstock_client.health import main as health
+from penstock_proto import shard_pb2 as pb
+from penstock_proto.shard_pb2_grpc import ShardStub
+
+BUILTIN = Path(__file__).parents[2] / "shard" / "penstock_shard" / "builtin_model"
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
+    log_file = tmp_path_factory.mktemp("shard") / "log"
+    flags = ("--step-ms", "5", "--max-num-seqs", "64", "--max-num-batched-tokens", "256")
+    service = Shard(log_file, *flags)
+    with running(service):
+        yield service
+
+
+@pytest.fixture
+async def client(shard: Shard) -> AsyncIterator[ShardClient]:
+    async with ShardClient(shard.address) as client:
+        yield client
+
+
+async def _tokens(client: ShardClient, request: GenerationRequest) -> list[int]:
+    return [i async for output in client.generate(request) for i in output.token_ids]
+
+
+async def _load(client: ShardClient):
+    reports = client.watch_load()
+    try:
+        return await anext(reports)
+    finally:
+        await reports.aclose()
+
+
+async def _wait_idle(client: ShardClient) -> None:
+    async with asyncio.timeout(5):
+        while (load := await _load(client)).referenced_blocks or load.running or load.waiting:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_generation_ends_with_one_finish_and_all_its_tokens(client: ShardClient):
+    request = GenerationRequest([5, 6, 7], SamplingParams(seed=3), max_tokens=20, logprobs=2)
+    outputs = [output async for output in client.generate(request)]
+    assert sum(len(output.token_ids) for output in outputs) == 20
+    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH]
+    assert outputs[0].cached_tokens == 0
+    assert all(output.logprobs and output.logprobs.top_n == 2 for output in outputs)
+
+
+async def test_the_synchronous_client_gives_the_same_tokens(shard: Shard, client: ShardClient):
+    request = GenerationRequest([5, 6, 7], SamplingParams(seed=4), max_tokens=10)
+    expected = await _tokens(client, request)
+
+    def blocking() -> list[int]:
+        with SyncShardClient(shard.address) as sync_client:
+            assert sync_client.info().model == "penstock-toy"
+            assert "tokenizer.json" in sync_client.tokenizer_files()
+            return [i for output in sync_client.generate(request) for i in output.token_ids]
+
+    assert await asyncio.to_thread(blocking) == expected
+
+
+async def test_many_streams_share_one_call_and_each_gets_its_own_tokens(client: ShardClient):
+    requests = [
+        GenerationRequest([1, 2, i], SamplingParams(seed=i), max_tokens=30) for i in range(100)
+    ]
+    together = await asyncio.gather(*(_tokens(client, request) for request in requests))
+    assert [await _tokens(client, request) for request in requests[:3]] == together[:3]
+    assert all(len(tokens) == 30 for tokens in together)
+
+
+async def test_a_request_goes_on_after_the_output_it_brings(client: ShardClient):
+    request = GenerationRequest([9, 8], SamplingParams(seed=1), max_tokens=12)
+    whole = await _tokens(client, request)
+    rest = GenerationRequest(
+        [9, 8], SamplingParams(seed=1), max_tokens=12, output_token_ids=whole[:7]
+    )
+    assert await _tokens(client, rest) == whole[7:]
+
+
+async def test_cancelling_frees_every_block(client: ShardClient):
+    async with client.submit(GenerationRequest(list(range(100)), max_tokens=1000)) as stream:
+        await anext(stream)
+        assert (await _load(client)).referenced_blocks > 0
+    await _wait_idle(client)
+
+
+async def test_leaving_a_cancelled_task_aborts_its_request(client: ShardClient):
+    task = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=1500)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await _wait_idle(client)
+
+
+async def test_a_thousand_aborts_in_the_same_moment_as_their_submits_leave_nothing(
+    client: ShardClient,
+):
+    streams = [client.submit(GenerationRequest([1, 2, 3], max_tokens=1500)) for _ in range(1000)]
+    for stream in streams:
+        stream.cancel()
+    await asyncio.sleep(0.1)
+    await _wait_idle(client)
+    assert len(await _tokens(client, GenerationRequest([1], max_tokens=3))) == 3
+
+
+async def test_cancelling_a_hundred_handlers_in_mid_submit_disturbs_no_other_stream(
+    client: ShardClient,
+):
+    request = GenerationRequest([4, 4], SamplingParams(seed=5), max_tokens=60)
+    alone = await _tokens(client, request)
+    bystanders = [asyncio.create_task(_tokens(client, request)) for _ in range(20)]
+    await asyncio.sleep(0.02)
+    handlers = [
+        asyncio.create_task(_tokens(client, GenerationRequest([1, i], max_tokens=500)))
+        for i in range(100)
+    ]
+    for delay in range(100):
+        if delay % 10 == 0:
+            await asyncio.sleep(0)
+        handlers[delay].cancel()
+    await asyncio.gather(*handlers, return_exceptions=True)
+    assert await asyncio.gather(*bystanders) == [alone] * 20
+    await _wait_idle(client)
+
+
+async def test_an_abort_that_comes_before_its_submit_is_remembered(shard: Shard):
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        stub = ShardStub(channel)
+        await stub.Abort(pb.AbortRequest(request_ids=["early"]))
+        outputs = await _raw_generate(stub, "early")
+    assert [output.finish.reason for output in outputs] == [pb.Finish.REASON_ABORTED]
+
+
+async def test_ending_the_call_aborts_what_is_unfinished_on_it(shard: Shard, client: ShardClient):
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        call = ShardStub(channel).Generate()
+        await call.write(_raw_request("left-behind", max_tokens=1500))
+        await call.read()
+        call.cancel()
+    await _wait_idle(client)
+
+
+async def test_a_higher_attempt_ends_the_lower_one(shard: Shard):
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        call = ShardStub(channel).Generate()
+        await call.write(_raw_request("twice", max_tokens=1500))
+        await call.read()
+        await call.write(_raw_request("twice", attempt=1, max_tokens=3))
+        await call.done_writing()
+        endings = {}
+        while (response := await call.read()) is not grpc.aio.EOF:
+            for output in response.outputs:
+                if output.HasField("finish"):
+                    endings[output.attempt] = output.finish.reason
+    assert endings == {0: pb.Finish.REASON_ABORTED, 1: pb.Finish.REASON_LENGTH}
+
+
+async def test_an_attempt_that_is_running_already_is_refused(shard: Shard):
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        call = ShardStub(channel).Generate()
+        await call.write(_raw_request("same", max_tokens=1500))
+        await call.read()
+        second = ShardStub(channel).Generate()
+        await second.write(_raw_request("same", max_tokens=3))
+        await second.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in second:
+                pass
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (GenerationRequest([]), InvalidRequest, ["prompt_token_ids", "1..2047"]),
+        (GenerationRequest([1] * 2048), InvalidRequest, ["prompt_token_ids", "2048"]),
+        (GenerationRequest([10**9]), InvalidRequest, ["prompt_token_ids", "vocabulary"]),
+        (GenerationRequest([-1]), InvalidRequest, ["prompt_token_ids"]),
+        (GenerationRequest([1], max_tokens=0), InvalidRequest, ["max_tokens", "1..2047"]),
+        (GenerationRequest([1], max_tokens=2048), InvalidRequest, ["max_tokens", "2048"]),
+        (GenerationRequest([1], logprobs=21), InvalidRequest, ["logprobs", "20"]),
+        (GenerationRequest([1], stop_token_ids=[10**9]), InvalidRequest, ["stop_token_ids"]),
+        (
+            GenerationRequest([1], SamplingParams(temperature=-1.0)),
+            InvalidRequest,
+            ["temperature", "-1", "0..100"],
+        ),
+        (
+            GenerationRequest([1], SamplingParams(temperature=float("nan"))),
+            InvalidRequest,
+            ["temperature", "nan"],
+        ),
+        (GenerationRequest([1], SamplingParams(top_p=0.0)), InvalidRequest, ["top_p"]),
+        (GenerationRequest([1], SamplingParams(min_p=1.5)), InvalidRequest, ["min_p", "0..1"]),
+        (GenerationRequest([1], SamplingParams(top_k=-2)), InvalidRequest, ["top_k", "-1"]),
+        (GenerationRequest([1], model="other"), InvalidRequest, ["other", "penstock-toy"]),
+        (GenerationRequest([1], min_tokens=2), NotServed, ["min_tokens"]),
+        (
+            GenerationRequest([1], SamplingParams(repetition_penalty=1.1)),
+            NotServed,
+            ["repetition_penalty"],
+        ),
+        (GenerationRequest([1], adapter="lora"), NotServed, ["adapter"]),
+        (GenerationRequest([1], objective=Objective(priority=1)), NotServed, ["priority"]),
+    ],
+)  # fmt: skip
+async def test_a_bad_request_ends_alone_and_says_why(
+    client: ShardClient, request_: GenerationRequest, error: type[Exception], words: list[str]
+):
+    beside = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=10)))
+    with pytest.raises(error) as caught:
+        await _tokens(client, request_)
+    assert all(word in str(caught.value) for word in words)
+    assert len(await beside) == 10
+
+
+async def test_neutral_values_of_what_is_not_served_are_no_error(client: ShardClient):
+    sampling = SamplingParams(
+        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, typical_p=1.0
+    )
+    request = GenerationRequest([1], sampling, max_tokens=2, min_tokens=0)
+    assert len(await _tokens(client, request)) == 2
+
+
+def test_a_direct_call_with_one_bad_request_ends_with_its_status(shard: Shard):
+    with grpc.insecure_channel(shard.address) as channel:
+        call = ShardStub(channel).Generate(iter([_raw_request("bad", max_tokens=0)]))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "max_tokens" in caught.value.details()
+
+
+async def test_a_deadline_ends_the_request_in_the_shard(client: ShardClient):
+    request = GenerationRequest([1], max_tokens=1500, objective=Objective(deadline_s=0.1))
+    with pytest.raises(DeadlineExceeded, match="deadline passed after"):
+        await _tokens(client, request)
+    await _wait_idle(client)
+
+
+def test_the_deadline_of_a_synchronous_call_ends_it(shard: Shard):
+    with SyncShardClient(shard.address) as client, pytest.raises(DeadlineExceeded):
+        list(client.generate(GenerationRequest([1], max_tokens=1500), timeout_s=0.2))
+
+
+async def test_a_slow_reader_gets_everything_in_fewer_pieces(client: ShardClient):
+    request = GenerationRequest([1, 2], SamplingParams(seed=8), max_tokens=50)
+    quick = await _tokens(client, request)
+    async with client.submit(request) as stream:
+        await asyncio.sleep(0.5)
+        outputs = [output async for output in stream]
+    assert [i for output in outputs for i in output.token_ids] == quick
+    assert len(outputs) == 1
+
+
+def test_the_tokenizer_arrives_whole(shard: Shard):
+    with SyncShardClient(shard.address) as client:
+        files = client.tokenizer_files()
+    assert files["tokenizer.json"] == (BUILTIN / "tokenizer.json").read_bytes()
+
+
+def test_health_and_reflection_are_served(shard: Shard):
+    assert health([shard.address]) == 0
+    with grpc.insecure_channel(shard.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = stub.ServerReflectionInfo(iter([request]))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"penstock.v1.Shard", "grpc.health.v1.Health"} <= names
+
+
+def test_what_a_later_revision_serves_is_unimplemented(shard: Shard):
+    with grpc.insecure_channel(shard.address) as channel:
+        for call, request in (
+            (ShardStub(channel).Embed, pb.EmbedRequest()),
+            (ShardStub(channel).LoadAdapter, pb.LoadAdapterRequest()),
+            (ShardStub(channel).UnloadAdapter, pb.UnloadAdapterRequest()),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(request)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_full_queue_refuses_at_once(tmp_path: Path):
+    flags = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--step-ms", "20")
+    service = Shard(tmp_path / "log", *flags)
+    with running(service):
+        async with ShardClient(service.address) as client:
+            streams = [client.submit(GenerationRequest([1], max_tokens=500)) for _ in range(6)]
+            results = await asyncio.gather(*(anext(s) for s in streams[3:]), return_exceptions=True)
+            assert sum(isinstance(result, Overloaded) for result in results) >= 2
+            for stream in streams:
+                stream.cancel()
+
+
+async def test_a_shard_with_a_key_refuses_calls_without_it(tmp_path: Path):
+    service = Shard(tmp_path / "log", "--api-key", "s3cret")
+    with running(service):
+        for key in (None, "wrong"):
+            async with ShardClient(service.address, api_key=key) as client:
+                with pytest.raises(Unauthenticated):
+                    await client.info()
+                with pytest.raises(Unauthenticated):
+                    await _tokens(client, GenerationRequest([1], max_tokens=1))
+        async with ShardClient(service.address, api_key="s3cret") as client:
+            assert len(await _tokens(client, GenerationRequest([1], max_tokens=1))) == 1
+        assert "s3cret" not in service.log
+        assert "s3cret" not in " ".join(service.engine.cmdline())
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(tmp_path: Path):
+    service = Shard(tmp_path / "log", "--step-ms", "10")
+    with running(service):
+        async with ShardClient(service.address) as client:
+            running_tokens = asyncio.create_task(
+                _tokens(client, GenerationRequest([1], max_tokens=60))
+            )
+            await asyncio.sleep(0.1)
+            left = [progress.running async for progress in client.drain()]
+            assert left[0] == 1
+            assert left[-1] == 0
+            assert len(await running_tokens) == 60
+            with pytest.raises(ShardUnavailable, match="draining"):
+                await _tokens(client, GenerationRequest([1], max_tokens=1))
+        wait_until(lambda: not service.healthy(), timeout_s=2, what="not healthy after a drain")
+
+
+async def test_sigterm_lets_running_requests_finish_and_exits_with_0(tmp_path: Path):
+    service = Shard(tmp_path / "log", "--step-ms", "10")
+    with running(service):
+        async with ShardClient(service.address) as client:
+            tokens = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=50)))
+            await asyncio.sleep(0.1)
+            service.process.terminate()
+            assert len(await tokens) == 50
+        assert await asyncio.to_thread(service.process.wait, 10) == 0
+
+
+def test_a_port_in_use_is_one_clear_line(shard: Shard):
+    port = shard.address.rpartition(":")[2]
+    run = subprocess.run(
+        [sys.executable, "-m", "penstock_shard", "--runner", "fake", "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert run.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+async def _raw_generate(stub, request_id: str) -> list[pb.Output]:
+    call = stub.Generate()
+    await call.write(_raw_request(request_id, max_tokens=5))
+    await call.done_writing()
+    return [output async for response in call for output in response.outputs]
+
+
+def _raw_request(request_id: str, *, attempt: int = 0, max_tokens: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=request_id,
+        attempt=attempt,
+        prompt_token_ids=[1, 2, 3],
+        stop=pb.StopConditions(max_tokens=max_tokens),
+    )

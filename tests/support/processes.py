@@ -1,0 +1,147 @@
+"""Real shards and routers as processes of their own, as a user starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:
+    """Poll until the condition holds; how long that took. Fails with `what` after the timeout."""
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - started_s > timeout_s:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.02)
+    return time.monotonic() - started_s
+
+
+class Service:
+    """A process with a port and a log file."""
+
+    def __init__(self, module: str, flags: list[str], port: int, log_file: Path) -> None:
+        self.address = f"127.0.0.1:{port}"
+        self.url = f"http://{self.address}"
+        self._log_file = log_file
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        with log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log_file.read_text(errors="replace")
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        return children
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine process of a shard."""
+        wait_until(lambda: bool(self.children), timeout_s=10, what="an engine process")
+        return self.children[0]
+
+    def healthy(self) -> bool:
+        """What `penstock health` says; never raises."""
+        raise NotImplementedError
+
+    def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> float:
+        def settled() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"exited with {self.process.returncode}:\n{self.log}")
+            return self.healthy()
+
+        return wait_until(settled, timeout_s=timeout_s, what=f"healthy; its log:\n{self.log}")
+
+    def terminate(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM, and the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        """End it whatever it takes, with its children."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class Shard(Service):
+    """A shard process; `--runner fake` unless flags say otherwise."""
+
+    def __init__(self, log_file: Path, *flags: str, port: int | None = None) -> None:
+        port = port or free_port()
+        runner = [] if "--runner" in flags or "--model" in flags else ["--runner", "fake"]
+        super().__init__("penstock_shard", ["--port", str(port), *runner, *flags], port, log_file)
+
+    def healthy(self) -> bool:
+        from penstock_client.health import _shard_problem
+
+        return not _shard_problem(self.address, 1.0)
+
+
+class Router(Service):
+    """A router process in front of shards."""
+
+    def __init__(self, log_file: Path, shards: list[str], *flags: str) -> None:
+        port = free_port()
+        arguments = ["--shards", ",".join(shards), "--port", str(port), *flags]
+        super().__init__("penstock_router", arguments, port, log_file)
+
+    def healthy(self) -> bool:
+        return self.status("/ready") == 200
+
+    def status(self, path: str) -> int:
+        """Of a GET; 0 without a connection."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as response:
+                status: int = response.status
+                return status
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+        except OSError:
+            return 0
+
+
+@contextlib.contextmanager
+def running(*services: Service) -> Iterator[None]:
+    """Wait until all are healthy; end all on the way out."""
+    try:
+        for service in services:
+            service.wait_healthy()
+        yield
+    finally:
+        for service in services:
+            service.close()
