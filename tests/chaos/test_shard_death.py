@@ -1,0 +1,162 @@
+"""Engines and servers that are killed or stopped: what clients see, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import Shard, running, wait_until
+
+from penstock_client import (
+    Fleet,
+    GenerationRequest,
+    NoShardAvailable,
+    PenstockError,
+    SamplingParams,
+    ShardClient,
+    ShardUnavailable,
+)
+
+
+async def _tokens(client: ShardClient | Fleet, request: GenerationRequest) -> list[int]:
+    async with client.submit(request) as stream:
+        return [i async for output in stream for i in output.token_ids]
+
+
+async def test_clients_of_a_killed_engine_see_a_retryable_error_and_it_serves_again(
+    tmp_path: Path,
+):
+    service = Shard(tmp_path / "log", "--step-ms", "10")
+    with running(service):
+        async with ShardClient(service.address) as client:
+            before = (await client.info()).instance_id
+            request = GenerationRequest([1], SamplingParams(seed=1), max_tokens=2000)
+            tasks = [asyncio.create_task(_tokens(client, request)) for _ in range(8)]
+            await asyncio.sleep(0.2)
+            service.engine.kill()
+            killed_s = time.monotonic()
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert time.monotonic() - killed_s < 1.0
+            assert [type(error) for error in errors] == [ShardUnavailable] * 8
+            short = GenerationRequest([1], SamplingParams(seed=1), max_tokens=5)
+            while True:
+                with contextlib.suppress(ShardUnavailable):
+                    assert len(await _tokens(client, short)) == 5
+                    break
+                await asyncio.sleep(0.05)
+            assert time.monotonic() - killed_s < 10.0
+            assert (await client.info()).instance_id != before
+
+
+def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path):
+    service = Shard(tmp_path / "log")
+    with running(service):
+        engine = service.engine
+        service.process.kill()
+        service.process.wait()
+        wait_until(lambda: not _alive(engine), timeout_s=5, what="the engine ended itself")
+
+
+def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(tmp_path: Path):
+    service = Shard(tmp_path / "log", "--step-ms", "60000")
+    with running(service):
+        engine = service.engine
+
+        async def start_a_step() -> None:
+            async with ShardClient(service.address) as client:
+                client.submit(GenerationRequest([1], max_tokens=1))
+                await asyncio.sleep(0.3)
+                service.process.kill()
+
+        asyncio.run(start_a_step())
+        service.process.wait()
+        wait_until(lambda: not _alive(engine), timeout_s=5, what="the engine ended itself")
+
+
+def test_a_stopped_engine_is_reported_as_not_serving_and_recovers(tmp_path: Path):
+    service = Shard(tmp_path / "log", "--stall-timeout", "1")
+    with running(service):
+        service.engine.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not service.healthy(), timeout_s=4, what="health noticed the stall")
+        service.engine.send_signal(signal.SIGCONT)
+        wait_until(service.healthy, timeout_s=4, what="health noticed the recovery")
+
+
+def test_a_long_step_is_not_a_stall(tmp_path: Path):
+    service = Shard(tmp_path / "log", "--stall-timeout", "1", "--step-ms", "2500")
+    with running(service):
+
+        async def one_token() -> int:
+            async with ShardClient(service.address) as client:
+                tokens = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=1)))
+                for _ in range(20):
+                    await asyncio.sleep(0.1)
+                    assert await asyncio.to_thread(service.healthy)
+                return len(await tokens)
+
+        assert asyncio.run(one_token()) == 1
+
+
+async def test_a_fleet_sends_new_requests_to_the_shard_that_is_left(tmp_path: Path):
+    first, second = (Shard(tmp_path / name) for name in ("first", "second"))
+    with running(first, second):
+        async with Fleet([first.address, second.address]) as fleet:
+            await fleet.wait_ready(10)
+            first.process.kill()
+            first.process.wait()
+            request = GenerationRequest([1], SamplingParams(seed=1), max_tokens=3)
+            async with asyncio.timeout(5):
+                while fleet.shards[0].ready:
+                    await asyncio.sleep(0.02)
+            for _ in range(10):
+                assert len(await _tokens(fleet, request)) == 3
+            second.process.kill()
+            second.process.wait()
+            async with asyncio.timeout(5):
+                while fleet.shards[1].ready:
+                    await asyncio.sleep(0.02)
+            with pytest.raises(NoShardAvailable, match=second.address):
+                fleet.submit(request)
+
+
+async def test_a_fleet_finds_a_shard_that_comes_back(tmp_path: Path):
+    service = Shard(tmp_path / "log")
+    port = int(service.address.rpartition(":")[2])
+    with running(service):
+        async with Fleet([service.address]) as fleet:
+            await fleet.wait_ready(10)
+            service.process.kill()
+            service.process.wait()
+            async with asyncio.timeout(5):
+                while fleet.shards[0].ready:
+                    await asyncio.sleep(0.02)
+            again = Shard(tmp_path / "again", port=port)
+            with running(again):
+                await fleet.wait_ready(10)
+                request = GenerationRequest([1], SamplingParams(seed=1), max_tokens=3)
+                assert len(await _tokens(fleet, request)) == 3
+
+
+async def test_a_broken_connection_ends_every_stream_with_a_retryable_error(tmp_path: Path):
+    service = Shard(tmp_path / "log", "--step-ms", "10")
+    with running(service):
+        async with ShardClient(service.address) as client:
+            request = GenerationRequest([1], max_tokens=1000)
+            tasks = [asyncio.create_task(_tokens(client, request)) for _ in range(8)]
+            await asyncio.sleep(0.2)
+            service.process.kill()
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(error, PenstockError) for error in errors)
+            assert {type(error) for error in errors} == {ShardUnavailable}
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

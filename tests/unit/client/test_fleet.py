@@ -1,0 +1,48 @@
+"""A fleet's bookkeeping, without shards behind its addresses."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock_client import Fleet, GenerationRequest, InvalidRequest, LoadReport, NoShardAvailable
+from penstock_client.fleet import ShardState
+
+
+@pytest.mark.parametrize("addresses", [[], ["a:1", "a:1"]])
+async def test_no_addresses_or_one_twice_is_an_error(addresses: list[str]):
+    with pytest.raises(ValueError, match="address"):
+        Fleet(addresses)
+
+
+async def test_without_a_shard_every_door_says_which_shard_and_why():
+    async with Fleet(["127.0.0.1:1"]) as fleet:
+        with pytest.raises(NoShardAvailable, match=r"127\.0\.0\.1:1"):
+            await fleet.wait_ready(0.3)
+        with pytest.raises(NoShardAvailable, match=r"127\.0\.0\.1:1"):
+            fleet.submit(GenerationRequest([1]))
+        with pytest.raises(NoShardAvailable):
+            await fleet.tokenizer_files()
+
+
+async def test_a_report_settles_what_was_sent_before_it():
+    shard = ShardState("127.0.0.1:1", None)
+    shard.sent_requests, shard.sent_prompt_tokens = 3, 500
+    shard.reported(LoadReport(running=3))
+    assert (shard.candidate().sent_requests, shard.candidate().running) == (0, 3)
+    await shard.client.close()
+
+
+async def test_a_model_that_no_ready_shard_serves_is_named_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Info:
+        model = "served"
+        model_aliases = ("alias",)
+
+    async with Fleet(["127.0.0.1:1"]) as fleet:
+        (shard,) = fleet.shards
+        monkeypatch.setattr(shard, "info", Info())
+        monkeypatch.setattr(shard, "load", LoadReport(serving=True))
+        assert shard.serves("alias")
+        with pytest.raises(InvalidRequest, match="'other' is not served; served: served"):
+            fleet.submit(GenerationRequest([1], model="other"))

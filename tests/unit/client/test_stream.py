@@ -1,0 +1,108 @@
+"""The reader's side of one sequence: merging, duplicates, gaps, ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock_client import FinishReason, GenerationStream, Logprobs, Output, ShardFailed
+from penstock_client import ShardUnavailable as Unavailable
+
+
+def _stream(next_position: int = 0) -> tuple[GenerationStream, list[str]]:
+    cancelled: list[str] = []
+    stream = GenerationStream("r", 0, next_position, lambda s: cancelled.append(s.request_id))
+    return stream, cancelled
+
+
+def _finished(token_ids: list[int], position: int) -> Output:
+    return Output(token_ids, position, finish_reason=FinishReason.STOP)
+
+
+async def test_what_arrives_while_the_reader_is_away_is_merged():
+    stream, _ = _stream()
+    stream.feed(Output([1], 0, cached_tokens=5))
+    stream.feed(Output([2, 3], 1))
+    stream.feed(_finished([4], 3))
+    outputs = [output async for output in stream]
+    assert [(o.token_ids, o.first_position, o.cached_tokens) for o in outputs] == [
+        ([1, 2, 3, 4], 0, 5)
+    ]
+    assert outputs[0].finish_reason is FinishReason.STOP
+
+
+async def test_a_waiting_reader_is_woken_for_each_output():
+    stream, _ = _stream()
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    stream.feed(Output([1], 0))
+    assert (await reader).token_ids == [1]
+
+
+async def test_known_tokens_are_dropped_with_their_logprobs():
+    stream, _ = _stream(next_position=2)
+    logprobs = Logprobs([-1.0, -2.0, -3.0], [1, 1, 1], 1, [7, 8, 9], [-1.0, -2.0, -3.0])
+    stream.feed(Output([7, 8, 9], 0, logprobs=logprobs))
+    output = await anext(stream)
+    assert (output.token_ids, output.first_position) == ([9], 2)
+    assert output.logprobs == Logprobs([-3.0], [1], 1, [9], [-3.0])
+
+
+async def test_a_gap_is_an_error_and_ends_the_request_in_the_shard():
+    stream, cancelled = _stream()
+    stream.feed(Output([1], 0))
+    stream.feed(Output([3], 2))
+    assert (await anext(stream)).token_ids == [1]
+    with pytest.raises(ShardFailed, match="from position 2 arrived, 1 was next"):
+        await anext(stream)
+    assert cancelled == ["r"]
+
+
+async def test_an_error_comes_after_what_is_still_to_be_read():
+    stream, _ = _stream()
+    stream.feed(Output([1], 0))
+    stream.fail(Unavailable("gone"))
+    assert (await anext(stream)).token_ids == [1]
+    with pytest.raises(Unavailable, match="gone"):
+        await anext(stream)
+
+
+async def test_cancel_wakes_the_reader_and_is_told_once():
+    stream, cancelled = _stream()
+    reader = asyncio.create_task(anext(stream, None))
+    await asyncio.sleep(0)
+    stream.cancel()
+    stream.cancel()
+    assert await reader is None
+    assert cancelled == ["r"]
+
+
+async def test_leaving_the_context_cancels_only_what_is_unfinished():
+    unfinished, cancelled = _stream()
+    async with unfinished:
+        pass
+    assert cancelled == ["r"]
+    finished, cancelled = _stream()
+    async with finished:
+        finished.feed(_finished([1], 0))
+    assert cancelled == []
+
+
+async def test_nothing_is_taken_after_the_end():
+    stream, _ = _stream()
+    stream.feed(_finished([1], 0))
+    stream.feed(Output([2], 1))
+    stream.fail(Unavailable("late"))
+    assert [output.token_ids async for output in stream] == [[1]]
+
+
+async def test_a_cancelled_reader_loses_nothing():
+    stream, _ = _stream()
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    stream.feed(Output([1], 0))
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    stream.feed(_finished([2], 1))
+    assert [output.token_ids async for output in stream] == [[1, 2]]

@@ -1,0 +1,186 @@
+"""Dataclasses to messages and back: no field may be lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import grpc
+import pytest
+
+from penstock_client import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerationRequest,
+    IncompatibleShard,
+    InvalidRequest,
+    NotServed,
+    Objective,
+    Overloaded,
+    SamplingParams,
+    ShardFailed,
+    ShardUnavailable,
+    Unauthenticated,
+    _wire,
+)
+from penstock_proto import shard_pb2 as pb
+
+FULL = GenerationRequest(
+    prompt_token_ids=[1, 2],
+    sampling=SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        typical_p=0.75,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        seed=2**63 + 5,
+        logit_bias={7: -1.0},
+        bad_words=[[1, 2], [3]],
+        allowed_token_ids=[4, 5],
+    ),
+    max_tokens=9,
+    min_tokens=2,
+    stop_token_ids=[6],
+    ignore_eos=True,
+    logprobs=0,
+    prompt_logprobs=4,
+    logprob_token_ids=[8],
+    output_token_ids=[11],
+    constraint=Constraint(ConstraintKind.REGEX, "a+"),
+    objective=Objective(
+        priority=-1,
+        deadline_s=1.5,
+        time_to_first_token_s=0.5,
+        seconds_between_tokens=0.25,
+        latency_sensitive=True,
+    ),
+    model="m",
+    adapter="lora",
+    cache_salt="salt",
+    label="mine",
+    traceparent="00-ab-cd-01",
+)
+
+
+def test_every_field_of_a_request_is_set_on_the_wire():
+    message = _wire.generate_request(FULL, "id", 2)
+
+    def unset(part, where: str) -> list[str]:
+        names = {field.name for field in part.DESCRIPTOR.fields}
+        present = {field.name for field, _ in part.ListFields()}
+        # presence, and 0 where 0 has a meaning
+        missing = [f"{where}.{name}" for name in names - present
+                   if not (part.DESCRIPTOR.fields_by_name[name].has_presence
+                           and part.HasField(name))]  # fmt: skip
+        for field, value in part.ListFields():
+            if field.name in ("sampling", "stop", "output", "objective"):
+                missing += unset(value, field.name)
+        return missing
+
+    assert unset(message, "request") == []
+    assert message.sampling.seed == 2**63 + 5
+    assert message.constraint.regex == "a+"
+    assert message.objective.deadline_ms == 1500
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda f: f.name)
+def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object]):
+    message = _wire.generate_request(GenerationRequest([1]), "id", 0).sampling
+    descriptor = message.DESCRIPTOR.fields_by_name[field.name]
+    if descriptor.has_presence:
+        assert not message.HasField(field.name)
+    else:
+        assert len(getattr(message, field.name)) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(kind, "x") for kind in ConstraintKind if kind.value.endswith(("schema", "regex", "tag"))],
+)
+def test_each_text_constraint_has_its_own_field(kind: ConstraintKind, value: str):
+    request = GenerationRequest([1], constraint=Constraint(kind, value))
+    message = _wire.generate_request(request, "id", 0)
+    assert message.constraint.WhichOneof("kind") == kind.value
+
+
+def test_choices_and_any_object_are_constraints_too():
+    choice = Constraint(ConstraintKind.CHOICE, options=["a", "b"])
+    message = _wire.generate_request(GenerationRequest([1], constraint=choice), "id", 0)
+    assert list(message.constraint.choice.options) == ["a", "b"]
+    anything = Constraint(ConstraintKind.JSON_OBJECT)
+    message = _wire.generate_request(GenerationRequest([1], constraint=anything), "id", 0)
+    assert message.constraint.json_object
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (GenerationRequest([-1]), "prompt_token_ids"),
+        (GenerationRequest([2**32]), "prompt_token_ids"),
+        (GenerationRequest(["x"]), "prompt_token_ids"),  # type: ignore[list-item]
+        (GenerationRequest([1], max_tokens=-1), "max_tokens"),
+        (GenerationRequest([1], SamplingParams(seed=-1)), "seed"),
+        (GenerationRequest([1], SamplingParams(top_k=2**40)), "top_k"),
+        (GenerationRequest([1], SamplingParams(logit_bias={-1: 0.0})), "logit_bias"),
+    ],
+)
+def test_a_value_that_does_not_fit_the_wire_names_its_field(
+    request_: GenerationRequest, field: str
+):
+    with pytest.raises(InvalidRequest) as caught:
+        _wire.generate_request(request_, "id", 0)
+    assert caught.value.field == field
+
+
+def test_an_output_comes_back_whole():
+    message = pb.Output(
+        request_id="id",
+        first_position=3,
+        token_ids=[1, 2],
+        logprobs=pb.Logprobs(
+            chosen=[-0.5, -1.0], ranks=[1, 3], top_n=1, top_token_ids=[1, 9],
+            top_logprobs=[-0.5, -0.25], requested=[-2.0, -3.0],
+        ),
+        prompt_logprobs=pb.PromptLogprobs(first_index=4, logprobs=pb.Logprobs(chosen=[-1.0])),
+        cached_tokens=0,
+        finish=pb.Finish(reason=pb.Finish.REASON_STOP, stop_token_id=0),
+    )  # fmt: skip
+    output = _wire.output(message)
+    assert not isinstance(output, Exception)
+    assert (output.token_ids, output.first_position, output.cached_tokens) == ([1, 2], 3, 0)
+    assert output.logprobs is not None
+    assert output.logprobs.ranks == [1, 3]
+    assert output.logprobs.requested == [-2.0, -3.0]
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs_start == 4
+    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.NOT_FOUND, InvalidRequest),
+        (grpc.StatusCode.FAILED_PRECONDITION, NotServed),
+        (grpc.StatusCode.UNIMPLEMENTED, NotServed),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.UNAVAILABLE, ShardUnavailable),
+        (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
+        (grpc.StatusCode.INTERNAL, ShardFailed),
+    ],
+)
+def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[Exception]):
+    message = pb.Output(error=pb.Error(code=status.value[0], message="why", field="f", bound="b"))
+    result = _wire.output(message)
+    assert type(result) is error
+    assert str(result) == "why"
+
+
+@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (9, 2)])
+def test_a_shard_of_another_revision_is_refused_with_both_ranges(revision: int, minimum: int):
+    message = pb.InfoResponse(schema_revision=revision, min_schema_revision=minimum)
+    with pytest.raises(IncompatibleShard, match=f"revisions {minimum} to {revision}.*1 to 1"):
+        _wire.shard_info(message, "host:1")
