@@ -1,0 +1,219 @@
+"""Who may import whom: what keeps torch out of the router and the stubs in two files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from contract.sources import Module, Modules, doctored, imports, product_modules
+
+OURS = ("penstock_proto", "penstock_client", "penstock_router", "penstock_shard")
+TENSORS = ("torch", "transformers")
+STUBS = "penstock_proto.shard_pb2"
+STUB_USERS = ("penstock_client._wire", "penstock_shard.wire")
+
+# Which of our own packages each may import, itself apart.
+ALLOWED_PACKAGES = {
+    "penstock_proto": (),
+    "penstock_client": ("penstock_proto",),
+    "penstock_router": ("penstock_client",),
+    "penstock_shard": ("penstock_proto",),
+}
+# Below runner/ and models/ of the shard, these stay free of torch: what runs without it needs them.
+FREE_OF_TENSORS = (
+    "penstock_shard.runner",
+    "penstock_shard.runner.base",
+    "penstock_shard.runner.fake",
+    "penstock_shard.models",
+    "penstock_shard.models.source",
+    "penstock_shard.models.errors",
+)
+
+
+def test_every_package_imports_only_those_below_it() -> None:
+    assert list(package_violations(product_modules())) == []
+
+
+def test_the_stubs_are_touched_in_one_file_at_each_end() -> None:
+    assert list(stub_violations(product_modules())) == []
+
+
+def test_torch_is_imported_only_where_tensors_live() -> None:
+    assert list(tensor_violations(product_modules())) == []
+
+
+def test_the_router_never_imports_grpc() -> None:
+    assert list(grpc_violations(product_modules())) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert find_cycle(product_modules()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("penstock_router.app", "penstock_shard"),
+        ("penstock_router.__main__", "penstock_shard"),
+        ("penstock_shard.server", "penstock_client"),
+        ("penstock_shard.engine_main", "penstock_client"),
+        ("penstock_client.cli", "penstock_router"),
+        ("penstock_client.health", "aiohttp"),
+        ("penstock_client", "penstock_router"),
+    ],
+)
+def test_a_process_starts_where_torch_is_not_installed(module: str, absent: str) -> None:
+    program = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {TENSORS}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import {module}
+
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+sys.exit(" ".join(sorted(loaded & {{*{TENSORS}, "{absent}"}})))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.stderr.strip(), result.returncode) == ("", 0)
+
+
+# ---- the rules, each shown to catch what it is there for -------------------------------------
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        doctored(penstock_router__app="import penstock_shard.engine"),
+        doctored(penstock_router__app="from penstock_proto import SCHEMA_REVISION"),
+        doctored(penstock_client__fleet="def late():\n    import penstock_router.app"),
+        doctored(penstock_shard__server="from penstock_client import Fleet"),
+        doctored(penstock_proto__transport="import penstock_client"),
+    ],
+)
+def test_an_import_of_a_package_above_is_found(modules: Modules) -> None:
+    assert len(list(package_violations(modules))) == 1
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        doctored(penstock_client__fleet="from penstock_proto import shard_pb2 as pb"),
+        doctored(penstock_client__fleet="import penstock_proto.shard_pb2_grpc"),
+        doctored(penstock_shard__servicer="from penstock_proto.shard_pb2_grpc import ShardStub"),
+        doctored(penstock_router__app="from penstock_proto.shard_pb2 import Output"),
+    ],
+)
+def test_a_second_user_of_the_stubs_is_found(modules: Modules) -> None:
+    assert len(list(stub_violations(modules))) == 1
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        doctored(penstock_router__tokenizer="from transformers import AutoTokenizer"),
+        doctored(penstock_shard__scheduler="import torch.nn"),
+        doctored(penstock_shard__runner__fake="import torch"),
+        doctored(penstock_shard__models__source="def late():\n    import transformers"),
+        doctored(
+            penstock_shard__engine="from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    from torch import Tensor"
+        ),
+    ],
+)
+def test_an_import_of_torch_elsewhere_is_found(modules: Modules) -> None:
+    assert len(list(tensor_violations(modules))) == 1
+
+
+@pytest.mark.parametrize("source", ["import grpc", "from grpc.aio import Channel", "import grpc_health"])
+def test_an_import_of_grpc_in_the_router_is_found(source: str) -> None:
+    assert len(list(grpc_violations(doctored(penstock_router__app=source)))) == 1
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        doctored(
+            penstock_shard__a="from penstock_shard.b import x",
+            penstock_shard__b="def late():\n    from penstock_shard import a",
+        ),
+        doctored(
+            penstock_client="from penstock_client.fleet import Fleet",
+            penstock_client__fleet="from . import Fleet",
+        ),
+        doctored(
+            penstock_router__a="import penstock_router.b",
+            penstock_router__b="import penstock_router.c",
+            penstock_router__c="if TYPE_CHECKING:\n    from .a import X",
+        ),
+    ],
+)
+def test_a_circle_of_imports_is_found(modules: Modules) -> None:
+    cycle = find_cycle(modules)
+    assert cycle[0] == cycle[-1]
+    assert len(cycle) == len(modules) + 1
+
+
+def package_violations(modules: Modules) -> Iterator[str]:
+    for module, target in _edges(modules):
+        package = target.partition(".")[0]
+        allowed = (module.package, *ALLOWED_PACKAGES[module.package])
+        if package in OURS and package not in allowed:
+            yield f"{module.name} imports {target}"
+
+
+def stub_violations(modules: Modules) -> Iterator[str]:
+    for module, target in _edges(modules):
+        if target.startswith(STUBS) and not (module.name in STUB_USERS or module.is_generated):
+            yield f"{module.name} imports {target}"
+
+
+def tensor_violations(modules: Modules) -> Iterator[str]:
+    for module, target in _edges(modules):
+        inside = module.name.startswith(("penstock_shard.runner.", "penstock_shard.models."))
+        allowed = inside and module.name not in FREE_OF_TENSORS
+        if target.partition(".")[0] in TENSORS and not allowed:
+            yield f"{module.name} imports {target}"
+
+
+def grpc_violations(modules: Modules) -> Iterator[str]:
+    for module, target in _edges(modules):
+        if module.package == "penstock_router" and target.startswith(("grpc", "google.protobuf")):
+            yield f"{module.name} imports {target}"
+
+
+def find_cycle(modules: Modules) -> list[str]:
+    """One circle of imports, its first module again at the end; empty when there is none."""
+    graph: dict[str, list[str]] = {name: [] for name in modules}
+    for module, target in _edges(modules):
+        if target in modules and target != module.name:
+            graph[module.name].append(target)
+    done: set[str] = set()
+    for name in graph:
+        if cycle := _walk(name, graph, [], done):
+            return cycle
+    return []
+
+
+def _walk(name: str, graph: dict[str, list[str]], path: list[str], done: set[str]) -> list[str]:
+    if name in path:
+        return [*path[path.index(name) :], name]
+    if name not in done:
+        done.add(name)
+        for target in graph[name]:
+            if cycle := _walk(target, graph, [*path, name], done):
+                return cycle
+    return []
+
+
+def _edges(modules: Modules) -> Iterator[tuple[Module, str]]:
+    for module in modules.values():
+        for target in imports(module, modules):
+            yield module, target

@@ -1,0 +1,256 @@
+"""Hub models against a local stand-in of the hub, reached through HF_ENDPOINT.
+
+Each case runs in its own process: huggingface_hub reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_secret"
+WEIGHTS = save({"w": np.arange(64, dtype=np.float32)})
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": WEIGHTS,
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"pickle",
+    "consolidated.safetensors": WEIGHTS,
+    "onnx/model.onnx": b"onnx",
+    "modeling_custom.py": b"print()",
+    "README.md": b"# model",
+}
+SCRIPT = """
+import os, sys
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.source import resolve_model
+if os.environ.get("TEST_DISK_FULL"):
+    import errno, pathlib
+    def full(self, mode="r", *args, opened=pathlib.Path.open, **kwargs):
+        if mode != "r" and "incomplete" in self.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(self, mode, *args, **kwargs)
+    pathlib.Path.open = full
+model, revision, directory = sys.argv[1:]
+config = ShardConfig(model=model, revision=revision or None, download_dir=directory or None)
+try:
+    source = resolve_model(config, progress=lambda line: print(line, file=sys.stderr))
+except ModelError as error:
+    sys.exit(f"error: {error}")
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+print(source.path, source.revision)
+"""
+
+
+@dataclass
+class Hub:
+    """What the stand-in serves, and what it was asked."""
+
+    url: str = ""
+    models: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    fetched: list[str] = field(default_factory=list)
+
+
+def make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_HEAD(self) -> None:
+            self._answer()
+
+        def _answer(self) -> None:
+            path = urlsplit(self.path).path.removeprefix("/").split("/")
+            if path[:2] == ["api", "models"]:
+                model, rest = "/".join(path[2:4]), path[4:]
+            else:
+                model, rest = "/".join(path[:2]), path[2:]
+            token = self.headers.get("Authorization")
+            if model not in hub.models:
+                return self._refuse(404, "RepoNotFound")
+            if model in hub.gated and token != f"Bearer {TOKEN}":
+                return self._refuse(403 if token else 401, "GatedRepo")
+            files = hub.models[model]
+            if rest[1:2] and rest[1] not in ("main", "v1", COMMIT):
+                return self._refuse(404, "RevisionNotFound")
+            if rest[:1] == ["resolve"]:
+                name = "/".join(rest[2:])
+                if self.command == "GET":
+                    hub.fetched.append(name)
+                return self._send(files[name], etag=hashlib.sha1(files[name]).hexdigest())
+            entries = [
+                (name, hub.sizes.get(name, len(data)), hashlib.sha1(data).hexdigest())
+                for name, data in files.items()
+            ]
+            if rest[:1] == ["tree"]:
+                tree = [
+                    {"type": "file", "path": name, "size": size, "oid": oid}
+                    for name, size, oid in entries
+                ]
+                return self._send(json.dumps(tree).encode())
+            siblings = [
+                {"rfilename": name, "size": size, "blobId": oid} for name, size, oid in entries
+            ]
+            info = {"id": model, "modelId": model, "sha": COMMIT, "siblings": siblings}
+            return self._send(json.dumps(info).encode())
+
+        def _refuse(self, status: int, code: str) -> None:
+            self._send(b"{}", status, {"X-Error-Code": code, "X-Error-Message": code})
+
+        def _send(
+            self,
+            body: bytes,
+            status: int = 200,
+            headers: dict[str, str] | None = None,
+            etag: str | None = None,
+        ) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Repo-Commit", COMMIT)
+            if etag:
+                self.send_header("ETag", f'"{etag}"')
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub(models={"org/good": FILES})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def resolve(
+    hub: Hub,
+    home: Path,
+    model: str,
+    *,
+    revision: str = "",
+    download_dir: str = "",
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    ambient = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, model, revision, download_dir],
+        env={**ambient, "HF_HOME": str(home), "HF_ENDPOINT": hub.url, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line a refused model prints."""
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert "Traceback" not in result.stderr
+    return lines[-1]
+
+
+def test_a_model_is_downloaded_once_and_then_found_offline(hub: Hub, tmp_path: Path) -> None:
+    first = resolve(hub, tmp_path, "org/good")
+    assert first.returncode == 0, first.stderr
+    path, revision = first.stdout.split()
+    assert revision == COMMIT
+    assert Path(path).is_relative_to(tmp_path)
+    wanted = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(hub.fetched) == wanted
+    assert sorted(file.name for file in Path(path).iterdir()) == wanted
+    assert "downloading org/good: 0.0 MB to" in first.stderr
+
+    again = resolve(hub, tmp_path, "org/good")
+    assert again.stdout == first.stdout
+    assert "downloading" not in again.stderr
+    assert sorted(hub.fetched) == wanted
+
+    offline = resolve(hub, tmp_path, "org/good", HF_HUB_OFFLINE="1")
+    assert offline.stdout == first.stdout
+    away = resolve(hub, tmp_path, "org/good", HF_ENDPOINT="http://127.0.0.1:9")
+    assert away.stdout == first.stdout
+
+
+def test_download_dir_and_revision_are_honoured(hub: Hub, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    result = resolve(hub, tmp_path / "home", "org/good", revision="v1", download_dir=str(elsewhere))
+    assert Path(result.stdout.split()[0]).is_relative_to(elsewhere)
+    missing = resolve(hub, tmp_path / "home", "org/good", revision="v2")
+    assert "org/good has no revision 'v2'" in refusal(missing)
+
+
+def test_a_gated_model_wants_a_token(hub: Hub, tmp_path: Path) -> None:
+    hub.models["org/gated"] = FILES
+    hub.gated.add("org/gated")
+    for token in ({}, {"HF_TOKEN": "hf_wrong"}):
+        line = refusal(resolve(hub, tmp_path, "org/gated", **token))
+        assert "org/gated is gated: accept its terms" in line
+        assert "HF_TOKEN" in line
+    assert resolve(hub, tmp_path, "org/gated", HF_TOKEN=TOKEN).returncode == 0
+
+
+def test_a_missing_model_is_one_line(hub: Hub, tmp_path: Path) -> None:
+    assert "has no such model, or it is private" in refusal(resolve(hub, tmp_path, "org/none"))
+
+
+def test_offline_without_a_copy_is_one_line(hub: Hub, tmp_path: Path) -> None:
+    offline = refusal(resolve(hub, tmp_path, "org/good", HF_HUB_OFFLINE="1"))
+    assert "org/good is not in" in offline
+    assert "HF_HUB_OFFLINE is set" in offline
+    away = refusal(resolve(hub, tmp_path, "org/good", HF_ENDPOINT="http://127.0.0.1:9"))
+    assert "cannot reach http://127.0.0.1:9" in away
+
+
+def test_pickles_are_refused_before_anything_is_downloaded(hub: Hub, tmp_path: Path) -> None:
+    hub.models["org/pickled"] = {
+        name: data for name, data in FILES.items() if "safetensors" not in name
+    }
+    line = refusal(resolve(hub, tmp_path, "org/pickled"))
+    assert "org/pickled: has its weights only as pickle (pytorch_model.bin)" in line
+    assert hub.fetched == []
+
+
+def test_a_model_larger_than_the_disk_is_refused_first(hub: Hub, tmp_path: Path) -> None:
+    hub.sizes["model.safetensors"] = 10**16
+    line = refusal(resolve(hub, tmp_path, "org/good"))
+    assert "org/good needs 10000000.0 GB, but" in line
+    assert hub.fetched == []
+
+
+def test_a_disk_that_fills_up_is_one_line(hub: Hub, tmp_path: Path) -> None:
+    line = refusal(resolve(hub, tmp_path, "org/good", TEST_DISK_FULL="1"))
+    assert "org/good: the disk is full" in line

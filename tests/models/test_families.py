@@ -1,0 +1,70 @@
+"""Greedy output equals transformers' `generate`, token for token, however steps are cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.driver import Driver, load, make_request
+
+SERVED = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2", "mistral", "gemma3", "gpt_oss")
+OUTPUT_TOKENS = 20
+VOCABULARY = 384
+
+
+def reference(directory: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What `generate` appends to each prompt, end-of-sequence ignored."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=OUTPUT_TOKENS,
+            do_sample=False,
+            pad_token_id=2,
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_mixed_steps_give_the_tokens_of_generate(
+    family: str, model_dir: Callable[[str], Path]
+) -> None:
+    directory = model_dir(family)
+    rng = random.Random(7)
+    long, short, middle = (
+        [rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (75, 5, 33)
+    )
+    sharing = long[:48] + middle[:7]
+    prompts = [long, short, middle, sharing]
+    expected = reference(directory, prompts)
+
+    driver = Driver(load(directory))
+    requests = [make_request(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
+    first, second, third, fourth = requests
+    driver.step([(first, 50), (second, 5)])
+    # The first request computed three full blocks of the fourth's prompt.
+    driver.share_prefix(fourth, first, 3)
+    driver.step([(second, 1), (first, 7), (third, 20), (fourth, 2)])
+    for request in requests:
+        request.max_tokens = OUTPUT_TOKENS // 2
+    driver.generate(requests)
+    driver.preempt(second)
+    driver.preempt(third)
+    for request in requests:
+        request.max_tokens = OUTPUT_TOKENS
+    driver.generate(requests)
+
+    outputs = [request.token_ids[request.num_prompt_tokens :] for request in requests]
+    assert outputs == expected
+    assert len({tuple(output) for output in expected}) == 4, "the model says the same to all"
+    assert all(len(set(output)) > 3 for output in expected), "the model repeats itself"

@@ -1,0 +1,146 @@
+"""Models that would be served wrongly are refused by name, before they serve anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock_shard.models import gate
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.errors import ModelError
+from model_maker import make_config, make_model
+from models.driver import load
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("falcon", "FalconForCausalLM does not let its attention be replaced"),
+        ("bloom", "BloomForCausalLM does not let its attention be replaced"),
+        ("llama4", "Llama4ForCausalLM attends within chunks"),
+    ],
+)
+def test_families_that_would_be_silently_wrong_are_refused(
+    family: str, reason: str, model_dir: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ModelError, match=reason) as caught:
+        load(model_dir(family))
+    assert "\n" not in str(caught.value)
+
+
+def test_layer_types_that_are_not_attention_are_refused() -> None:
+    config = make_config("qwen3")
+    config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match="layers of type linear_attention"):
+        gate.check_config(config, 128)
+
+
+def test_rope_that_depends_on_the_batch_is_refused_past_its_context() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = make_config("llama", rope_parameters=rope, max_position_embeddings=256)
+    gate.check_config(config, 256)
+    config.max_position_embeddings = 512
+    config.rope_parameters["original_max_position_embeddings"] = 256
+    with pytest.raises(ModelError, match="use --max-model-len 256"):
+        gate.check_config(config, 512)
+
+
+def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> None:
+    from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
+
+    module = AutoModelForCausalLM.from_pretrained(model_dir("mistral"))
+    module.set_attn_implementation(ATTENTION_NAME)
+    with torch.inference_mode():
+        specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).probe()
+    gate.check_layers(module, specs, SdpaBackend(), 256)
+    lost = [replace_window(spec) for spec in specs]
+    with pytest.raises(ModelError, match="does not get the sliding window"):
+        gate.check_layers(module, lost, SdpaBackend(), 256)
+    # A context within the window never needs it.
+    gate.check_layers(module, lost, SdpaBackend(), 24)
+
+
+def replace_window(spec: gate.LayerSpec) -> gate.LayerSpec:
+    from dataclasses import replace
+
+    return replace(spec, window=None)
+
+
+def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path]) -> None:
+    from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
+
+    module = AutoModelForCausalLM.from_pretrained(model_dir("llama"))
+    module.set_attn_implementation(ATTENTION_NAME)
+    with torch.inference_mode():
+        specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).probe()
+    with pytest.raises(ModelError, match="2 attention calls for 3 layers"):
+        gate.check_layers(module, specs[:2], SdpaBackend(), 256)
+
+
+@pytest.mark.parametrize("fault", ["scale", "order", "window", "nan"])
+def test_the_self_check_finds_wrong_attention(
+    fault: str, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = SdpaBackend.run
+
+    def wrong(self: SdpaBackend, *args: object, **options: object) -> Tensor:
+        if fault == "scale":
+            options["scale"] = 0.1
+        if fault == "window":
+            options["window"] = 30
+        output: Tensor = good(self, *args, **options)  # type: ignore[arg-type]
+        if fault == "order":
+            output = output.roll(1, dims=0)
+        if fault == "nan":
+            output[3] = float("nan")
+        return output
+
+    monkeypatch.setattr(SdpaBackend, "run", wrong)
+    with pytest.raises(ModelError, match="LlamaForCausalLM: self-check failed"):
+        load(model_dir("llama"))
+
+
+def test_an_unknown_architecture_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = {"model_type": "perceptron", "architectures": ["PerceptronForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="perceptron") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = make_model(tmp_path, "llama")
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(directory)
+
+
+def test_truncated_weights_are_refused_in_one_line(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot load the weights") as caught:
+        load(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["intermediate_size"] = 128
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="cannot load the weights") as caught:
+        load(directory)
+    assert "\n" not in str(caught.value)

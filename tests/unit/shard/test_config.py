@@ -1,0 +1,65 @@
+"""The shard's command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock_shard.config import ShardConfig, parse_config
+
+
+def test_no_flags_are_the_defaults_of_the_configuration(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    assert parse_config([]) == ShardConfig()
+
+
+def test_a_published_launch_line_is_understood():
+    line = (
+        "--max-num-seqs 500 --trust-remote-code --enforce-eager --max-num-batched-tokens 512 "
+        "--enable-chunked-prefill --tensor-parallel-size 1"
+    )
+    config = parse_config(line.split())
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (500, 512)
+    assert config.trust_remote_code
+    assert config.enforce_eager
+
+
+def test_the_key_comes_from_the_environment_when_no_flag_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("PENSTOCK_API_KEY", "env")
+    assert parse_config([]).api_key == "env"
+    assert parse_config(["--api-key", "flag"]).api_key == "flag"
+
+
+def test_the_model_is_served_under_its_first_name():
+    assert parse_config([]).model_name == "penstock-toy"
+    assert parse_config(["--model", "org/m"]).model_name == "org/m"
+    assert parse_config(["--model", "org/m", "--served-model-name", "a", "b"]).model_name == "a"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--port 70000", ["--port", "70000", "65535"]),
+        ("--max-num-seqs 0", ["--max-num-seqs", "0", "at least 1"]),
+        ("--max-num-seqs many", ["--max-num-seqs", "many"]),
+        ("--step-ms nan", ["--step-ms", "nan"]),
+        ("--fake-eos-rate 2", ["--fake-eos-rate", "2", "between 0 and 1"]),
+        ("--gpu-memory-utilization 0", ["--gpu-memory-utilization", "above 0"]),
+        ("--kv-memory lots", ["--kv-memory", "lots", "512M"]),
+        ("--kv-memory 1G --kv-blocks 4", ["--kv-blocks", "--kv-memory"]),
+        ("--block-size 24", ["--block-size", "24", "multiple of 16"]),
+        ("--tensor-parallel-size 2", ["--tensor-parallel-size", "2", "only 1"]),
+        ("--max-num-batched-tokens 8", ["--max-num-batched-tokens", "8", "--max-num-seqs"]),
+        ("--dtype float8", ["--dtype", "float8"]),
+        ("--no-such-flag", ["--no-such-flag"]),
+    ],
+)
+def test_a_bad_flag_is_one_line_that_names_it(
+    flags: str, words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as caught:
+        parse_config(flags.split())
+    assert caught.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in error for word in words), error

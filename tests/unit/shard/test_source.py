@@ -1,0 +1,132 @@
+"""--model as a directory: complete ones are taken, others refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.source import BUILTIN_MODEL, check_directory, resolve_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with a configuration and weights in two parts."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    weight_map = {}
+    for i in (1, 2):
+        part = f"model-0000{i}-of-00002.safetensors"
+        save_file({f"w{i}": np.ones((8, 8), dtype=np.float32)}, tmp_path / part)
+        weight_map[f"w{i}"] = part
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def resolve(model: str | None, **settings: object) -> Path:
+    config = ShardConfig(model=model, **settings)  # type: ignore[arg-type]
+    source = resolve_model(config, progress=lambda line: None)
+    assert source.revision == ""
+    return source.path
+
+
+def refusal(directory: Path, *, needs_weights: bool = True) -> str:
+    with pytest.raises(ModelError) as caught:
+        check_directory(directory, needs_weights=needs_weights)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(directory) in text
+    return text
+
+
+def test_a_complete_directory_is_taken(model: Path) -> None:
+    assert resolve(str(model)) == model
+
+
+def test_a_relative_name_that_exists_is_a_directory(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    assert resolve(model.name) == Path(model.name)
+
+
+def test_without_a_name_the_builtin_model_is_taken() -> None:
+    assert resolve(None) == BUILTIN_MODEL
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no such directory"):
+        resolve(str(tmp_path / "nothing"))
+    with pytest.raises(ModelError, match=r"a/b/c: there is no such directory"):
+        resolve("a/b/c")
+
+
+def cut(path: Path, end: int) -> None:
+    path.write_bytes(path.read_bytes()[:end])
+
+
+PART = "model-00002-of-00002.safetensors"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
+    "config not JSON": (lambda d: (d / "config.json").write_text("{"), "is not valid JSON"),
+    "config a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
+    "config not UTF-8": (lambda d: (d / "config.json").write_bytes(b"\xff"), "is not valid JSON"),
+    "index empty": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        "names no weights",
+    ),
+    "part missing": (lambda d: (d / PART).unlink(), f"1 of 2 parts .* missing, {PART}"),
+    "part cut": (lambda d: cut(d / PART, -10), "cut short: "),
+    "part cut in header": (lambda d: cut(d / PART, 20), "cut short or is no safetensors"),
+    "part empty": (lambda d: cut(d / PART, 0), "cut short or is no safetensors"),
+    "part not safetensors": (
+        lambda d: (d / PART).write_bytes(b"\x05" + bytes(7) + b"[1,2]" + bytes(99)),
+        "is no safetensors file",
+    ),
+    "config a directory": (
+        lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
+        "cannot be read: Is a directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_one_line(fault: str, model: Path) -> None:
+    change, expected = FAULTS[fault]
+    change(model)
+    with pytest.raises(ModelError, match=expected) as caught:
+        check_directory(model)
+    assert "\n" not in str(caught.value)
+    assert str(model) in str(caught.value)
+
+
+def test_a_directory_without_weights_needs_to_be_dummy(model: Path) -> None:
+    for path in model.glob("model*"):
+        path.unlink()
+    assert "there are no weights" in refusal(model)
+    check_directory(model, needs_weights=False)
+    assert resolve(str(model), load_format="dummy") == model
+    assert resolve(str(model), runner="fake") == model
+
+
+def test_pickled_weights_are_refused_by_name(model: Path) -> None:
+    for path in model.glob("model*"):
+        path.unlink()
+    (model / "pytorch_model.bin").write_bytes(b"x")
+    assert "only as pickle (pytorch_model.bin)" in refusal(model)
+
+
+def test_a_file_is_not_a_model(model: Path) -> None:
+    assert "is a file" in refusal(model / "config.json")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_one_line(model: Path) -> None:
+    (model / "config.json").chmod(0)
+    assert "cannot be read: Permission denied" in refusal(model)
