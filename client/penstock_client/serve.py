@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -58,6 +59,12 @@ def main(arguments: Sequence[str]) -> int:
         "--shard-port", default=50051, type=int, metavar="PORT", help="of the first shard"
     )
     args, shard_flags = parser.parse_known_args(arguments)
+    taken = _first_taken(args.host, args.port, "--port") or _first_taken(
+        "127.0.0.1", args.shard_port, "--shard-port", count=args.shards
+    )
+    if taken:
+        print(f"penstock serve: {taken}", file=sys.stderr)
+        return _USAGE_STATUS
     addresses = [f"127.0.0.1:{args.shard_port + index}" for index in range(args.shards)]
     model_flags = ["--model", args.model] if args.model else []
     children = [
@@ -74,6 +81,21 @@ def main(arguments: Sequence[str]) -> int:
         router += ["--api-key", args.api_key]
     children.append(_Child("router", router))
     return asyncio.run(_serve(children, args.host, args.port))
+
+
+def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
+    """What is wrong with the ports; empty when all are free.
+
+    Looked at before anything starts: whoever holds the router's port would answer in its place.
+    """
+    for number in range(port, port + count):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, number))
+            except OSError as error:
+                return f"cannot listen on {host}:{number} ({error.strerror}); give another {flag}"
+    return ""
 
 
 def _python(module: str, *arguments: str) -> list[str]:

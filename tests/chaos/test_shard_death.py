@@ -8,9 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from support.processes import Shard, running, wait_until
+from support.processes import Shard, is_alive, running, wait_until
 
 from penstock_client import (
     Fleet,
@@ -59,7 +58,7 @@ def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path):
         engine = service.engine
         service.process.kill()
         service.process.wait()
-        wait_until(lambda: not _alive(engine), timeout_s=5, what="the engine ended itself")
+        wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
 
 
 def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(tmp_path: Path):
@@ -75,7 +74,7 @@ def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(t
 
         asyncio.run(start_a_step())
         service.process.wait()
-        wait_until(lambda: not _alive(engine), timeout_s=5, what="the engine ended itself")
+        wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
 
 
 def test_a_stopped_engine_is_reported_as_not_serving_and_recovers(tmp_path: Path):
@@ -153,10 +152,3 @@ async def test_a_broken_connection_ends_every_stream_with_a_retryable_error(tmp_
             errors = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(error, PenstockError) for error in errors)
             assert {type(error) for error in errors} == {ShardUnavailable}
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -66,7 +66,9 @@ def flash_attn_varlen_func(
     check_table(block_table, rows, key_lens, k)
     parts = [
         attend(part, k, v, length, table, softmax_scale, causal, window_size, softcap)
-        for part, length, table in zip(q.split(query_lens), key_lens, block_table, strict=True)
+        for part, length, table in zip(
+            torch.split(q, query_lens), key_lens, block_table, strict=True
+        )
     ]
     return torch.cat(parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def check_backend(
     head_dim: int = 8,
     head_dim_v: int = 8,
     tolerance: float = 2e-5,
-    **options: object,
+    **options: Any,
 ) -> None:
     """Three steps over four sequences (chunks, then decodes and chunks), shuffled blocks."""
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +90,7 @@ def check_backend(
         for n in lengths
     ]
     expected = [
-        written_out(*(part.float() for part in parts), scale=scale, **options)  # type: ignore[arg-type]
+        written_out(*(part.float() for part in parts), scale=scale, **options)
         for parts in sequences
     ]
     width = -(-max(lengths) // block_size)
@@ -119,15 +120,15 @@ def check_backend(
             parts[2],
             batch,
             scale=scale,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
-        for i, got in zip(order, output.split([counts[i] for i in order]), strict=True):
+        for i, got in zip(order, torch.split(output, [counts[i] for i in order]), strict=True):
             want = expected[i][done[i] : done[i] + counts[i]]
             torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
         done = [d + c for d, c in zip(done, counts, strict=True)]
 
 
-OPTIONS: dict[str, dict[str, object]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 7},
     "softcap": {"softcap": 1.5},

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
 from models.driver import Driver, load, make_request
+from transformers import AutoModelForCausalLM
 
 SERVED = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2", "mistral", "gemma3", "gpt_oss")
 OUTPUT_TOKENS = 20

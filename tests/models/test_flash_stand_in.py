@@ -6,13 +6,14 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
 from models import flash_stand_in
 from models.driver import Driver, load, make_request
 from models.test_attention import OPTIONS, check_backend
+
 from penstock_shard.models.attention import choose_backend
 from penstock_shard.models.attention.base import AttentionBackend, LayerSpec
 from penstock_shard.models.errors import ModelError
@@ -56,18 +57,19 @@ def test_what_the_library_cannot_do_is_refused(backend: AttentionBackend) -> Non
     spec = LayerSpec(0, 4, 2, head_dim=64, head_dim_v=64, scale=0.125)
     assert backend.refusal(spec, torch.bfloat16) is None
     assert "not torch.float32" in str(backend.refusal(spec, torch.float32))
-    for change, reason in (
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"has_sinks": True}, "sinks"),
         ({"head_dim_v": 32}, "64 and 32"),
         ({"head_dim": 320, "head_dim_v": 320}, "320"),
         ({"head_dim": 12, "head_dim_v": 12}, "multiple of 8"),
-    ):
-        changed = dataclasses.replace(spec, **change)  # type: ignore[arg-type]
+    ]
+    for change, reason in changes:
+        changed = dataclasses.replace(spec, **change)
         assert reason in str(backend.refusal(changed, torch.bfloat16))
 
 
 def test_float32_is_refused_by_name(stand_in: list[str]) -> None:
-    with pytest.raises(ModelError, match="serves float16 and bfloat16, not torch.float32"):
+    with pytest.raises(ModelError, match=r"serves float16 and bfloat16, not torch\.float32"):
         choose_backend("flash_attn", CPU, torch.float32)
 
 
@@ -108,12 +110,12 @@ def test_a_model_gives_the_log_probabilities_of_sdpa(
 def test_a_block_size_the_library_refuses_is_refused_at_load(
     stand_in: list[str], model_dir: Callable[[str], Path]
 ) -> None:
-    with pytest.raises(ModelError, match="--block-size 16: .* multiple of 256"):
+    with pytest.raises(ModelError, match=r"--block-size 16: .* multiple of 256"):
         load(model_dir("llama"), attention_backend="flash_attn", dtype="bfloat16", block_size=16)
 
 
 def test_sinks_are_refused_at_load(stand_in: list[str], model_dir: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelError, match="GptOssForCausalLM: .* flash_attn does not know .* sdpa"):
+    with pytest.raises(ModelError, match=r"GptOssForCausalLM: .* flash_attn does not know .* sdpa"):
         load(model_dir("gpt_oss"), attention_backend="flash_attn", dtype="bfloat16")
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from model_maker import make_config, make_model
+from models.driver import load
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock_shard.models import gate
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.errors import ModelError
-from model_maker import make_config, make_model
-from models.driver import load
+from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
 
 
 @pytest.mark.parametrize(
@@ -52,29 +54,19 @@ def test_rope_that_depends_on_the_batch_is_refused_past_its_context() -> None:
 
 
 def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> None:
-    from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
-
     module = AutoModelForCausalLM.from_pretrained(model_dir("mistral"))
     module.set_attn_implementation(ATTENTION_NAME)
     with torch.inference_mode():
         specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).probe()
     gate.check_layers(module, specs, SdpaBackend(), 256)
-    lost = [replace_window(spec) for spec in specs]
+    lost = [dataclasses.replace(spec, window=None) for spec in specs]
     with pytest.raises(ModelError, match="does not get the sliding window"):
         gate.check_layers(module, lost, SdpaBackend(), 256)
     # A context within the window never needs it.
     gate.check_layers(module, lost, SdpaBackend(), 24)
 
 
-def replace_window(spec: gate.LayerSpec) -> gate.LayerSpec:
-    from dataclasses import replace
-
-    return replace(spec, window=None)
-
-
 def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path]) -> None:
-    from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
-
     module = AutoModelForCausalLM.from_pretrained(model_dir("llama"))
     module.set_attn_implementation(ATTENTION_NAME)
     with torch.inference_mode():

@@ -36,6 +36,14 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) ->
     return time.monotonic() - started_s
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Running, and not only waiting for its parent to take note of its end."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Service:
     """A process with a port and a log file."""
 

@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is no safetensors file",
     ),
     "config a directory": (
-        lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
+        lambda d: (d / "config.json").rename(d / "old") and (d / "config.json").mkdir(),
         "cannot be read: Is a directory",
     ),
 }

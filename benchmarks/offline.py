@@ -1,0 +1,172 @@
+"""Output tokens per second of the engine, without servers, beside another engine in the same run.
+
+    python benchmarks/offline.py --versus transformers
+    python benchmarks/offline.py --model DIR --streams 16 --prompt-tokens 128 --output-tokens 64
+
+Both sides run in this process on the same weights, dtype and threads, and take turns, so that a
+busy neighbour hits both; medians are compared. Without --model a random Llama of 130 M parameters
+is made in a temporary directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported: spinning OpenMP threads lose much to any neighbour.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.request import Request, SamplingParams
+from penstock_shard.runner.base import Runner
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+Prompts = list[list[int]]
+Contender = Callable[[Prompts], None]
+
+
+def main() -> None:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = args.model or make_default_model(Path(scratch))
+        run(args, directory)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: random, 130 M")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="default: cores minus one")
+    parser.add_argument("--versus", choices=("none", "transformers"), default="none")
+    return parser.parse_args()
+
+
+def make_default_model(directory: Path) -> Path:
+    from model_maker import make_model
+
+    print("making a random Llama of 130 M parameters", flush=True)
+    return make_model(directory, "llama-130m")
+
+
+def run(args: argparse.Namespace, directory: Path) -> None:
+    from penstock_shard.runner.model_runner import create_runner, default_threads
+
+    threads = args.threads or default_threads()
+    config = ShardConfig(device="cpu", dtype="float32", threads=threads, kv_memory_bytes=2**30)
+    begin = time.perf_counter()
+    runner = create_runner(config, directory, progress=lambda line: None)
+    print(
+        f"loaded in {time.perf_counter() - begin:.1f} s, torch imported before; {threads} threads"
+    )
+    contenders: dict[str, Contender] = {"penstock": engine_contender(runner, config, args)}
+    if args.versus == "transformers":
+        contenders["transformers"] = transformers_contender(directory, args)
+    rng = random.Random(0)
+    vocab_size = runner.info.vocab_size
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    # Round 0 warms up and is not counted. Prompts are new in each: no prefix is ever reused.
+    for round_ in range(args.rounds + 1):
+        for name, contender in contenders.items():
+            prompts = make_prompts(rng, args.streams, args.prompt_tokens, vocab_size)
+            begin = time.perf_counter()
+            contender(prompts)
+            elapsed = time.perf_counter() - begin
+            rate = args.streams * args.output_tokens / elapsed
+            note = "warm-up" if round_ == 0 else f"round {round_}"
+            print(
+                f"{note:>8}  {name:<12} {rate:8.1f} output tokens/s  {elapsed:6.2f} s", flush=True
+            )
+            if round_:
+                times[name].append(rate)
+    report(times)
+
+
+def make_prompts(rng: random.Random, streams: int, length: int, vocab_size: int) -> Prompts:
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for _ in range(streams)]
+
+
+def report(rates: dict[str, list[float]]) -> None:
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, median in medians.items():
+        print(f"median {name:<12} {median:8.1f} output tokens/s")
+    if "transformers" in medians:
+        print(f"ratio {medians['penstock'] / medians['transformers']:.2f}")
+
+
+def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespace) -> Contender:
+    """The engine as the shard runs it, greedy, end-of-sequence ignored."""
+    info = runner.info
+    blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_queued_requests,
+        config.max_queued_tokens,
+    )
+    engine = Engine(runner, Scheduler(limits, blocks), blocks)
+
+    def generate(prompts: Prompts) -> None:
+        for i, prompt in enumerate(prompts):
+            engine.submit(
+                Request(
+                    request_id=str(i),
+                    attempt=0,
+                    token_ids=prompt,
+                    num_prompt_tokens=len(prompt),
+                    num_delivered=0,
+                    sampling=SamplingParams(temperature=0.0),
+                    max_tokens=args.output_tokens,
+                    stop_token_ids=frozenset(),
+                )
+            )
+        count = 0
+        while engine.has_work:
+            count += sum(len(output.token_ids) for output in engine.step())
+        assert count == len(prompts) * args.output_tokens, count
+
+    return generate
+
+
+def transformers_contender(directory: Path, args: argparse.Namespace) -> Contender:
+    """transformers' own continuous batching, greedy, on its sdpa attention."""
+    import torch
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    generation = GenerationConfig(
+        max_new_tokens=args.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    tokens = args.streams * (args.prompt_tokens + args.output_tokens)
+    batching = ContinuousBatchingConfig(
+        page_size=32, num_blocks=tokens // 32 + 2 * args.streams, max_batch_tokens=2048
+    )
+
+    def generate(prompts: Prompts) -> None:
+        outputs = model.generate_batch(
+            prompts, generation_config=generation, continuous_batching_config=batching
+        )
+        count = sum(len(output.generated_tokens) for output in outputs.values())
+        assert count == len(prompts) * args.output_tokens, count
+
+    return generate
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""`python -m penstock_router`: command line in, exit status out.
+
+The version is checked before anything that an older Python could not even read is imported.
+"""
+
+import sys
+
+
+def main():  # type: () -> int
+    """Run a router."""
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        found = ".".join(str(part) for part in sys.version_info[:3])
+        print("penstock router: needs Python 3.11 to 3.13; this is " + found, file=sys.stderr)
+        return 2
+    from penstock_router import workers
+    from penstock_router.config import parse_config
+
+    return workers.run(parse_config(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Routes, what surrounds every handler, and what starts and ends with the application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Executor
+
+from aiohttp import web
+
+from penstock_router import handlers
+from penstock_router.admission import Admission
+from penstock_router.backend import Fleet
+from penstock_router.config import RouterConfig
+from penstock_router.errors import (
+    ApiError,
+    BadRequest,
+    MethodNotAllowed,
+    NotFound,
+    Unauthorized,
+    as_api_error,
+)
+from penstock_router.handlers import REQUEST_ID, ROUTER, Router
+from penstock_router.metrics import Metrics
+from penstock_router.models import Models
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_app(config: RouterConfig, fleet: Fleet, executor: Executor) -> web.Application:
+    """The HTTP application in front of `fleet`, which the caller opens and closes."""
+    app = web.Application(
+        middlewares=[_answer_errors, _require_key], client_max_size=config.max_body_bytes
+    )
+    app[ROUTER] = Router(
+        config=config,
+        fleet=fleet,
+        models=Models(fleet, executor, config.chat_template),
+        admission=Admission(config.max_concurrent_requests),
+        metrics=Metrics(),
+    )
+    app.add_routes(
+        [
+            web.post("/v1/completions", handlers.completions),
+            web.post("/v1/chat/completions", handlers.chat_completions),
+            web.get("/v1/models", handlers.list_models),
+            web.get("/v1/models/{id:.+}", handlers.get_model),
+            web.get("/health", handlers.health),
+            web.get("/ping", handlers.health),
+            web.get("/ready", handlers.ready),
+            web.get("/metrics", handlers.metrics),
+            web.get("/version", handlers.show_version),
+        ]
+    )
+    app.cleanup_ctx.append(_load_models)
+    app.on_response_prepare.append(_name_answer)
+    return app
+
+
+async def _load_models(app: web.Application) -> AsyncIterator[None]:
+    models = app[ROUTER].models
+    task = asyncio.create_task(models.keep_loading())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await models.close()
+
+
+async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer, errors included, says which request it is for."""
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The edge: whatever a request ends in, the client gets a status and the reason."""
+    request[REQUEST_ID] = handlers.usable_request_id(request.headers.get("X-Request-Id"))
+    started, status = time.perf_counter(), 499
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        response = _error_response(_from_http(error, request))
+    except ConnectionError:
+        # The client left in the middle of a write; there is nobody to answer.
+        raise
+    except Exception as error:  # noqa: BLE001 - the process's edge
+        response = _error_response(_noted(error, request))
+    else:
+        status = response.status
+        return response
+    finally:
+        _count(request, status, time.perf_counter() - started)
+    return response
+
+
+def _count(request: web.Request, status: int, seconds: float) -> None:
+    resource = request.match_info.route.resource
+    route = resource.canonical if resource is not None else "unknown"
+    metrics = request.app[ROUTER].metrics
+    metrics.requests.labels(route, str(status)).inc()
+    metrics.request_seconds.labels(route).observe(seconds)
+
+
+def _noted(error: Exception, request: web.Request) -> ApiError:
+    answer = as_api_error(error)
+    if type(answer) is ApiError:
+        logger.error("request %s failed", request[REQUEST_ID], exc_info=error)
+    else:
+        logger.debug("request %s: %d %s", request[REQUEST_ID], answer.status, answer.message)
+    return answer
+
+
+def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
+    """aiohttp's own refusals (no such route, wrong method) in the API's form."""
+    where = f"{request.method} {request.path[:200]}"
+    if isinstance(error, web.HTTPNotFound):
+        return NotFound(f"no such route: {where}")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return MethodNotAllowed(f"wrong method: {where}; allowed: {allowed}")
+    return BadRequest(error.reason)
+
+
+def _error_response(error: ApiError) -> web.Response:
+    response = handlers.json_response(error.body(), status=error.status)
+    response.headers.update(error.headers())
+    return response
+
+
+@web.middleware
+async def _require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    key = request.app[ROUTER].config.api_key
+    if key is not None and request.path.startswith("/v1/") and request.method != "OPTIONS":
+        given = request.headers.get("Authorization", "")
+        expected = f"Bearer {key}"
+        # Takes the same time wherever the two begin to differ.
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode()):
+            raise Unauthorized("Unauthorized: missing or wrong API key")
+    return await handler(request)

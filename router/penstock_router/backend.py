@@ -1,0 +1,68 @@
+"""What the router asks of a fleet of shards: the part of `penstock_client.Fleet` it uses.
+
+Knows no text and no HTTP. It is a protocol so that tests run the whole router against a double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from penstock_client.types import GenerationRequest, LoadReport, Output, ShardInfo
+
+
+class GenerationStream(Protocol):
+    """One sequence in flight. Leaving its scope, or `cancel`, aborts it in the shard."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def cancel(self) -> None: ...
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Output: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class ShardState(Protocol):
+    """One shard as the fleet last saw it."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def info(self) -> ShardInfo | None: ...
+
+    @property
+    def load(self) -> LoadReport: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+
+class Fleet(Protocol):
+    """The shards of one router."""
+
+    @property
+    def shards(self) -> Sequence[ShardState]: ...
+
+    async def wait_ready(self, timeout_s: float | None = None) -> None: ...
+
+    def info(self, model: str = "") -> ShardInfo: ...
+
+    async def tokenizer_files(self, model: str = "") -> dict[str, bytes]: ...
+
+    def submit(self, request: GenerationRequest) -> GenerationStream: ...

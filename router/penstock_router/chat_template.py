@@ -1,0 +1,266 @@
+"""Messages -> the prompt's text, by the model's own jinja template, in a sandbox.
+
+Renders what `transformers` renders: the same environment, the same special-token variables, the
+same treatment of a final message that is to be continued. Knows no token ids and no HTTP. A
+template comes from a model's repository, so it is somebody else's program: it runs without access
+to Python's internals, and what it raises is an answer to the client, never a crash.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+import msgspec
+
+from penstock_router.errors import BadRequest
+
+# Ends in a space so that it shows whether the template strips what follows a message.
+_CONTINUE_HERE = "\ue000continue-here\ue001 "
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks text for training: only its body counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute jinja declares
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict` for templates: makes dictionaries and offers no other way in."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace` for templates, without underscore names."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # A template may well say namespace(self=...): no parameter of ours may be in its way.
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a template may not store the name {name!r}")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+class TemplateUnusable(Exception):
+    """A model's or a user's template that does not parse; the text says which and why."""
+
+
+class ChatTemplate:
+    """A model's chat template (or its few named ones), compiled."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
+        self._special_tokens = dict(special_tokens)
+        self._templates: dict[str, jinja2.Template] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except jinja2.exceptions.TemplateError as error:
+                raise TemplateUnusable(f"chat template {name!r}: {error}") from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._templates)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. What the template raises becomes a `BadRequest`."""
+        messages = [_with_reasoning_names(message) for message in messages]
+        if continue_final_message:
+            messages[-1] = _marked(messages[-1])
+        variables = {
+            **self._special_tokens,
+            **(kwargs or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = _rendered(self._pick(tools), variables)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _pick(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
+        if tools is not None and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        raise BadRequest(
+            f"the model has chat templates named {', '.join(sorted(self._templates))} and no "
+            "default; start the router with --chat-template",
+            param="messages",
+        )
+
+
+def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    try:
+        return template.render(variables)
+    except jinja2.exceptions.TemplateError as error:
+        raise BadRequest(
+            f"the chat template refused the messages: {error}", param="messages"
+        ) from None
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        # A template that adds a string to a missing value fails as Python does.
+        text = f"the chat template cannot render these messages: {error}"
+        raise BadRequest(text, param="messages") from None
+    except (RecursionError, OverflowError, ArithmeticError, LookupError):
+        text = "the chat template cannot render these messages"
+        raise BadRequest(text, param="messages") from None
+
+
+def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates read a message's reasoning under one of three names; give all they may want."""
+    values = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
+    reasoning = next(values, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        text = "continue_final_message: the last message has no content to continue"
+        raise BadRequest(text, param="continue_final_message")
+    return {**message, "content": content + _CONTINUE_HERE}
+
+
+def _cut_at_mark(text: str) -> str:
+    """The rendered text up to the mark: without the template's ending of the last message."""
+    head, mark, tail = text.rpartition(_CONTINUE_HERE.strip())
+    if not mark:
+        raise BadRequest(
+            "continue_final_message: the chat template does not show the last message",
+            param="continue_final_message",
+        )
+    # A template that strips content stripped the mark's space; it would have stripped the
+    # message's own, too.
+    return head if tail.startswith(" ") else head.rstrip()
+
+
+# ---- Where the template comes from -------------------------------------------------------------
+
+
+def load_chat_template(
+    files: Mapping[str, bytes], override: str | None = None
+) -> ChatTemplate | None:
+    """The template to use, or None for a model without one.
+
+    `override` is the user's own file; then the model's chat_template.jinja; then what its
+    tokenizer_config.json has: a string, or a list of named ones.
+    """
+    config = _decoded(files.get("tokenizer_config.json"))
+    special_tokens = _special_tokens(config)
+    if override is not None:
+        return ChatTemplate({"default": override}, special_tokens)
+    if "chat_template.jinja" in files:
+        source = files["chat_template.jinja"].decode("utf-8", "replace")
+        return ChatTemplate({"default": source}, special_tokens)
+    sources = _configured_sources(config.get("chat_template"))
+    return ChatTemplate(sources, special_tokens) if sources else None
+
+
+def _decoded(data: bytes | None) -> dict[str, Any]:
+    if not data:
+        return {}
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise TemplateUnusable("tokenizer_config.json is not valid JSON") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _configured_sources(value: object) -> dict[str, str]:
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return {str(name): str(source) for name, source in value.items()}
+    if isinstance(value, list):
+        return {str(item["name"]): str(item["template"]) for item in value}
+    return {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and their like, written as a string or as an object with the text."""
+    tokens: dict[str, str] = {}
+    extra = config.get("extra_special_tokens")
+    entries = {**(extra if isinstance(extra, dict) else {}), **config}
+    for name, value in entries.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens

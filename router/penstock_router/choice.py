@@ -1,0 +1,137 @@
+"""One sequence of a job: a shard's outputs in, text in deltas out, and its own end.
+
+Knows token ids, text and stop strings; neither where outputs come from nor how deltas are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_client.errors import ShardFailed
+from penstock_client.types import FinishReason, Logprobs, Output
+from penstock_router.backend import GenerationStream
+from penstock_router.job import Job
+from penstock_router.stop import StopMatcher
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice has gained. The last one of a choice, and no other, has `finish_reason`.
+
+    `prompt_logprobs` is on the first one, where the prompt is echoed with its scores.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def extend(self, later: Delta) -> None:
+        """Append what came after."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
+        else:
+            self.logprobs = self.logprobs or later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+class Choice:
+    """One sequence of a job: from a shard's outputs to deltas, and to its own end."""
+
+    def __init__(self, job: Job, index: int, stream: GenerationStream) -> None:
+        options, prompt = job.options, job.prompt_of(index)
+        self.index = index
+        self.stream = stream
+        self.finished = False
+        self.num_tokens = 0
+        self.cached_tokens: int | None = None
+        self.last_arrival_s: float | None = None
+        self._options = options
+        self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
+        self._detokenizer = job.model.tokenizer.detokenizers.start(
+            prompt.token_ids, skip_special_tokens=options.skip_special_tokens
+        )
+        self._stop = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
+        self._echo = (prompt.text or "") if options.echo else ""
+        self._prompt_logprobs: Logprobs | None = None
+
+    def take(self, output: Output) -> Delta | None:
+        """What the output adds; None for one that adds nothing to show yet."""
+        self._note_prompt(output)
+        if not output.token_ids and output.finish_reason is None:
+            return None
+        if output.finish_reason is FinishReason.ABORTED:
+            raise ShardFailed("the shard ended the request before it was finished")
+        if self._options.max_tokens == 0:
+            return self._scores_only()
+        delta = Delta(self.index, "", output.token_ids, output.logprobs)
+        self._read(output, delta)
+        self.num_tokens += len(delta.token_ids)
+        delta.text, self._echo = self._echo + delta.text, ""
+        delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        self.finished = delta.finish_reason is not None
+        return delta
+
+    def _note_prompt(self, output: Output) -> None:
+        if self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            if self._prompt_logprobs is None:
+                self._prompt_logprobs = output.prompt_logprobs
+            else:
+                self._prompt_logprobs.extend(output.prompt_logprobs)
+
+    def _scores_only(self) -> Delta:
+        self.finished = True
+        scores = self._prompt_logprobs
+        return Delta(self.index, self._echo, [], None, scores, finish_reason="length")
+
+    def _read(self, output: Output, delta: Delta) -> None:
+        """Fill in text, and the reason if the choice ends here."""
+        token_ids, shown = output.token_ids, len(output.token_ids)
+        stopped_by_id = output.stop_token_id is not None
+        if stopped_by_id and not self._options.include_stop_str_in_output:
+            shown -= 1
+        if self._stop.active:
+            delta.text = self._read_until_stop(token_ids[:shown], delta)
+            if self._stop.stopped_by is not None:
+                delta.finish_reason, delta.stop_reason = "stop", self._stop.stopped_by
+                return
+        else:
+            delta.text = self._detokenizer.feed(token_ids[:shown] if stopped_by_id else token_ids)
+        if output.finish_reason is not None:
+            delta.text += self._stop.flush()
+            delta.finish_reason = output.finish_reason.value
+            if stopped_by_id and output.stop_token_id not in self._eos_ids:
+                delta.stop_reason = output.stop_token_id
+
+    def _read_until_stop(self, token_ids: Sequence[int], delta: Delta) -> str:
+        """A token at a time, so that what counts does not depend on how tokens were bundled."""
+        text = ""
+        for count, token_id in enumerate(token_ids, 1):
+            text += self._stop.feed(self._detokenizer.feed((token_id,)))
+            if self._stop.stopped_by is not None:
+                delta.token_ids = delta.token_ids[:count]
+                if delta.logprobs is not None:
+                    delta.logprobs = first_rows(delta.logprobs, count)
+                break
+        return text
+
+
+def first_rows(columns: Logprobs, count: int) -> Logprobs:
+    """The first `count` rows of `columns`."""
+    return Logprobs(
+        chosen=columns.chosen[:count],
+        ranks=columns.ranks[:count],
+        top_n=columns.top_n,
+        top_token_ids=columns.top_token_ids[: count * columns.top_n],
+        top_logprobs=columns.top_logprobs[: count * columns.top_n],
+    )

@@ -1,0 +1,316 @@
+"""Token ids -> text, a few at a time, so that the pieces join to what decoding all at once gives.
+
+What a token's text is can depend on what stands before it: the leading space of the first word, a
+character whose bytes are spread over several tokens. So a detokenizer starts primed with the end
+of the prompt, and shows a character only when its last byte is there, once.
+
+Two ways to do it. Nearly every tokenizer decodes token by token into bytes (byte-level BPE, and
+sentencepiece with byte fallback): then a table from id to bytes and an incremental UTF-8 decoder
+are exact and cost a fraction of a microsecond a token. The rest (WordPiece and others that look at
+neighbours) decode a small window again at each step. Knows no stop strings and no HTTP.
+
+`tokenizers` has a DecodeStream. It raises ("Invalid prefix") when a run of byte tokens turns out
+not to be UTF-8, and keeps silent for as long as a window ends in U+FFFD; the ways below do neither.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# Bytes that tell whether a text ends within a character: UTF-8 has at most four.
+_UTF8_TAIL_BYTES = 4
+
+# How many tokens of context the window keeps; neighbours matter one token away at most.
+_WINDOW_TOKENS = 6
+# A window that still ends in U+FFFD after this many tokens does so because the text does.
+_MAX_HELD_TOKENS = 16
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error("penstock-each-byte", _replace_each_byte)
+
+
+class Detokenizer(Protocol):
+    """Turns one sequence's ids into text. Bytes that never become a character are never shown."""
+
+    def feed(self, token_ids: Sequence[int]) -> str: ...
+
+
+class DetokenizerFactory(Protocol):
+    """What a tokenizer's decoder makes of ids: of single ones, and of sequences as they grow."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes in running text; b"" for an id that is not in the vocabulary."""
+
+    def start(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer: ...
+
+
+# ---- Decoders that work token by token ---------------------------------------------------------
+
+
+class ByteTable:
+    """Bytes of every token, filled in as tokens appear.
+
+    `per_byte` is sentencepiece's habit of showing U+FFFD for each byte that is no character's;
+    elsewhere it stands for a run of them. `strip_left` is how many spaces the decoder takes off
+    the very beginning of a text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        byte_level: bool,
+        replacements: Sequence[tuple[str, str]] = (),
+        strip_left: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = byte_level
+        self._replacements = tuple(replacements)
+        self._special_ids = special_ids(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        self._shown_bytes: dict[int, bytes] = {}
+        self.per_byte = not byte_level
+        self.strip_left = strip_left
+
+    def token_bytes(self, token_id: int) -> bytes:
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._convert(token_id)
+        return data
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """The same without special tokens."""
+        data = self._shown_bytes.get(token_id)
+        if data is None:
+            hidden = token_id in self._special_ids
+            data = self._shown_bytes[token_id] = b"" if hidden else self.token_bytes(token_id)
+        return data
+
+    def start(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> ByteDetokenizer:
+        return ByteDetokenizer(self, prompt_ids, skip_special_tokens)
+
+    def _convert(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        return _byte_level_bytes(token) if self._byte_level else self._fallback_bytes(token)
+
+    def _fallback_bytes(self, token: str) -> bytes:
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable character: itself, or one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    characters.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
+    return characters
+
+
+_BYTE_CHARACTERS = _byte_characters()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_CHARACTERS[character] for character in token])
+    except KeyError:
+        # An added token that was never written in byte characters stands for itself.
+        return token.encode()
+
+
+class ByteDetokenizer:
+    """Joins tokens' bytes and shows whole characters."""
+
+    __slots__ = ("_bytes_of", "_decoder", "_drop", "_strip")
+
+    def __init__(self, table: ByteTable, prompt_ids: Sequence[int], skip_special: bool) -> None:
+        self._bytes_of = table.shown_bytes if skip_special else table.token_bytes
+        errors = "penstock-each-byte" if table.per_byte else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        tail = self._prompt_tail(prompt_ids)
+        self._decoder.decode(tail)
+        self._strip = 0 if tail else table.strip_left
+        # A character that the prompt left unfinished: what the prompt alone shows of it counts as
+        # the prompt's text.
+        self._drop = len(self._decoder.getstate()[0].decode("utf-8", errors))
+
+    def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            tail = self._bytes_of(token_id) + tail
+            if len(tail) >= _UTF8_TAIL_BYTES:
+                break
+        return tail
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        bytes_of = self._bytes_of
+        if len(token_ids) == 1:
+            data = bytes_of(token_ids[0])
+        else:
+            data = b"".join([bytes_of(token_id) for token_id in token_ids])
+        text = self._decoder.decode(data)
+        if text and (self._strip or self._drop):
+            return self._first_text(text)
+        return text
+
+    def _first_text(self, text: str) -> str:
+        if self._drop:
+            broken = len(text) - len(text.lstrip(REPLACEMENT))
+            text = text[min(broken, self._drop) or 1 :]
+            self._drop = 0
+        while self._strip and text.startswith(" "):
+            text = text[1:]
+            self._strip -= 1
+        if text:
+            self._strip = 0
+        return text
+
+
+# ---- Decoders that look at neighbours ----------------------------------------------------------
+
+
+class WindowTable:
+    """For any decoder: asks the tokenizer itself, with a little context each time."""
+
+    def __init__(self, tokenizer: Tokenizer, *, has_bytes: bool) -> None:
+        self.tokenizer = tokenizer
+        # Whether U+FFFD at the end of a window may be a character that is not complete yet.
+        self.has_bytes = has_bytes
+        self._bytes: dict[int, bytes] = {}
+        # A word in front, so that a token is not taken for the first of a text.
+        self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        data = self._bytes.get(token_id)
+        if data is None:
+            anchor = self._anchor
+            before = self.decode(anchor, skip_special=False)
+            after = self.decode([*anchor, token_id], skip_special=False)
+            data = self._bytes[token_id] = after[len(before) :].encode()
+        return data
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+        known = [token_id for token_id in token_ids if 0 <= token_id < 2**32]
+        return self.tokenizer.decode(known, skip_special_tokens=skip_special)
+
+    def start(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> WindowDetokenizer:
+        return WindowDetokenizer(self, prompt_ids, skip_special_tokens)
+
+
+class WindowDetokenizer:
+    """Decodes a window that ends with the new tokens, and shows what is beyond the known text."""
+
+    __slots__ = ("_context", "_context_text", "_held", "_skip", "_table")
+
+    def __init__(self, table: WindowTable, prompt_ids: Sequence[int], skip_special: bool) -> None:
+        self._table = table
+        self._skip = skip_special
+        self._held: list[int] = []
+        self._context, self._context_text = self._visible_tail(prompt_ids)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        self._held += token_ids
+        window = self._context + self._held
+        text = self._table.decode(window, skip_special=self._skip)
+        unfinished = self._table.has_bytes and text.endswith(REPLACEMENT)
+        if unfinished and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        new = text[_common_length(self._context_text, text) :]
+        if new:
+            self._context, self._context_text = self._visible_tail(window)
+            self._held = []
+        return new
+
+    def _visible_tail(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
+        """The last few ids, as many as it takes for them to have text at all."""
+        count = _WINDOW_TOKENS
+        while True:
+            tail = list(token_ids[-count:])
+            text = self._table.decode(tail, skip_special=self._skip)
+            if text or count >= len(token_ids):
+                return tail, text
+            count *= 4
+
+
+def _common_length(known: str, text: str) -> int:
+    """How much of `text` was shown. The decoder may have taken something back: then up to there."""
+    if text.startswith(known):
+        return len(known)
+    return next(
+        (index for index, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]),
+        min(len(known), len(text)),
+    )
+
+
+# ---- Which way a tokenizer's decoder goes ------------------------------------------------------
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that `skip_special_tokens` hides."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def make_detokenizers(
+    tokenizer: Tokenizer, decoder: Mapping[str, Any] | None
+) -> DetokenizerFactory:
+    """`decoder` is that part of tokenizer.json."""
+    steps = list(_flattened(decoder))
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteTable(tokenizer, byte_level=True)
+    by_token = _sentencepiece_shape(steps)
+    if by_token is not None:
+        replacements, strip_left = by_token
+        return ByteTable(
+            tokenizer, byte_level=False, replacements=replacements, strip_left=strip_left
+        )
+    return WindowTable(tokenizer, has_bytes="ByteFallback" in kinds or "ByteLevel" in kinds)
+
+
+def _flattened(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
+    if decoder is None:
+        return
+    if decoder.get("type") == "Sequence":
+        for step in decoder.get("decoders", ()):
+            yield from _flattened(step)
+    else:
+        yield decoder
+
+
+def _sentencepiece_shape(
+    steps: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[str, str]], int] | None:
+    """(replacements, strip_left) of Replace*, ByteFallback, Fuse and perhaps Strip; else None."""
+    rest = list(steps)
+    replacements: list[tuple[str, str]] = []
+    while rest and rest[0].get("type") == "Replace" and "String" in rest[0].get("pattern", {}):
+        step = rest.pop(0)
+        replacements.append((step["pattern"]["String"], step["content"]))
+    kinds = [step.get("type") for step in rest]
+    if kinds == ["ByteFallback", "Fuse"]:
+        return replacements, 0
+    if kinds == ["ByteFallback", "Fuse", "Strip"]:
+        strip = rest[2]
+        if strip.get("content") == " " and not strip.get("stop"):
+            return replacements, int(strip.get("start", 0))
+    return None

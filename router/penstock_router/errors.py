@@ -1,0 +1,143 @@
+"""Every way a request can fail, and the one translation of exceptions to HTTP statuses.
+
+ApiError                  500  a defect of ours
+├── BadRequest            400  the request is at fault; `param` names the field
+├── Unauthorized          401  missing or wrong API key
+├── NotFound              404  unknown model or route
+├── MethodNotAllowed      405
+├── BodyTooLarge          413
+├── TooManyRequests       429  no room now; Retry-After says when to come back
+├── Unavailable           503  no shard serves, or the router is stopping
+└── TimedOut              504  the request's time is up
+
+Knows no routes and no fields. Nothing of an unforeseen exception reaches a client but "internal
+error": the text of a defect may hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import penstock_client.errors as client_errors
+
+# Long enough for a queue to move, short enough not to leave a free machine idle.
+RETRY_AFTER_S = 1
+
+# A message may quote what the client sent; it must not send it all back.
+MAX_MESSAGE_CHARS = 1000
+
+
+class ApiError(Exception):
+    """Ends a request with `status` and the error object OpenAI's clients read."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "InternalServerError"
+    retry_after_s: ClassVar[int | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message[:MAX_MESSAGE_CHARS]
+        self.param = param
+
+    def body(self) -> dict[str, object]:
+        """The answer's JSON, the same in a plain answer and in a stream's error event."""
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.status,
+        }
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        """What the answer says beyond its body."""
+        if self.retry_after_s is None:
+            return {}
+        return {"Retry-After": str(self.retry_after_s)}
+
+
+class BadRequest(ApiError):
+    """The request is at fault."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class Unauthorized(ApiError):
+    """Missing or wrong API key."""
+
+    status = 401
+    type = "AuthenticationError"
+
+
+class NotFound(ApiError):
+    """Unknown model or route."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class MethodNotAllowed(ApiError):
+    """The route exists, with other methods."""
+
+    status = 405
+    type = "MethodNotAllowedError"
+
+
+class BodyTooLarge(ApiError):
+    """The body is over --max-body-bytes."""
+
+    status = 413
+    type = "BadRequestError"
+
+
+class TooManyRequests(ApiError):
+    """No room now."""
+
+    status = 429
+    type = "RateLimitError"
+    retry_after_s = RETRY_AFTER_S
+
+
+class Unavailable(ApiError):
+    """No shard serves, or the router is stopping."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    retry_after_s = RETRY_AFTER_S
+
+
+class TimedOut(ApiError):
+    """The request's time is up."""
+
+    status = 504
+    type = "TimeoutError"
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The one place where exceptions become statuses."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, client_errors.PenstockError):
+        return _from_client(error)
+    if isinstance(error, TimeoutError):
+        return TimedOut("the request took longer than this server allows")
+    return ApiError("internal error; the server's log has the details under this request's id")
+
+
+def _from_client(error: client_errors.PenstockError) -> ApiError:
+    text = str(error)
+    match error:
+        case client_errors.RequestRefused():
+            return BadRequest(text, param=error.field or None)
+        case client_errors.Overloaded():
+            return TooManyRequests(text)
+        case client_errors.ShardUnavailable():
+            return Unavailable(text)
+        case client_errors.DeadlineExceeded():
+            return TimedOut(text)
+        case client_errors.Unauthenticated():
+            # The shard does not accept *this router*: nothing the client could send cures that.
+            return Unavailable("a shard refuses this router's API key (--shard-api-key)")
+        case _:
+            return ApiError(f"the shard failed: {text}")

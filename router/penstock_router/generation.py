@@ -1,0 +1,236 @@
+"""The story of a request: the file to read first.
+
+    body = schema.parse_completion(...)              # fields, types, bounds
+    job = await job.prepare_completion(body, ...)    # template, tokens, lengths, seeds
+    async with Generation(job, fleet, metrics) as generation:
+        async for delta in generation: ...           # what a choice has gained, as it comes
+
+A job has one `GenerationRequest` for each choice of each prompt. Entering a `Generation` submits
+them to the fleet; shards send token ids; each `Choice` makes text of its own and ends itself at a
+stop string; whoever shows the answer gets deltas. Leaving the scope, for whatever reason, aborts
+what is unfinished. Knows no HTTP and no answer shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from penstock_client.errors import ShardFailed
+from penstock_client.types import Output
+from penstock_router.backend import Fleet
+from penstock_router.choice import Choice, Delta
+from penstock_router.job import Job
+from penstock_router.metrics import Metrics
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a whole request. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+
+
+class Generation:
+    """A job in flight: iterate for deltas. Leaving the scope aborts what is unfinished."""
+
+    def __init__(self, job: Job, fleet: Fleet, metrics: Metrics) -> None:
+        self.job = job
+        self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts))
+        self._fleet = fleet
+        self._metrics = metrics
+        self._choices: list[Choice] = []
+        self._unfinished = 0
+        self._submitted_at_s = 0.0
+        self._arrivals: _Arrivals | None = None
+
+    async def __aenter__(self) -> Self:
+        self._submitted_at_s = time.perf_counter()
+        try:
+            for index, request in enumerate(self.job.requests):
+                stream = self._fleet.submit(request)
+                self._choices.append(Choice(self.job, index, stream))
+                self._unfinished += 1
+                self._metrics.in_flight.inc()
+        except BaseException:
+            # No scope was entered yet, so none would be left.
+            self._abandon("error")
+            raise
+        self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+        if len(self._choices) > 1:
+            self._arrivals = _Arrivals(self._choices)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._abandon(_abort_cause(exc))
+        if self._arrivals is not None:
+            await self._arrivals.close()
+
+    def _abandon(self, cause: str) -> None:
+        # Nothing in here waits: a handler that is being cancelled gets all of it done.
+        for choice in self._choices:
+            if not choice.finished:
+                choice.finished = True
+                self._end(choice, cause)
+
+    def _end(self, choice: Choice, abort_cause: str | None) -> None:
+        self._metrics.in_flight.dec()
+        self._unfinished -= 1
+        if abort_cause is not None:
+            choice.stream.cancel()
+            self._metrics.aborts.labels(abort_cause).inc()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next thing worth showing, of whichever choice has it."""
+        while self._unfinished:
+            if self._arrivals is None:
+                choice = self._choices[0]
+                output = await _next_output(choice)
+            else:
+                choice, output = await self._arrivals.next()
+            if choice.finished:
+                continue
+            self._observe(choice, output)
+            delta = choice.take(output)
+            if delta is not None:
+                self._account(choice, delta, output)
+                return delta
+        raise StopAsyncIteration
+
+    def _account(self, choice: Choice, delta: Delta, output: Output) -> None:
+        self.usage.completion_tokens += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return
+        if choice.index % self.job.choices_per_prompt == 0 and choice.cached_tokens is not None:
+            self.usage.cached_tokens = (self.usage.cached_tokens or 0) + choice.cached_tokens
+        self._end(choice, None if output.finish_reason is not None else "stop_string")
+
+    def _observe(self, choice: Choice, output: Output) -> None:
+        count = len(output.token_ids)
+        if not count:
+            return
+        now = time.perf_counter()
+        self._metrics.output_tokens.inc(count)
+        if choice.last_arrival_s is None:
+            self._metrics.first_token_seconds.observe(now - self._submitted_at_s)
+            count -= 1
+        else:
+            each = (now - choice.last_arrival_s) / count
+            for _ in range(count):
+                self._metrics.between_tokens_seconds.observe(each)
+        choice.last_arrival_s = now
+
+
+async def _next_output(choice: Choice) -> Output:
+    try:
+        return await anext(choice.stream)
+    except StopAsyncIteration:
+        raise ShardFailed("the shard ended the request without saying why") from None
+
+
+def _abort_cause(error: BaseException | None) -> str:
+    if error is None or isinstance(error, GeneratorExit):
+        return "abandoned"
+    if isinstance(error, asyncio.CancelledError | ConnectionError):
+        return "disconnect"
+    return "timeout" if isinstance(error, TimeoutError) else "error"
+
+
+class _Arrivals:
+    """Outputs of several choices in the order of their arrival.
+
+    A task reads each stream; what nobody has taken yet is merged, choice by choice, so that a slow
+    reader costs no more than its own tokens.
+    """
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self._waiting: dict[int, Output] = {}
+        self._order: deque[Choice] = deque()
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._read(choice)) for choice in choices]
+
+    async def _read(self, choice: Choice) -> None:
+        try:
+            while not choice.finished:
+                output = await _next_output(choice)
+                self._put(choice, output)
+                if output.finish_reason is not None:
+                    return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader of `next` gets it
+            if not choice.finished and self._error is None:
+                self._error = error
+                self._news.set()
+
+    def _put(self, choice: Choice, output: Output) -> None:
+        earlier = self._waiting.get(choice.index)
+        if earlier is None:
+            self._waiting[choice.index] = output
+            self._order.append(choice)
+        else:
+            earlier.merge(output)
+        self._news.set()
+
+    async def next(self) -> tuple[Choice, Output]:
+        while not self._order:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        choice = self._order.popleft()
+        return choice, self._waiting.pop(choice.index)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+# ---- Everything at once ------------------------------------------------------------------------
+
+
+async def collect(generation: Generation) -> list[Delta]:
+    """All of a generation: one delta for each choice of the answer, in the answer's order."""
+    whole: dict[int, Delta] = {}
+    async for delta in generation:
+        if delta.index in whole:
+            whole[delta.index].extend(delta)
+        else:
+            whole[delta.index] = delta
+    return _best(generation.job, [whole[index] for index in sorted(whole)])
+
+
+def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
+    """The n most likely of each prompt's choices, by log-probability a token."""
+    n, candidates = job.options.n, job.choices_per_prompt
+    if n == candidates:
+        return deltas
+    best: list[Delta] = []
+    for start in range(0, len(deltas), candidates):
+        ranked = sorted(deltas[start : start + candidates], key=_mean_logprob, reverse=True)
+        best += ranked[:n]
+    for index, delta in enumerate(best):
+        delta.index = index
+        if job.options.logprobs is None:
+            delta.logprobs = None
+    return best
+
+
+def _mean_logprob(delta: Delta) -> float:
+    values = delta.logprobs.chosen if delta.logprobs is not None else []
+    return sum(values) / len(values) if values else 0.0

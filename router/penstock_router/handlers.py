@@ -1,0 +1,201 @@
+"""One function for each route: read, hand over, answer. No text work and no policy in here."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from penstock_client.types import ShardInfo
+from penstock_router import metrics as router_metrics
+from penstock_router import sse
+from penstock_router.admission import Admission
+from penstock_router.backend import Fleet
+from penstock_router.config import RouterConfig
+from penstock_router.errors import BadRequest, BodyTooLarge, NotFound, Unavailable
+from penstock_router.generation import Generation, Usage, collect
+from penstock_router.job import Job, prepare_chat, prepare_completion
+from penstock_router.models import Models
+from penstock_router.responses import ChatShape, CompletionShape, Shape
+from penstock_router.schema import (
+    ChatRequest,
+    JsonObject,
+    Options,
+    decode_object,
+    parse_chat,
+    parse_completion,
+)
+
+VERSION = version("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """What handlers share."""
+
+    config: RouterConfig
+    fleet: Fleet
+    models: Models
+    admission: Admission
+    metrics: router_metrics.Metrics
+
+
+ROUTER = web.AppKey("router", Router)
+REQUEST_ID = web.RequestKey("request_id", str)
+
+AnyRequest = TypeVar("AnyRequest", bound=Options)
+MakeShape = Callable[[Job, str, int, Usage], Shape]
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions"""
+    body = parse_completion(await read_object(request))
+    places = len(body.prompts) * body.best_of
+    return await _generate(request, body, places, prepare_completion, CompletionShape)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions"""
+    body = parse_chat(await read_object(request))
+    return await _generate(request, body, body.n, prepare_chat, ChatShape)
+
+
+async def _generate(
+    request: web.Request,
+    body: AnyRequest,
+    places: int,
+    prepare: Callable[[AnyRequest, Models], Awaitable[Job]],
+    make_shape: MakeShape,
+) -> web.StreamResponse:
+    router = request.app[ROUTER]
+    deadline = _deadline(router.config)
+    response_id = _name_request(request, body)
+    body = dataclasses.replace(body, request_id=request[REQUEST_ID])
+    with router.admission.places(places):
+        async with asyncio.timeout_at(deadline):
+            job = await prepare(body, router.models)
+        async with Generation(job, router.fleet, router.metrics) as generation:
+            shape = make_shape(job, response_id, int(time.time()), generation.usage)
+            if body.stream:
+                keep_alive_s = router.config.keep_alive_s
+                return await sse.stream(
+                    request, generation, shape, keep_alive_s=keep_alive_s, deadline=deadline
+                )
+            async with asyncio.timeout_at(deadline):
+                deltas = await collect(generation)
+            return json_response(shape.whole(deltas))
+
+
+def _deadline(config: RouterConfig) -> float | None:
+    limit_s = config.request_timeout_s
+    return None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+
+
+def _name_request(request: web.Request, body: Options) -> str:
+    """The answer's id; notes the request's own, of its header, its body or a new one."""
+    chat = isinstance(body, ChatRequest)
+    prefix = "chatcmpl" if chat else "cmpl"
+    if "X-Request-Id" not in request.headers and body.request_id is not None:
+        request[REQUEST_ID] = usable_request_id(body.request_id)
+    elif "X-Request-Id" not in request.headers:
+        return f"{prefix}-{request[REQUEST_ID]}"
+    # One choice of a completion is a request of its own; clients expect the first one's id.
+    return f"{prefix}-{request[REQUEST_ID]}" + ("" if chat else "-0")
+
+
+def usable_request_id(given: str | None) -> str:
+    """The caller's id where it can stand in a header and a log line, else a new one."""
+    if given and len(given) <= 256 and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+async def read_object(request: web.Request) -> JsonObject:
+    """The request's JSON object."""
+    given = request.headers.get("Content-Type")
+    if given is not None and not _is_json(request.content_type):
+        raise BadRequest(f"Content-Type must be application/json, not {given[:100]}")
+    try:
+        body = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[ROUTER].config.max_body_bytes
+        raise BodyTooLarge(f"the body is larger than {limit} bytes") from None
+    return decode_object(body)
+
+
+def _is_json(content_type: str) -> bool:
+    return content_type == "application/json" or content_type.endswith("+json")
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """An answer of JSON."""
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json"
+    )
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models"""
+    models = request.app[ROUTER].models
+    cards = [_card(info, models.started_at) for info in models.infos()]
+    if not cards:
+        raise Unavailable("no shard serves at present; try again shortly")
+    return json_response({"object": "list", "data": cards})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}"""
+    models = request.app[ROUTER].models
+    name = request.match_info["id"]
+    info = models.info(name)
+    if name not in (info.model, *info.model_aliases):
+        raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
+    return json_response(_card(info, models.started_at))
+
+
+def _card(info: ShardInfo, created: int) -> dict[str, Any]:
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "penstock",
+        "root": info.model,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+        "permission": [],
+    }
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health, /ping: this process answers."""
+    return web.Response()
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: requests would be served."""
+    router = request.app[ROUTER]
+    reason = router.models.not_ready_because
+    if router.admission.stopping:
+        reason = "the router is shutting down"
+    if reason is not None:
+        raise Unavailable(f"not ready: {reason}")
+    return json_response({"status": "ready"})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics"""
+    text = request.app[ROUTER].metrics.exposition()
+    return web.Response(body=text, headers={"Content-Type": router_metrics.CONTENT_TYPE})
+
+
+async def show_version(request: web.Request) -> web.Response:
+    """GET /version"""
+    return json_response({"version": VERSION})

@@ -1,0 +1,205 @@
+"""A well-formed body -> a `Job`: rendered, tokenized, its lengths checked, its choices fanned out.
+
+Knows models and token counts, not streams and not answers. Whatever is wrong with any part of a
+request is found here, before any shard has heard of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_client.types import GenerationRequest, SamplingParams, random_seed
+from penstock_router.chat_template import ChatTemplate
+from penstock_router.errors import BadRequest
+from penstock_router.models import Models, ServedModel
+from penstock_router.schema import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Options,
+)
+from penstock_router.tokenizer import INLINE_CHARS, prompt_too_long
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its ids, and its text where an answer may echo it."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`."""
+
+    model: ServedModel
+    options: Options
+    prompts: tuple[Prompt, ...]
+    requests: tuple[GenerationRequest, ...]
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return len(self.requests) // len(self.prompts)
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.choices_per_prompt]
+
+
+async def prepare_completion(request: CompletionRequest, models: Models) -> Job:
+    """A completion, for each of its prompts. One bad prompt refuses the request before any work."""
+    model = await models.get(request.model)
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    encoded = iter(
+        await model.tokenizer.encode(
+            texts,
+            add_special_tokens=request.add_special_tokens,
+            max_tokens=model.info.max_model_len,
+        )
+    )
+    prompts = []
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            prompts.append(Prompt(next(encoded), prompt if request.echo else None))
+        else:
+            prompts.append(_prompt_of_ids(prompt, model, request))
+    default = DEFAULT_COMPLETION_TOKENS
+    return _job(model, request, prompts, choices=request.best_of, default_tokens=default)
+
+
+def _prompt_of_ids(token_ids: list[int], model: ServedModel, request: Options) -> Prompt:
+    largest = max(token_ids)
+    if largest >= model.info.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param="prompt")
+    if len(token_ids) > model.info.max_model_len:
+        raise prompt_too_long(len(token_ids), model.info.max_model_len)
+    if not request.echo:
+        return Prompt(token_ids)
+    skip = request.skip_special_tokens
+    return Prompt(token_ids, model.tokenizer.decode(token_ids, skip_special_tokens=skip))
+
+
+async def prepare_chat(request: ChatRequest, models: Models) -> Job:
+    """A chat: its messages rendered by the model's template."""
+    model = await models.get(request.model)
+    if model.chat_template is None:
+        raise BadRequest(
+            f"the model {model.info.model} has no chat template; start the router with "
+            "--chat-template FILE to give it one",
+            param="messages",
+        )
+    text = await _rendered(request, model.chat_template, models)
+    [token_ids] = await model.tokenizer.encode(
+        [text],
+        add_special_tokens=request.add_special_tokens,
+        max_tokens=model.info.max_model_len,
+    )
+    prompt = Prompt(token_ids, _last_message(request) if request.echo else None)
+    return _job(model, request, [prompt], choices=request.n, default_tokens=None)
+
+
+async def _rendered(request: ChatRequest, template: ChatTemplate, models: Models) -> str:
+    render = functools.partial(
+        template.render,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        kwargs=request.template_kwargs,
+    )
+    if sum(len(message.get("content", "")) for message in request.messages) <= INLINE_CHARS:
+        return render()
+    return await asyncio.get_running_loop().run_in_executor(models.executor, render)
+
+
+def _last_message(request: ChatRequest) -> str:
+    """What `echo` puts before the answer: a last message of the answer's own role."""
+    last = request.messages[-1]
+    return str(last.get("content", "")) if last["role"] == "assistant" else ""
+
+
+def _job(
+    model: ServedModel,
+    options: Options,
+    prompts: Sequence[Prompt],
+    *,
+    choices: int,
+    default_tokens: int | None,
+) -> Job:
+    scored = choices > options.n
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        max_tokens = _max_tokens(model, options, prompt, default_tokens)
+        seed = random_seed() if options.seed is None else options.seed
+        requests += (
+            GenerationRequest(
+                prompt_token_ids=prompt.token_ids,
+                sampling=_sampling(options, choice_seed(seed, choice)),
+                # Scoring a prompt still takes a step that samples; its token is not shown.
+                max_tokens=max(max_tokens, 1),
+                stop_token_ids=options.stop_token_ids,
+                ignore_eos=options.ignore_eos,
+                # The best of several are told apart by their tokens' log-probabilities.
+                logprobs=0 if scored and options.logprobs is None else options.logprobs,
+                prompt_logprobs=_prompt_logprobs(options),
+                model=model.info.model,
+                label=options.request_id or "",
+            )
+            for choice in range(choices)
+        )
+    return Job(model, options, tuple(prompts), tuple(requests))
+
+
+def _max_tokens(
+    model: ServedModel, options: Options, prompt: Prompt, default_tokens: int | None
+) -> int:
+    """How many tokens may follow; refuses what cannot fit into the context."""
+    limit, given = model.info.max_model_len, len(prompt.token_ids)
+    if given == 0:
+        raise BadRequest("the prompt has no tokens", param="prompt")
+    room = limit - given
+    wanted = options.max_tokens
+    if room < 1 and wanted != 0:
+        raise prompt_too_long(given, limit)
+    if wanted is None:
+        return room if default_tokens is None else min(default_tokens, room)
+    if wanted > room:
+        raise BadRequest(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{wanted} output tokens and your prompt contains {given} input tokens, for a total "
+            f"of {given + wanted} tokens. Please reduce the length of the input prompt or the "
+            "number of requested output tokens.",
+            param="max_tokens",
+        )
+    return wanted
+
+
+def _prompt_logprobs(options: Options) -> int | None:
+    wanted = options.echo and options.logprobs is not None
+    return options.logprobs if wanted and not isinstance(options, ChatRequest) else None
+
+
+def _sampling(options: Options, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=seed,
+    )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice number `choice` of a request with `seed`; part of the public contract.
+
+    Choice 0 has the seed itself. Choice i has the first 8 bytes, little-endian, of blake2b over
+    the seed and i as little-endian 64-bit numbers.
+    """
+    unsigned = seed % 2**64
+    if choice == 0:
+        return unsigned
+    data = unsigned.to_bytes(8, "little") + choice.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,91 @@
+"""What the router counts, for Prometheus. Knows no requests: callers say what happened.
+
+With several workers each has its own counters; `prometheus_client` then keeps them in files of a
+folder that all share (PROMETHEUS_MULTIPROC_DIR, set before this module is first imported), and any
+worker answers for all.
+"""
+
+from __future__ import annotations
+
+import os
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
+
+MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_BUCKETS_S = (
+    *(0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0),
+)
+_BETWEEN_BUCKETS_S = (
+    *(0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08),
+    *(0.12, 0.2, 0.4, 0.8, 2.0, 5.0),
+)
+_REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+
+
+class Metrics:
+    """The router's counters."""
+
+    def __init__(self) -> None:
+        # In multiprocess mode values live in files, not in this registry.
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "penstock_router_requests",
+            "HTTP requests answered.",
+            ("route", "status"),
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "penstock_router_request_seconds",
+            "From a request's arrival to the end of its answer.",
+            ("route",),
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            "penstock_router_first_token_seconds",
+            "From the hand-over to a shard to the first token.",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.between_tokens_seconds = Histogram(
+            "penstock_router_between_tokens_seconds",
+            "Between one arrival of tokens and the next, per token.",
+            buckets=_BETWEEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "penstock_router_prompt_tokens", "Prompt tokens sent to shards.", registry=registry
+        )
+        self.output_tokens = Counter(
+            "penstock_router_output_tokens", "Tokens received from shards.", registry=registry
+        )
+        self.in_flight = Gauge(
+            "penstock_router_sequences_in_flight",
+            "Sequences handed to shards and not finished.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.aborts = Counter(
+            "penstock_router_aborts",
+            "Sequences ended by the router before the shard ended them.",
+            ("cause",),
+            registry=registry,
+        )
+
+    def exposition(self) -> bytes:
+        """All values in Prometheus' text format."""
+        if MULTIPROCESS_DIR not in os.environ:
+            return generate_latest(self._registry)
+        collected = CollectorRegistry()
+        multiprocess.MultiProcessCollector(collected)  # type: ignore[no-untyped-call]
+        return generate_latest(collected)

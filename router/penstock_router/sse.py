@@ -1,0 +1,133 @@
+"""The only writer of a stream's bytes: headers, events, comments, the error event and [DONE].
+
+Headers go out with the first delta, so that what fails before it is an ordinary status. After
+that every stream ends in one `data: [DONE]`, also one that fails. While a write waits for a slow
+reader, deltas gather upstream, and the next event carries them together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from aiohttp import web
+
+from penstock_router.choice import Delta
+from penstock_router.errors import as_api_error
+from penstock_router.generation import Generation
+from penstock_router.responses import Shape
+
+logger = logging.getLogger(__name__)
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Asks nginx to pass events on as they come.
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+
+
+class EventStream:
+    """An answer of events. Leaving its scope stops the comments; `end` ends the answer."""
+
+    def __init__(self, request: web.Request, keep_alive_s: float) -> None:
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._request = request
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._written_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.response.prepare(self._request)
+        self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    async def send(self, payloads: list[bytes]) -> None:
+        """Each payload as an event, all in one write."""
+        if payloads:
+            self._written_at = self._loop.time()
+            await self.response.write(b"".join([b"data: %b\n\n" % data for data in payloads]))
+
+    async def end(self) -> None:
+        """The one [DONE], and the end of the body."""
+        await self.response.write(DONE)
+        await self.response.write_eof()
+
+    def _tick(self) -> None:
+        idle_s = self._loop.time() - self._written_at
+        wait_s = self._keep_alive_s - idle_s
+        if wait_s <= 0:
+            self._comment = self._loop.create_task(self._write_comment())
+            wait_s = self._keep_alive_s
+        self._timer = self._loop.call_later(wait_s, self._tick)
+
+    async def _write_comment(self) -> None:
+        try:
+            await self.response.write(COMMENT)
+        except ConnectionError:
+            logger.debug("the client left while it was kept waiting")
+
+
+async def stream(
+    request: web.Request,
+    generation: Generation,
+    shape: Shape,
+    *,
+    keep_alive_s: float,
+    deadline: float | None,
+) -> web.StreamResponse:
+    """Answer with a generation's deltas as they come. `deadline` is a time of the loop's clock."""
+    first = asyncio.ensure_future(anext(generation, None))
+    try:
+        async with asyncio.timeout_at(deadline):
+            await asyncio.wait((first,), timeout=keep_alive_s)
+        if first.done():
+            first.result()
+        async with EventStream(request, keep_alive_s) as events:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await _send_all(events, generation, shape, first)
+            except ConnectionError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
+                if as_api_error(error).status >= 500:
+                    logger.warning("a stream failed: %s: %s", type(error).__name__, error)
+                await events.send([msgspec.json.encode(as_api_error(error).body())])
+            await events.end()
+            return events.response
+    finally:
+        first.cancel()
+
+
+async def _send_all(
+    events: EventStream, generation: Generation, shape: Shape, first: asyncio.Future[Delta | None]
+) -> None:
+    delta = await first
+    await events.send(shape.opening() + _chunks(shape, delta))
+    async for delta in generation:
+        await events.send(_chunks(shape, delta))
+    if generation.job.options.include_usage:
+        await events.send([shape.usage_chunk()])
+
+
+def _chunks(shape: Shape, delta: Delta | None) -> list[bytes]:
+    chunk = None if delta is None else shape.chunk(delta)
+    return [] if chunk is None else [chunk]

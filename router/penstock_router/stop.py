@@ -1,0 +1,104 @@
+"""Finding stop strings in text that arrives in pieces. Knows no tokens and no HTTP.
+
+Text is held back only while it could still become a stop string: exactly the longest suffix that
+begins one. The stop that completes first in the text wins; of two that complete on the same
+character, the one listed first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class _Pattern:
+    """One stop string, matched a character at a time (Knuth, Morris and Pratt).
+
+    `matched` is the length of the longest suffix of the text so far that begins the stop string:
+    at once what has to be held back and all that needs to be remembered.
+    """
+
+    __slots__ = ("_fallback", "matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._fallback = _fallback_table(text)
+
+    def advance(self, piece: str) -> int | None:
+        """Go on by `piece`; its length up to where the stop string completes, or None."""
+        text, fallback, matched = self.text, self._fallback, self.matched
+        position, end = 0, len(piece)
+        while position < end:
+            if matched == 0:
+                # Nearly all text goes by here, at the speed of `find`.
+                position = piece.find(text[0], position)
+                if position < 0:
+                    break
+            while matched and piece[position] != text[matched]:
+                matched = fallback[matched]
+            if piece[position] == text[matched]:
+                matched += 1
+            position += 1
+            if matched == len(text):
+                self.matched = 0
+                return position
+        self.matched = matched
+        return None
+
+
+def _fallback_table(text: str) -> list[int]:
+    """For each length of a match: the next shorter beginning of `text` that also ends it."""
+    table = [0] * (len(text) + 1)
+    length = 0
+    for position in range(1, len(text)):
+        while length and text[position] != text[length]:
+            length = table[length]
+        if text[position] == text[length]:
+            length += 1
+        table[position + 1] = length
+    return table
+
+
+class StopMatcher:
+    """Cuts one choice's text at the first stop string."""
+
+    __slots__ = ("_held", "_include", "_patterns", "stopped_by")
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._patterns = [_Pattern(stop) for stop in stops]
+        self._include = include_stop
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    @property
+    def active(self) -> bool:
+        return bool(self._patterns)
+
+    def feed(self, piece: str) -> str:
+        """What can be shown now. Once `stopped_by` is set, nothing more must be fed."""
+        if not self._patterns or not piece:
+            return piece
+        found: tuple[int, str] | None = None
+        for pattern in self._patterns:
+            end = pattern.advance(piece)
+            if end is not None and (found is None or end < found[0]):
+                found = (end, pattern.text)
+        if found is not None:
+            return self._cut(piece, *found)
+        if self._include:
+            return piece
+        text = self._held + piece
+        keep = len(text) - max(pattern.matched for pattern in self._patterns)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def _cut(self, piece: str, end: int, stop: str) -> str:
+        self.stopped_by = stop
+        text = self._held + piece[:end]
+        self._held = ""
+        return text if self._include else text[: len(text) - len(stop)]
+
+    def flush(self) -> str:
+        """The text is over: what was held back is ordinary text after all."""
+        held, self._held = self._held, ""
+        return held

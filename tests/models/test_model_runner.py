@@ -1,0 +1,230 @@
+"""What a runner says of its model, and what it gives beside greedy tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_maker import make_model
+from models.driver import Driver, load, make_request
+from transformers import AutoModelForCausalLM
+
+from penstock_shard.models.errors import ModelError
+from penstock_shard.request import SamplingParams
+from penstock_shard.runner.base import Logprobs, ScheduledRequest, StepPlan
+from penstock_shard.runner.batch import split_plan
+
+Directory = Callable[[str], Path]
+PROMPT = [9, 200, 31, 77, 5, 160, 42, 42, 300, 11]
+
+
+def own_logprobs(directory: Path, token_ids: list[int]) -> torch.Tensor:
+    """[len(token_ids), V]: what transformers says after each token."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids])).logits[0]
+    return torch.log_softmax(logits, dim=-1)
+
+
+def merge(parts: list[Logprobs | None]) -> Logprobs:
+    merged = Logprobs()
+    for part in parts:
+        if part is not None:
+            merged.top_n = part.top_n
+            merged.chosen += part.chosen
+            merged.ranks += part.ranks
+            merged.top_token_ids += part.top_token_ids
+            merged.top_logprobs += part.top_logprobs
+    return merged
+
+
+@pytest.mark.parametrize("most_in_a_pass", [1, 3, 100])
+@pytest.mark.parametrize("chunks", [(10,), (4, 6), (1, 8, 1)])
+def test_prompt_logprobs_are_those_of_the_model(
+    chunks: tuple[int, ...], most_in_a_pass: int, model_dir: Directory
+) -> None:
+    directory = model_dir("llama")
+    runner = load(directory)
+    runner._max_prompt_logprobs = most_in_a_pass
+    driver = Driver(runner)
+    request = make_request(PROMPT, logprobs=1, prompt_logprobs=2)
+    other = make_request(PROMPT[::-1])
+    expected_token = load_first_token(directory, PROMPT)
+    parts = []
+    for i, count in enumerate(chunks):
+        rows = [(request, count), (other, 4)] if i == 0 else [(request, count)]
+        result = driver.step(rows)[0]
+        parts.append(result.prompt_logprobs)
+    assert result.token_id == expected_token
+    assert result.logprobs is not None
+    found = merge(parts)
+    expected = own_logprobs(directory, PROMPT)
+    assert len(found.chosen) == len(PROMPT) - 1
+    assert found.top_n == 2
+    for i, token in enumerate(PROMPT[1:]):
+        row = expected[i]
+        assert found.chosen[i] == pytest.approx(float(row[token]), abs=1e-4)
+        assert found.ranks[i] == int((row > row[token]).sum()) + 1
+        best = row.topk(2)
+        assert found.top_token_ids[2 * i : 2 * i + 2] == best.indices.tolist()
+        assert found.top_logprobs[2 * i : 2 * i + 2] == pytest.approx(
+            best.values.tolist(), abs=1e-4
+        )
+
+
+def load_first_token(directory: Path, prompt: list[int]) -> int:
+    return int(own_logprobs(directory, prompt)[-1].argmax())
+
+
+def test_sampled_logprobs_are_those_of_the_model(model_dir: Directory) -> None:
+    directory = model_dir("qwen2")
+    driver = Driver(load(directory))
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+    request = make_request(PROMPT, sampling, logprobs=3)
+    results = [driver.step([(request, len(PROMPT))])[0]]
+    results += [driver.step([(request, 1)])[0] for _ in range(5)]
+    expected = own_logprobs(directory, request.token_ids)
+    for i, result in enumerate(results):
+        row = expected[len(PROMPT) - 1 + i]
+        assert result.logprobs is not None
+        assert result.token_id is not None
+        assert result.logprobs.chosen[0] == pytest.approx(float(row[result.token_id]), abs=1e-4)
+        assert result.logprobs.top_token_ids == row.topk(3).indices.tolist()
+
+
+def test_rows_that_do_not_sample_give_nothing(model_dir: Directory) -> None:
+    driver = Driver(load(model_dir("llama")))
+    (result,) = driver.step([(make_request(PROMPT, logprobs=1), 4)])
+    assert (result.token_id, result.logprobs, result.prompt_logprobs) == (None, None, None)
+
+
+def test_a_token_is_the_same_after_preemption_and_in_another_batch(model_dir: Directory) -> None:
+    runner = load(model_dir("llama"))
+    sampling = SamplingParams(temperature=1.2, top_k=50, seed=99)
+    alone = make_request(PROMPT, sampling, max_tokens=12)
+    Driver(runner, seed=1).generate([alone])
+    together = make_request(PROMPT, sampling, max_tokens=6)
+    others = [make_request(PROMPT[i:], SamplingParams(seed=i), max_tokens=12) for i in range(5)]
+    driver = Driver(runner, seed=2)
+    driver.generate([together, *others[:2]])
+    driver.preempt(together)
+    together.max_tokens = 12
+    driver.generate([together, *others[2:]])
+    assert together.token_ids == alone.token_ids
+
+
+def test_a_step_that_was_launched_is_not_changed_by_what_follows(model_dir: Directory) -> None:
+    runner = load(model_dir("llama"))
+    driver = Driver(runner)
+    sampling = SamplingParams(temperature=1.5, seed=4)
+    first, second = (make_request(PROMPT, sampling) for _ in range(2))
+    expected = driver.step([(first, len(PROMPT))])[0].token_id
+    driver._reserve(second, len(PROMPT))
+    runner.launch(StepPlan((ScheduledRequest(second, 0, len(PROMPT), True),)))
+    second.token_ids.append(0)
+    second.num_computed = len(PROMPT)
+    (result,) = runner.collect()
+    assert result.token_id == expected
+
+
+def test_nan_logits_end_their_own_row_only(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    runner = load(directory)
+    driver = Driver(runner)
+    good = driver.step([(make_request(PROMPT), len(PROMPT))])[0]
+    with torch.no_grad():
+        runner._model.module.get_input_embeddings().weight[300] = float("nan")
+    clean = [token for token in PROMPT if token != 300]
+    bad, fine = driver.step(
+        [(make_request(PROMPT, prompt_logprobs=0), len(PROMPT)), (make_request(clean), len(clean))]
+    )
+    assert bad.token_id is None
+    assert bad.error is not None
+    assert fine.error is None
+    assert fine.token_id is not None
+    assert good.error is None
+
+
+def test_info_says_what_is_served(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "opt")
+    settings = {"temperature": 0.7, "top_p": 0.9, "eos_token_id": [1, 7], "repetition_penalty": 1.1}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    info = load(directory, kv_blocks=20).info
+    assert info.architecture == "OPTForCausalLM"
+    assert info.eos_token_ids == (1, 7)
+    assert info.default_sampling == {"temperature": 0.7, "top_p": 0.9}
+    assert (info.vocab_size, info.max_model_len) == (384, 256)
+    assert (info.block_size, info.num_blocks) == (16, 20)
+    assert (info.dtype, info.kv_dtype, info.device) == ("float32", "float32", "cpu")
+    assert info.attention_backend == "sdpa"
+    assert len(info.weights_hash) == 32
+    assert {"logprobs", "prompt_logprobs", "allowed_token_ids"} <= info.capabilities
+
+
+def test_eos_falls_back_to_the_configuration(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    (directory / "generation_config.json").unlink()
+    assert load(directory).info.eos_token_ids == (1,)
+
+
+def test_positions_end_where_the_model_says(model_dir: Directory) -> None:
+    assert load(model_dir("opt"), max_model_len=100).info.max_model_len == 100
+    with pytest.raises(ModelError, match="--max-model-len 257: the model has 256 positions"):
+        load(model_dir("opt"), max_model_len=257)
+
+
+def test_too_few_blocks_are_refused_with_a_way_out(model_dir: Directory) -> None:
+    with pytest.raises(ModelError, match="lower --max-model-len to 80 or raise --kv-blocks"):
+        load(model_dir("llama"), kv_blocks=5)
+
+
+def test_dummy_weights_need_a_configuration_only(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    (directory / "model.safetensors").unlink()
+    driver = Driver(load(directory, load_format="dummy"))
+    assert driver.step([(make_request(PROMPT), len(PROMPT))])[0].token_id is not None
+
+
+def test_an_unreadable_generation_config_is_one_line(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    (directory / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json: cannot be read"):
+        load(directory)
+
+
+def test_sharded_and_half_precision_checkpoints_are_read(tmp_path: Path) -> None:
+    whole = make_model(tmp_path / "whole", "llama")
+    parts = make_model(tmp_path / "parts", "llama", shard_size="100KB")
+    assert len(list(parts.glob("model-*.safetensors"))) > 1
+    tokens = [
+        Driver(load(directory)).step([(make_request(PROMPT), len(PROMPT))])[0].token_id
+        for directory in (whole, parts)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_prompt_logprobs_are_split_into_passes() -> None:
+    wants = make_request(list(range(20)), prompt_logprobs=0)
+    plain = make_request(list(range(30)))
+    wants.num_computed = 2
+    plan = StepPlan(
+        (
+            ScheduledRequest(plain, 29, 1, True),
+            ScheduledRequest(wants, 2, 18, True),
+            ScheduledRequest(plain, 0, 30, False),
+        )
+    )
+    passes = split_plan(plan, 7)
+    shapes = [
+        [(p.row, p.start, p.count, p.samples, p.num_prompt_logprobs) for p in pieces]
+        for pieces in passes
+    ]
+    assert shapes == [
+        [(0, 29, 1, True, 0), (1, 2, 7, False, 7), (2, 0, 30, False, 0)],
+        [(1, 9, 7, False, 7)],
+        [(1, 16, 4, True, 3)],
+    ]
+    assert len(split_plan(plan, 100)) == 1

@@ -1,0 +1,113 @@
+"""Stop strings in text that comes in pieces."""
+
+from __future__ import annotations
+
+import pytest
+from support.budget import budget, seeded
+
+from penstock_router.stop import StopMatcher
+
+
+def run(
+    pieces: list[str], stops: list[str], *, include: bool = False
+) -> tuple[list[str], str | None]:
+    """What each piece showed (the flush last), and the stop that was found."""
+    matcher = StopMatcher(stops, include_stop=include)
+    shown = []
+    for piece in pieces:
+        shown.append(matcher.feed(piece))
+        if matcher.stopped_by is not None:
+            return shown, matcher.stopped_by
+    return [*shown, matcher.flush()], None
+
+
+def expected(text: str, stops: list[str], *, include: bool = False) -> tuple[str, str | None]:
+    """By definition: the stop whose first occurrence ends earliest; ties by the list's order."""
+    ends = [
+        (text.find(stop) + len(stop), order) for order, stop in enumerate(stops) if stop in text
+    ]
+    if not ends:
+        return text, None
+    end, order = min(ends)
+    return text[: end if include else end - len(stops[order])], stops[order]
+
+
+def test_text_without_stops_passes_untouched() -> None:
+    assert run(["a", "", "b"], []) == (["a", "", "b", ""], None)
+
+
+def test_a_stop_over_three_pieces_cuts_exactly_before_it() -> None:
+    assert run(["one E", "N", "D two"], ["END"]) == (["one ", "", ""], "END")
+
+
+def test_text_is_held_back_only_while_it_could_still_become_a_stop() -> None:
+    shown, stopped_by = run(["abc", "x", "ab"], ["abcd"])
+    assert shown == ["", "abcx", "", "ab"]
+    assert stopped_by is None
+
+
+def test_only_the_longest_suffix_that_begins_a_stop_is_held_back() -> None:
+    matcher = StopMatcher(["\n\nHuman"])
+    assert matcher.feed("answer\n") == "answer"
+    assert matcher.feed("\n\n") == "\n"
+    assert matcher.flush() == "\n\n"
+
+
+def test_a_stop_that_overlaps_itself_is_found() -> None:
+    assert run(["aab", "aaba", "ac"], ["aabaac"]) == (["", "aab", ""], "aabaac")
+
+
+def test_the_stop_that_completes_first_wins() -> None:
+    assert run(["xabc"], ["bc", "ab"]) == (["x"], "ab")
+
+
+def test_stops_that_complete_together_go_by_the_order_of_the_list() -> None:
+    assert run(["xabc"], ["bc", "abc"]) == (["xa"], "bc")
+    assert run(["xabc"], ["abc", "bc"]) == (["x"], "abc")
+
+
+def test_an_included_stop_is_shown_and_nothing_is_held_back() -> None:
+    assert run(["one E", "N", "D two"], ["END"], include=True) == (["one E", "N", "D"], "END")
+
+
+def test_a_stop_may_be_one_character_or_the_whole_text() -> None:
+    assert run(["ab\nc"], ["\n"]) == (["ab"], "\n")
+    assert run(["E", "N", "D"], ["END"]) == (["", "", ""], "END")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_any_split_of_any_text_gives_what_the_whole_text_gives(include: bool) -> None:
+    rng = seeded("stop")
+    for _ in range(budget(3_000, 200_000)):
+        # Two letters only, so that stops overlap one another and themselves.
+        text = "".join(rng.choice("ab😀") for _ in range(rng.randrange(1, 25)))
+        stops = [
+            "".join(rng.choice("ab😀") for _ in range(rng.randrange(1, 6)))
+            for _ in range(rng.randrange(1, 4))
+        ]
+        pieces, rest = [], text
+        while rest:
+            size = rng.randrange(1, 5)
+            pieces.append(rest[:size])
+            rest = rest[size:]
+        shown, stopped_by = run(pieces, stops, include=include)
+        assert ("".join(shown), stopped_by) == expected(text, stops, include=include), (
+            pieces,
+            stops,
+        )
+
+
+def test_what_is_held_back_always_begins_a_stop() -> None:
+    rng = seeded("held")
+    for _ in range(budget(1_000, 50_000)):
+        stop = "".join(rng.choice("ab") for _ in range(rng.randrange(2, 7)))
+        matcher, fed, shown = StopMatcher([stop]), "", ""
+        for _ in range(20):
+            piece = rng.choice("ab")
+            fed += piece
+            shown += matcher.feed(piece)
+            if matcher.stopped_by is not None:
+                break
+            held = fed[len(shown) :]
+            longest = max(n for n in range(len(stop)) if n == 0 or fed.endswith(stop[:n]))
+            assert held == fed[len(fed) - longest :]
