@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Complains in one line, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def parser_for(command: str, description: str) -> argparse.ArgumentParser:
     """A parser for one `penstock` subcommand."""
-    return argparse.ArgumentParser(prog=f"penstock {command}", description=description)
+    return OneLineParser(prog=f"penstock {command}", description=description)
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock_client.arguments import add_url, parser_for
+from penstock_client.arguments import add_url, parser_for, positive_int
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,8 +19,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", help="default: the first the router serves")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
+    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="of each answer")
     args = parser.parse_args(arguments)
-    options = {"model": args.model, "temperature": args.temperature}
+    options = {
+        "model": args.model,
+        "temperature": args.temperature,
+        "max_tokens": args.max_tokens,
+    }
     key = args.api_key or os.getenv("PENSTOCK_API_KEY")
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while text := _read_line():

@@ -43,12 +43,10 @@ def main(arguments: Sequence[str]) -> int:
         "serve",
         "Serve a model on this machine: a router and one shard or more, restarted when they die.",
     )
-    parser.epilog = "Other flags are handed to the shards: see `penstock shard --help`."
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a directory or a hub id (default: the built-in toy model)",
+    parser.usage = "penstock serve [MODEL] [FLAGS]"
+    parser.epilog = (
+        "MODEL is a directory or a hub id (default: the built-in toy model). "
+        "Other flags are handed to the shards: see `penstock shard --help`."
     )
     parser.add_argument("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
     parser.add_argument("--port", default=8000, type=int, help="of the router (default: 8000)")
@@ -58,6 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--shard-port", default=50051, type=int, metavar="PORT", help="of the first shard"
     )
+    # First or not at all: behind a flag of the shards it could be that flag's value.
+    model_flags = []
+    if arguments and not arguments[0].startswith("-"):
+        model_flags = ["--model", arguments[0]]
+        arguments = arguments[1:]
     args, shard_flags = parser.parse_known_args(arguments)
     taken = _first_taken(args.host, args.port, "--port") or _first_taken(
         "127.0.0.1", args.shard_port, "--shard-port", count=args.shards
@@ -66,7 +69,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"penstock serve: {taken}", file=sys.stderr)
         return _USAGE_STATUS
     addresses = [f"127.0.0.1:{args.shard_port + index}" for index in range(args.shards)]
-    model_flags = ["--model", args.model] if args.model else []
     children = [
         _Child(
             f"shard {address}",

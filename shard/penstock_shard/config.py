@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,15 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="penstock shard",
         description="Serve one model over gRPC: token ids in, token ids out.",
     )

@@ -37,7 +37,11 @@ Deliver = Callable[[link.Output], None]
 
 
 class EngineFailed(Exception):
-    """The engine cannot be started; the text is one line for a person."""
+    """The engine cannot be kept running; the text is one line for a person."""
+
+
+class ModelRefused(EngineFailed):
+    """The engine says that it cannot load what it was told to; trying again changes nothing."""
 
 
 class EngineSupervisor:
@@ -57,6 +61,9 @@ class EngineSupervisor:
         self._listeners: set[asyncio.Event] = set()
         self._beat = link.Beat(0.0, 0)
         self._beat_at_s = time.monotonic()
+        # Why the last engine could not load; empty when it could.
+        self._refusal = ""
+        # Of the last engine that was ready; empty before the first.
         self.instance_id = ""
         self.load = link.Load()
         self.draining = False
@@ -154,16 +161,20 @@ class EngineSupervisor:
         """Keep an engine running until cancelled.
 
         Raises:
-            EngineFailed: it said that it cannot load, or failed too often in a row.
+            ModelRefused: the first engine said that it cannot load.
+            EngineFailed: engines failed to start too often in a row.
         """
         failures = 0
         back_off_s = _FIRST_BACK_OFF_S
         try:
             while True:
                 was_ready = await self._run_once()
+                if self._refusal and not self.instance_id:
+                    raise ModelRefused(self._refusal)
                 failures = 0 if was_ready else failures + 1
                 if failures >= self._config.max_restarts:
-                    raise EngineFailed(f"the engine failed to start {failures} times in a row")
+                    reason = self._refusal or "it exited without a word"
+                    raise EngineFailed(f"{failures} engine starts failed in a row: {reason}")
                 back_off_s = (
                     _FIRST_BACK_OFF_S if was_ready else min(2 * back_off_s, _MAX_BACK_OFF_S)
                 )
@@ -189,7 +200,7 @@ class EngineSupervisor:
                 case link.Progress():
                     logger.info("%s", message.text)
                 case link.LoadFailed():
-                    raise EngineFailed(message.message)
+                    self._refusal = message.message
         await self._stop()
         self._died()
         return was_ready
@@ -228,6 +239,7 @@ class EngineSupervisor:
 
     def _became_ready(self, ready: link.Ready) -> None:
         self._ready = ready
+        self._refusal = ""
         self.instance_id = uuid.uuid4().hex
         self._notify()
 

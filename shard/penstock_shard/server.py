@@ -18,12 +18,14 @@ from grpc_reflection.v1alpha import reflection
 from penstock_proto.transport import server_options
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor
+from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor, ModelRefused
 from penstock_shard.servicer import ShardServicer
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
+# What we were told is impossible: starting again with the same words changes nothing.
+_USAGE_STATUS = 2
 
 
 async def serve(config: ShardConfig) -> int:
@@ -38,7 +40,7 @@ async def serve(config: ShardConfig) -> int:
             f"cannot listen on {config.host}:{config.port}: the port is in use or the address is "
             "not this machine's; choose another with --port or --host"
         )
-        return 2
+        return _USAGE_STATUS
     await server.start()
     logger.info("listening on %s:%d, loading %s", config.host, port, config.model_name)
     async with asyncio.TaskGroup() as background:
@@ -73,6 +75,9 @@ async def _run_until_stopped(engine: EngineSupervisor, config: ShardConfig) -> i
         if running.done():
             await running
         await _drain(engine, config.drain_timeout_s)
+    except ModelRefused as refusal:
+        _complain(str(refusal))
+        return _USAGE_STATUS
     except EngineFailed as failure:
         _complain(str(failure))
         return 1

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import router_doubles as doubles  # noqa: E402
+import router_doubles as doubles
 
 
 @pytest.fixture(scope="session")

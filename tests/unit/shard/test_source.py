@@ -67,6 +67,11 @@ def test_a_missing_directory(tmp_path: Path) -> None:
         resolve("a/b/c")
 
 
+def make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def cut(path: Path, end: int) -> None:
     path.write_bytes(path.read_bytes()[:end])
 
@@ -90,7 +95,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is no safetensors file",
     ),
     "config a directory": (
-        lambda d: (d / "config.json").rename(d / "old") and (d / "config.json").mkdir(),
+        lambda d: make_directory(d / "config.json"),
         "cannot be read: Is a directory",
     ),
 }

@@ -1,0 +1,178 @@
+"""Compose files and rendered charts, read as lists of workloads. Runs nothing.
+
+Strict: a key of a service or a container that this module does not know is an error, so that
+nothing written there goes untested in silence.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+from integration.containers import Built, Probe, Workload
+
+_SERVICE_KEYS = frozenset(
+    [
+        "image",
+        "build",
+        "command",
+        "environment",
+        "ports",
+        "depends_on",
+        "healthcheck",
+        "stop_grace_period",
+        "volumes",
+        "restart",
+        "init",
+        "read_only",
+        "tmpfs",
+        "cap_drop",
+        "security_opt",
+    ]
+)
+_CONTAINER_KEYS = frozenset(
+    [
+        "name",
+        "image",
+        "imagePullPolicy",
+        "securityContext",
+        "args",
+        "env",
+        "ports",
+        "livenessProbe",
+        "readinessProbe",
+        "startupProbe",
+        "lifecycle",
+        "resources",
+        "volumeMounts",
+    ]
+)
+_INTERPOLATION = re.compile(r"\$\{(\w+):-([^}]*)\}")
+
+Images = Mapping[str, Built]
+Secrets = Mapping[str, Mapping[str, str]]
+
+
+def read_compose(path: Path, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The services of a compose file, with variables put in."""
+
+    services: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
+    filled: dict[str, dict[str, Any]] = _interpolate(services, environment)
+    return filled
+
+
+def _interpolate(node: Any, environment: Mapping[str, str]) -> Any:
+    """Put variables into every text: as compose does, after the YAML is read."""
+    if isinstance(node, dict):
+        return {name: _interpolate(value, environment) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_interpolate(value, environment) for value in node]
+    if not isinstance(node, str):
+        return node
+    text = _INTERPOLATION.sub(lambda m: environment.get(m[1]) or m[2], node)
+    assert "$" not in text, f"{node}: a form of variable that is not known here"
+    return text
+
+
+def compose_workloads(services: Mapping[str, Mapping[str, Any]], images: Images) -> list[Workload]:
+    """One workload a service; `images` by the name the compose file gives them."""
+    found = []
+    for name, service in services.items():
+        unknown = set(service) - _SERVICE_KEYS
+        assert not unknown, f"{name}: {sorted(unknown)} not known here"
+        built = images[service["image"]]
+        kind, *command = service["healthcheck"]["test"]
+        assert kind == "CMD", f"{name}: a health check without a shell"
+        found.append(
+            Workload(
+                host=name,
+                port=built.image.ports[0],
+                built=built,
+                arguments=tuple(shlex.split(service["command"])),
+                environment=service["environment"],
+                probes={"health": Probe(tuple(command))},
+                grace_s=seconds(service["stop_grace_period"]),
+            )
+        )
+    return found
+
+
+def seconds(text: str) -> float:
+    """A duration as compose and Docker write it: one number and one unit."""
+    return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1]]
+
+
+def render(chart: Path, values: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The resources of a chart, rendered without a cluster."""
+    with helm_python.Chart.load(chart) as loaded:
+        files: dict[str, str] = loaded.render(dict(values), name=name, namespace="default")
+    texts = [text for path, text in files.items() if path.endswith(".yaml")]
+    return [part for text in texts for part in yaml.safe_load_all(text) if part is not None]
+
+
+def find(resources: Sequence[Mapping[str, Any]], kind: str, ending: str) -> Mapping[str, Any]:
+    """The one resource of a kind whose name ends so."""
+    (found,) = (
+        r for r in resources if r["kind"] == kind and r["metadata"]["name"].endswith(ending)
+    )
+    return found
+
+
+def chart_workloads(
+    resources: Sequence[Mapping[str, Any]], images: Images, secrets: Secrets
+) -> list[Workload]:
+    """One workload a pod; `images` by repository and tag."""
+    found = []
+    for resource in resources:
+        if resource["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        for index in range(resource["spec"]["replicas"]):
+            host = resource["metadata"]["name"]
+            if resource["kind"] == "StatefulSet":
+                host = f"{host}-{index}.{resource['spec']['serviceName']}"
+            found.append(_pod(host, resource["spec"]["template"]["spec"], images, secrets))
+    return found
+
+
+def _pod(host: str, spec: Mapping[str, Any], images: Images, secrets: Secrets) -> Workload:
+    (container,) = spec["containers"]
+    unknown = set(container) - _CONTAINER_KEYS
+    assert not unknown, f"{host}: {sorted(unknown)} not known here"
+    (port,) = container["ports"]
+    return Workload(
+        host=host,
+        port=port["containerPort"],
+        built=images[container["image"]],
+        arguments=tuple(container["args"]),
+        environment=dict(_variable(entry, secrets) for entry in container.get("env", ())),
+        probes={
+            name: _probe(container[f"{name}Probe"], port)
+            for name in ("startup", "readiness", "liveness")
+        },
+        grace_s=spec["terminationGracePeriodSeconds"],
+    )
+
+
+def _variable(entry: Mapping[str, Any], secrets: Secrets) -> tuple[str, str]:
+    if "value" in entry:
+        return entry["name"], entry["value"]
+    reference = entry["valueFrom"]["secretKeyRef"]
+    return entry["name"], secrets[reference["name"]][reference["key"]]
+
+
+def _probe(probe: Mapping[str, Any], port: Mapping[str, Any]) -> Probe:
+    timeout_s = probe["timeoutSeconds"]
+    if "httpGet" in probe:
+        assert probe["httpGet"]["port"] in (port["name"], port["containerPort"])
+        return Probe(http_path=probe["httpGet"]["path"], timeout_s=timeout_s)
+    if "grpc" in probe:
+        # The one kind of probe that takes no name of a port.
+        assert probe["grpc"]["port"] == port["containerPort"]
+        return Probe(grpc_service=probe["grpc"].get("service", ""), timeout_s=timeout_s)
+    assert probe["tcpSocket"]["port"] in (port["name"], port["containerPort"])
+    return Probe(tcp=True, timeout_s=timeout_s)

@@ -1,0 +1,198 @@
+"""The `penstock` command as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import free_port, is_alive, wait_until
+
+PENSTOCK = [sys.executable, "-m", "penstock_client.cli"]
+
+
+def _run(
+    *arguments: str, stdin: str = "", timeout_s: float = 30
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PENSTOCK, *arguments], input=stdin, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def test_help_is_there_within_a_third_of_a_second_and_names_every_command():
+    times_s = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        run = _run("--help")
+        times_s.append(time.perf_counter() - started_s)
+    for command in ("serve", "router", "shard", "chat", "info", "health", "bench"):
+        assert f"\n  {command} " in run.stdout
+    assert statistics.median(times_s) < 0.3
+
+
+@pytest.mark.parametrize("command", ["serve", "router", "shard", "chat", "info", "health", "bench"])
+def test_every_command_has_its_own_help(command: str):
+    run = _run(command, "--help")
+    assert run.returncode == 0
+    assert f"penstock {command}" in run.stdout
+
+
+def test_an_unknown_command_is_one_line_and_status_2():
+    run = _run("srve")
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert "srve" in run.stderr
+
+
+def test_info_and_health_of_a_shard(pair):
+    info = _run("info", pair.shard.address)
+    assert info.returncode == 0
+    assert "penstock-toy" in info.stdout
+    assert "KV blocks" in info.stdout
+    assert _run("health", pair.shard.address).returncode == 0
+    assert _run("health", pair.url).returncode == 0
+    assert _run("health", pair.url, "--live").returncode == 0
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1"])
+def test_health_of_nobody_is_one_line_and_status_1(target: str):
+    run = _run("health", target)
+    assert run.returncode == 1
+    assert run.stdout.startswith(target)
+    assert run.stderr == ""
+
+
+def test_info_of_nobody_is_one_line_and_status_1():
+    run = _run("info", "127.0.0.1:1")
+    assert run.returncode == 1
+    assert "127.0.0.1:1" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_chat_answers_in_the_terminal_and_remembers(pair):
+    run = _run("chat", "--url", pair.url, "--max-tokens", "20", stdin="Hello\nAgain\n")
+    assert run.returncode == 0
+    first, second = run.stdout.split("> ")[1:3]
+    assert first.strip()
+    assert second.strip()
+
+
+def test_chat_with_nobody_is_one_line_and_status_1():
+    run = _run("chat", "--url", "http://127.0.0.1:1", stdin="Hello\n")
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+
+
+def test_bench_measures_a_running_pair(pair):
+    run = _run("bench", "--url", pair.url, "--streams", "4", "--requests", "8",
+               "--prompt-words", "20", "--output-tokens", "10", "--json")  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    summary = json.loads(run.stdout)
+    assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (8, 0, 80)
+    assert 0 < summary["ttft_ms"]["p50"] <= summary["ttft_ms"]["p99"]
+    assert summary["inter_token_ms"]["p50"] >= 3.0
+
+
+class _Served:
+    """`penstock serve --runner fake` with two shards."""
+
+    def __init__(self, log_file: Path) -> None:
+        self.port, shard_port = free_port(), free_port()
+        self._log_file = log_file
+        flags = ["--port", str(self.port), "--shard-port", str(shard_port), "--runner", "fake",
+                 "--step-ms", "1"]  # fmt: skip
+        with log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*PENSTOCK, "serve", *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log_file.read_text()
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, module: str) -> psutil.Process:
+        return next(child for child in self.children() if module in child.cmdline())
+
+    def answers(self) -> bool:
+        body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+        headers = {"Content-Type": "application/json"}
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=5):
+                return True
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[_Served]:
+    served = _Served(tmp_path / "log")
+    try:
+        wait_until(lambda: "Try:" in served.log, timeout_s=30, what="penstock serve is ready")
+        yield served
+    finally:
+        children = served.children() if served.process.poll() is None else []
+        served.process.kill()
+        served.process.wait()
+        for child in children:
+            if is_alive(child):
+                child.kill()
+
+
+def test_serve_prints_a_curl_line_that_works(served: _Served):
+    line = served.log.partition("Try:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
+    run = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert "data: [DONE]" in run.stdout
+
+
+@pytest.mark.parametrize("module", ["penstock_router", "penstock_shard"])
+def test_serve_restarts_a_child_that_dies(served: _Served, module: str):
+    child = served.child(module)
+    child.kill()
+    wait_until(lambda: not is_alive(child), timeout_s=5, what="the child is gone")
+    wait_until(served.answers, timeout_s=15, what="it answers again")
+    assert f"the {module.removeprefix('penstock_')}" in served.log
+
+
+def test_ctrl_c_ends_all_processes_of_serve(served: _Served):
+    children = served.children()
+    assert len(children) >= 3
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(20) == 0
+    wait_until(
+        lambda: not [child for child in children if is_alive(child)],
+        timeout_s=5,
+        what="no child is left",
+    )
+
+
+def test_serve_on_a_port_in_use_starts_nothing(served: _Served):
+    run = _run("serve", "--runner", "fake", "--port", str(served.port))
+    assert run.returncode == 2
+    assert f"127.0.0.1:{served.port}" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_serve_of_a_model_that_is_not_there_ends_with_its_reason(tmp_path: Path):
+    flags = ["--port", str(free_port()), "--shard-port", str(free_port())]
+    run = _run("serve", str(tmp_path / "nothing"), "--runner", "fake", *flags, timeout_s=60)
+    assert run.returncode == 1
+    assert run.stderr.count("penstock shard: ") == 1
+    assert str(tmp_path / "nothing") in run.stderr
+    assert "Traceback" not in run.stderr

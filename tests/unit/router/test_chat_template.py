@@ -1,0 +1,266 @@
+"""Chat templates: rendered as transformers renders them, and safely."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from typing import Any
+
+import pytest
+from chat_template_styles import STYLES
+from tokenizers import Tokenizer
+
+from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
+from penstock_router.errors import BadRequest
+from penstock_router.schema import parse_chat
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import PreTrainedTokenizerFast
+
+SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|eos|>"}
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": 'Weather of a <city> & its "surroundings" in °C',
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "array", "items": {"type": "integer"}},
+            },
+        },
+    },
+}
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": [{"role": "user", "content": "Hello"}],
+    "turns": [
+        {"role": "user", "content": "  What's 2 < 3 & 'why'?\n"},
+        {"role": "assistant", "content": "Because <b>\n\n日本語 😀"},
+        {"role": "user", "content": "Thanks  "},
+    ],
+    "system": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi", "name": "ann"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Bye"},
+    ],
+    "answered": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "<think>hm</think>Hello!", "reasoning": "thought"},
+    ],
+    "tools": [
+        {"role": "user", "content": "Weather in Köln?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": "Köln", "days": [1, 2]}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": '{"c": 21}'},
+        {"role": "tool", "tool_call_id": "c2", "content": "sunny"},
+    ],
+}
+
+
+def theirs(tokenizer: Tokenizer, style: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=STYLES[style], **SPECIAL
+    )
+
+
+def ours(style: str) -> ChatTemplate:
+    return ChatTemplate({"default": STYLES[style]}, SPECIAL)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("style", STYLES)
+def test_fifteen_styles_render_as_transformers_renders_them(
+    byte_level: Tokenizer, style: str, conversation: str
+) -> None:
+    assert len(STYLES) == 15
+    messages = CONVERSATIONS[conversation]
+    reference, template = theirs(byte_level, style), ours(style)
+    rendered_any = False
+    for tools in (None, [WEATHER]):
+        for add_generation_prompt in (True, False):
+            wanted = got = refused_there = refused_here = None
+            try:
+                wanted = reference.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    enable_thinking=False,
+                )
+            except Exception as error:
+                refused_there = error
+            try:
+                got = template.render(
+                    [dict(message) for message in messages],
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    kwargs={"enable_thinking": False},
+                )
+            except BadRequest as error:
+                refused_here = error
+            assert got == wanted
+            rendered_any = rendered_any or bool(got)
+            assert (refused_here is None) == (refused_there is None), refused_there
+    refuses = (style, conversation) in {
+        *(("gemma", "system"), ("llama-2", "tools")),
+    }
+    assert rendered_any != refuses
+
+
+@pytest.mark.parametrize("content", ["I would say", "I would say  ", " x"])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_final_message_is_continued_as_transformers_continues_it(
+    byte_level: Tokenizer, style: str, content: str
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    wanted = theirs(byte_level, style).apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
+    got = ours(style).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert got == wanted
+    assert got.endswith(content.strip()) or got.endswith(content)
+
+
+def test_a_request_goes_through_the_schema_to_what_transformers_renders(
+    byte_level: Tokenizer,
+) -> None:
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}], "name": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Köln"}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "21"},
+        ]
+    }
+    wanted = theirs(byte_level, "qwen-tools").apply_chat_template(
+        [
+            {"role": "user", "content": "Weather?"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Köln"}}}],
+            },
+            {"role": "tool", "content": "21"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert ours("qwen-tools").render(parse_chat(body).messages) == wanted
+
+
+def test_what_a_template_raises_is_a_bad_request_with_its_words() -> None:
+    with pytest.raises(BadRequest, match="System role not supported"):
+        ours("gemma").render(CONVERSATIONS["system"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].missing.field }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ 'x'.__class__.__mro__ }}",
+        "{{ messages.append({}) }}",
+        "{{ namespace(__class__=1) }}",
+        "{% for i in range(99999999) %}x{% endfor %}",
+        "{{ dict.__init__.__globals__ }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_or_breaks_out_is_a_bad_request(source: str) -> None:
+    with pytest.raises(BadRequest):
+        ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_does_not_parse_is_refused_at_load() -> None:
+    with pytest.raises(TemplateUnusable, match="default"):
+        ChatTemplate({"default": "{% for %}"}, {})
+
+
+def test_a_message_that_a_template_hides_cannot_be_continued() -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(BadRequest, match="does not show the last message"):
+        template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(BadRequest, match="no content to continue"):
+        template.render(
+            [{"role": "assistant"}], add_generation_prompt=False, continue_final_message=True
+        )
+
+
+def test_rendering_leaves_the_messages_as_they_were() -> None:
+    messages = [{"role": "assistant", "content": "x", "reasoning": "r"}]
+    ours("chatml").render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert messages == [{"role": "assistant", "content": "x", "reasoning": "r"}]
+
+
+# ---- where the template comes from ----------------------------------------------------------------
+
+
+def rendered(files: dict[str, bytes], override: str | None = None, **kwargs: Any) -> str | None:
+    template = load_chat_template(files, override)
+    return None if template is None else template.render([{"role": "u", "content": "c"}], **kwargs)
+
+
+def test_the_users_file_wins_then_the_jinja_file_then_the_tokenizers_configuration() -> None:
+    files = {
+        "chat_template.jinja": b"file",
+        "tokenizer_config.json": json.dumps({"chat_template": "config"}).encode(),
+    }
+    assert rendered(files, "override") == "override"
+    assert rendered(files) == "file"
+    del files["chat_template.jinja"]
+    assert rendered(files) == "config"
+    assert rendered({}) is None
+    assert rendered({"tokenizer_config.json": b"{}"}) is None
+
+
+def test_of_named_templates_tool_use_is_for_tools_and_default_for_the_rest() -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    files = {"tokenizer_config.json": json.dumps({"chat_template": named}).encode()}
+    assert rendered(files) == "plain"
+    assert rendered(files, tools=[WEATHER]) == "tools"
+    only_rag = [{"name": "rag", "template": "x"}]
+    files = {"tokenizer_config.json": json.dumps({"chat_template": only_rag}).encode()}
+    with pytest.raises(BadRequest, match="rag"):
+        rendered(files)
+
+
+def test_special_tokens_are_known_by_string_or_by_object() -> None:
+    config = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "add_bos_token": True,
+        "extra_special_tokens": {"image_token": "<img>"},
+        "chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ image_token }}",
+    }
+    assert rendered({"tokenizer_config.json": json.dumps(config).encode()}) == "<s></s><img>"
+
+
+def test_strftime_now_gives_the_date() -> None:
+    template = ChatTemplate({"default": "{{ strftime_now('%Y-%m-%d') }}"}, {})
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", template.render([]))

@@ -1,0 +1,90 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock_router.config import RouterConfig, parse_config
+
+
+def test_defaults_serve_on_localhost_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    assert parse_config(["--shards", "a:1"]) == RouterConfig(shards=("a:1",))
+
+
+def test_shards_are_a_list_with_commas_or_given_again() -> None:
+    config = parse_config(["--shards", "a:1, b:2,", "--shards", "[::1]:3,a:1"])
+    assert config.shards == ("a:1", "b:2", "[::1]:3")
+
+
+def test_the_key_is_the_flag_or_the_environment_and_shards_get_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "from-env")
+    config = parse_config(["--shards", "a:1"])
+    assert (config.api_key, config.shard_api_key) == ("from-env", "from-env")
+    flags = ["--shards", "a:1", "--api-key", "flag", "--shard-api-key", "other"]
+    config = parse_config(flags)
+    assert (config.api_key, config.shard_api_key) == ("flag", "other")
+
+
+def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    config = parse_config(["--shards", "a:1", "--chat-template", str(file)])
+    assert config.chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--shards"),
+        (["--shards", ""], "at least one"),
+        (["--shards", "localhost"], "'localhost' is not HOST:PORT"),
+        (["--shards", ":50051"], "is not HOST:PORT"),
+        (["--shards", "a:99999"], "is not HOST:PORT"),
+        (["--shards", "a:1", "--port", "70000"], "not a port"),
+        (["--shards", "a:1", "--port", "x"], "invalid"),
+        (["--shards", "a:1", "--workers", "0"], "below 1"),
+        (["--shards", "a:1", "--keep-alive-s", "nan"], "not a positive number"),
+        (["--shards", "a:1", "--chat-template", "/no/such/file"], "No such file"),
+        (["--shards", "a:1", "--unknown"], "--unknown"),
+    ],
+)
+def test_bad_flags_are_one_line_and_status_2(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_config(flags)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+def test_another_python_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from penstock_router.__main__ import main
+
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert main() == 2
+    assert capsys.readouterr().err == (
+        "penstock router: needs Python 3.11 to 3.13; this is 3.9.1\n"
+    )
+
+
+def test_the_router_imports_neither_torch_nor_the_shard_nor_transformers() -> None:
+    code = (
+        "import sys, penstock_router.app, penstock_router.workers\n"
+        "bad = {'torch', 'transformers', 'penstock_shard', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(bad)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,865 @@
+"""The router over HTTP (without sockets): answers, streams, refusals, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from router_doubles import (
+    INFO,
+    Connection,
+    FakeFleet,
+    FakeShard,
+    MemoryRouter,
+    byte_level_tokenizer,
+    fake_logprobs,
+    hashed_tokens,
+    memory_router,
+    model_files,
+    parse_events,
+    random_text,
+)
+from support.budget import budget, seeded
+from tokenizers import Tokenizer
+
+from penstock_client.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotServed,
+    Overloaded,
+    PenstockError,
+    ShardFailed,
+    ShardUnavailable,
+    Unauthenticated,
+)
+from penstock_client.types import GenerationRequest
+from penstock_router.handlers import ROUTER
+
+JSON = {"Content-Type": "application/json"}
+
+
+def says(tokenizer: Tokenizer, text: str) -> Callable[[GenerationRequest], list[int]]:
+    """A model that always answers `text`, then its eos token."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return lambda request: [*ids, 0][: request.max_tokens]
+
+
+def text_of(events: list[Any], index: int = 0) -> str:
+    text = ""
+    for event in events:
+        for choice in event["choices"] if isinstance(event, dict) else ():
+            if choice["index"] == index:
+                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    return text
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+# ---- answers ----------------------------------------------------------------------------------------
+
+
+async def test_a_completion_has_the_apis_form(router: MemoryRouter, fleet: FakeFleet) -> None:
+    answer = await router.complete("Hello world", max_tokens=5, seed=7)
+    assert answer.status == 200
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["model"] == INFO.model
+    assert isinstance(body["system_fingerprint"], str)
+    [choice] = body["choices"]
+    assert choice["index"] == 0
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] is None
+    [request] = fleet.requests
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == len(request.prompt_token_ids)
+    assert usage["completion_tokens"] == 5
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 5
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert request.sampling.seed == 7
+    assert request.max_tokens == 5
+
+
+async def test_a_chat_has_the_apis_form(router: MemoryRouter, fleet: FakeFleet) -> None:
+    fleet.script = says(byte_level_tokenizer(), "Hello there")
+    body = (await router.chat("Hi")).json()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello there", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] is None
+    # The budget of a chat is the rest of the context; the eos token counts.
+    [request] = fleet.requests
+    assert request.max_tokens == INFO.max_model_len - len(request.prompt_token_ids)
+    assert body["usage"]["completion_tokens"] == len(fleet.script(request))
+
+
+async def test_a_chat_stream_says_the_role_once_and_ends_once(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    fleet.script = says(byte_level, "The fox and the dog and the fox")
+    answer = await router.chat("Hi", stream=True, max_tokens=6, n=2)
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert "content-length" not in answer.headers
+    events = answer.events
+    assert events[-1] == "[DONE]"
+    assert events.count("[DONE]") == 1
+    chunks = events[:-1]
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for index in range(2):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in own[1:])
+        assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1]["finish_reason"] == "length"
+        assert own[-1]["delta"]["content"]
+
+
+async def test_usage_comes_last_and_only_when_asked_for(router: MemoryRouter) -> None:
+    plain = (await router.complete(stream=True)).events[:-1]
+    assert all("usage" not in chunk for chunk in plain)
+    options: dict[str, object] = {"include_usage": True}
+    *chunks, last, done = (await router.complete(stream=True, stream_options=options)).events
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 16
+    assert all(chunk["usage"] is None for chunk in chunks)
+    options["continuous_usage_stats"] = True
+    *chunks, last, done = (await router.complete(stream=True, stream_options=options)).events
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 16
+
+
+async def test_choices_differ_and_the_set_repeats(router: MemoryRouter, fleet: FakeFleet) -> None:
+    first, second = [(await router.complete(n=3, seed=-5)).json() for _ in range(2)]
+    texts = [choice["text"] for choice in first["choices"]]
+    assert len(set(texts)) == 3
+    assert [choice["text"] for choice in second["choices"]] == texts
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2]
+    assert first["usage"]["completion_tokens"] == 48
+    assert first["usage"]["prompt_tokens"] == len(fleet.requests[0].prompt_token_ids)
+    alone = (await router.complete(seed=-5)).json()
+    assert alone["choices"][0]["text"] == texts[0]
+
+
+async def test_without_a_seed_answers_differ_also_within_a_batch(router: MemoryRouter) -> None:
+    body = (await router.complete(["Hello", "Hello"])).json()
+    other = (await router.complete("Hello")).json()
+    texts = {choice["text"] for choice in body["choices"] + other["choices"]}
+    assert len(texts) == 3
+
+
+async def test_a_batch_is_ordered_by_prompt_then_choice(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    prompts = ["Hello", "stop", "fox"]
+    body = (await router.complete(prompts, n=2, seed=1, max_tokens=4)).json()
+    assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    for position, prompt in enumerate(prompts):
+        alone = (await router.complete(prompt, n=2, seed=1, max_tokens=4)).json()
+        both = [choice["text"] for choice in body["choices"][2 * position : 2 * position + 2]]
+        assert both == [choice["text"] for choice in alone["choices"]]
+    events = (await router.complete(prompts, n=2, seed=1, max_tokens=4, stream=True)).events
+    for index, choice in enumerate(body["choices"]):
+        assert text_of(events, index) == choice["text"]
+
+
+async def test_one_bad_prompt_refuses_a_batch_before_any_work(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    answer = await router.complete([[5, 6], [5, INFO.vocab_size]])
+    assert answer.status == 400
+    assert "out of vocabulary" in answer.error["message"]
+    assert fleet.requests == []
+
+
+async def test_token_ids_are_a_prompt(router: MemoryRouter, fleet: FakeFleet) -> None:
+    await router.complete([5, 6, 7])
+    assert list(fleet.requests[0].prompt_token_ids) == [5, 6, 7]
+
+
+async def test_best_of_shows_the_most_likely(router: MemoryRouter, fleet: FakeFleet) -> None:
+    def script(request: GenerationRequest) -> list[int]:
+        # The fake's even ids are likelier than its odd ones.
+        return [11, 12, 13] if len(fleet.requests) < 3 else [11, 12, 14]
+
+    fleet.script = script
+    body = (await router.complete(best_of=3, max_tokens=3, return_token_ids=True)).json()
+    [choice] = body["choices"]
+    assert choice["token_ids"] == [11, 12, 14]
+    assert choice["logprobs"] is None
+    assert choice["index"] == 0
+
+
+async def test_echo_puts_the_prompt_first(router: MemoryRouter) -> None:
+    plain = (await router.complete("Hello world", seed=1)).json()["choices"][0]["text"]
+    echoed = (await router.complete("Hello world", seed=1, echo=True)).json()
+    assert echoed["choices"][0]["text"] == "Hello world" + plain
+    events = (await router.complete("Hello world", seed=1, echo=True, stream=True)).events
+    assert events[0]["choices"][0]["text"].startswith("Hello world")
+    assert text_of(events) == "Hello world" + plain
+    only = (await router.complete("Hello world", echo=True, max_tokens=0)).json()
+    assert only["choices"][0]["text"] == "Hello world"
+    assert only["usage"]["completion_tokens"] == 0
+
+
+async def test_token_ids_come_when_asked_for(router: MemoryRouter, fleet: FakeFleet) -> None:
+    body = (await router.complete([9, 10], return_token_ids=True, seed=2)).json()["choices"][0]
+    assert body["prompt_token_ids"] == [9, 10]
+    assert body["token_ids"] == hashed_tokens(fleet.requests[0])
+    events = (await router.complete([9, 10], return_token_ids=True, seed=2, stream=True)).events
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert choices[0]["prompt_token_ids"] == [9, 10]
+    assert all("prompt_token_ids" not in choice for choice in choices[1:])
+    assert [token for choice in choices for token in choice["token_ids"]] == body["token_ids"]
+
+
+async def test_the_shard_gets_what_the_request_asked_for(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "seed": 3,
+        "max_tokens": 9,
+        "stop_token_ids": [44],
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
+    await router.complete("Hello", **fields)
+    [request] = fleet.requests
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 40)
+    assert (sampling.min_p, sampling.seed) == (0.1, 3)
+    assert (request.max_tokens, list(request.stop_token_ids)) == (9, [44])
+    assert (request.ignore_eos, request.logprobs, request.prompt_logprobs) == (True, 2, None)
+    await router.complete("Hello")
+    sampling = fleet.requests[1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (None, None, None)
+    assert sampling.seed is not None
+
+
+# ---- ends -------------------------------------------------------------------------------------------
+
+
+async def test_a_stop_string_over_three_tokens_cuts_exactly_and_aborts(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    text = "The fox 👾 over and on and on and on"
+    stop = "👾"
+    pieces = byte_level.encode(stop, add_special_tokens=False).ids
+    assert len(pieces) >= 3
+    fleet.script = says(byte_level, text)
+    body = (await router.complete(stop=["never", stop], max_tokens=200)).json()
+    [choice] = body["choices"]
+    assert choice["text"] == "The fox "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    up_to_stop = byte_level.encode("The fox 👾", add_special_tokens=False).ids
+    assert body["usage"]["completion_tokens"] == len(up_to_stop)
+    assert fleet.cancelled == ["r1"]
+    kept = (await router.complete(stop=stop, include_stop_str_in_output=True)).json()
+    assert kept["choices"][0]["text"] == "The fox 👾"
+
+
+async def test_a_stop_string_is_never_found_across_the_prompts_border(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    fleet.script = says(byte_level, "OP and more")
+    body = (await router.complete("ST", stop="STOP", echo=True)).json()
+    assert body["choices"][0]["text"] == "STOP and more"
+    assert body["choices"][0]["stop_reason"] is None
+
+
+async def test_text_held_back_comes_out_at_the_end(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    fleet.script = says(byte_level, "Hello ST")
+    events = (await router.chat(stop="STOP", stream=True)).events
+    assert text_of(events) == "Hello ST"
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stop_token_is_named_its_text_dropped_and_it_counts(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    ids = byte_level.encode(" fox over", add_special_tokens=False).ids
+    stop_id = ids[-1]
+    fleet.script = lambda request: [*ids, *ids]
+    body = (await router.complete(stop_token_ids=[stop_id])).json()
+    [choice] = body["choices"]
+    assert choice["text"] == byte_level.decode(ids[:-1])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop_id)
+    assert body["usage"]["completion_tokens"] == len(ids)
+    kept = await router.complete(stop_token_ids=[stop_id], include_stop_str_in_output=True)
+    assert kept.json()["choices"][0]["text"] == " fox over"
+
+
+async def test_eos_is_dropped_also_when_special_tokens_are_shown(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    fleet.script = says(byte_level, " fox<|im_end|>")
+    body = (await router.complete(skip_special_tokens=False)).json()
+    assert body["choices"][0]["text"] == " fox<|im_end|>"
+    assert body["choices"][0]["stop_reason"] is None
+
+
+async def test_ignored_eos_goes_on_and_stays_hidden(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    word = byte_level.encode(" fox", add_special_tokens=False).ids
+    fleet.script = lambda request: [*word, 0, *word]
+    body = (await router.complete(ignore_eos=True)).json()
+    assert body["choices"][0]["text"] == " fox fox"
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_streaming_equals_not_streaming_however_tokens_are_bundled(
+    byte_level: Tokenizer, sentencepiece: Tokenizer
+) -> None:
+    rng = seeded("stream equals whole")
+    for tokenizer in (byte_level, sentencepiece):
+        fleet = FakeFleet(model_files(tokenizer))
+        answers: dict[str, list[int]] = {}
+        fleet.script = lambda request: answers[str(list(request.prompt_token_ids))]
+        async with memory_router(fleet) as router:
+            for _ in range(budget(60, 200)):
+                prompt = "Hello " + random_text(rng, 3)
+                ids = tokenizer.encode(random_text(rng, 25), add_special_tokens=False).ids
+                if rng.random() < 0.3:
+                    ids = [rng.randrange(1, tokenizer.get_vocab_size()) for _ in range(40)]
+                prompt_ids = tokenizer.encode(prompt).ids
+                answers[str(prompt_ids)] = ids
+                whole_text = tokenizer.decode(ids)
+                stops = [random_text(rng, rng.randrange(1, 3)) for _ in range(2)]
+                if whole_text and rng.random() < 0.7:
+                    start = rng.randrange(len(whole_text))
+                    stops.append(whole_text[start : start + rng.randrange(1, 9)])
+                fields = {"stop": stops, "logprobs": rng.choice([None, 1]), "seed": 1}
+                fleet.bundle = lambda: rng.choice([1, 1, 2, 3, 7])
+                whole = (await router.complete(prompt_ids, **fields)).json()
+                fleet.bundle = lambda: 1
+                options = {"include_usage": True}
+                stream = await router.complete(
+                    prompt_ids, stream=True, stream_options=options, **fields
+                )
+                events = stream.events
+                [choice] = whole["choices"]
+                assert text_of(events) == choice["text"], (prompt_ids, ids, stops)
+                last = events[-3]["choices"][0]
+                for key in ("finish_reason", "stop_reason"):
+                    assert last[key] == choice[key]
+                assert events[-2]["usage"] == whole["usage"]
+                if fields["logprobs"]:
+                    columns: dict[str, list[Any]] = {}
+                    for event in events[:-2]:
+                        for key, rows in event["choices"][0]["logprobs"].items():
+                            columns.setdefault(key, []).extend(rows)
+                    assert columns == choice["logprobs"]
+
+
+# ---- log-probabilities --------------------------------------------------------------------------------
+
+
+async def test_completion_logprobs_have_a_row_a_token(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    ids = byte_level.encode(" fox over STOP", add_special_tokens=False).ids
+    fleet.script = lambda request: ids
+    body = (await router.complete(logprobs=2)).json()
+    columns = body["choices"][0]["logprobs"]
+    assert "".join(columns["tokens"]) == body["choices"][0]["text"]
+    wanted = fake_logprobs(ids, 2)
+    assert columns["token_logprobs"] == wanted.chosen
+    offset = 0
+    for row, token in enumerate(columns["tokens"]):
+        assert columns["text_offset"][row] == offset
+        offset += len(token)
+        top = columns["top_logprobs"][row]
+        # k best, and the chosen one where it is not among them.
+        assert len(top) == 2 + (ids[row] % 2)
+        assert top[token] == columns["token_logprobs"][row]
+    none = (await router.complete(logprobs=0)).json()["choices"][0]["logprobs"]
+    assert [list(top) for top in none["top_logprobs"]] == [[token] for token in none["tokens"]]
+
+
+async def test_echoed_logprobs_cover_prompt_and_output_as_lm_eval_reads_them(
+    router: MemoryRouter,
+) -> None:
+    prompts = [[11, 12, 13, 14], [20], [31, 30]]
+    body = (
+        await router.complete(prompts, max_tokens=1, logprobs=1, echo=True, temperature=0)
+    ).json()
+    for ids, choice in zip(prompts, body["choices"], strict=True):
+        columns = choice["logprobs"]
+        for rows in columns.values():
+            assert len(rows) == len(ids) + 1
+        assert columns["token_logprobs"][0] is None
+        assert columns["top_logprobs"][0] is None
+        for token_id, value, top in zip(
+            ids[1:], columns["token_logprobs"][1:-1], columns["top_logprobs"][1:-1], strict=True
+        ):
+            assert (value == max(top.values())) == (token_id % 2 == 0)
+            assert value in top.values()
+    scores = (await router.complete(prompts, max_tokens=0, logprobs=1, echo=True)).json()
+    for ids, choice in zip(prompts, scores["choices"], strict=True):
+        assert len(choice["logprobs"]["tokens"]) == len(ids)
+        assert choice["finish_reason"] == "length"
+
+
+async def test_echoed_logprobs_stream_with_the_first_frame(router: MemoryRouter) -> None:
+    fields: dict[str, Any] = {"max_tokens": 3, "logprobs": 1, "echo": True, "seed": 1}
+    whole = (await router.complete([11, 12, 13], **fields)).json()["choices"][0]
+    events = (await router.complete([11, 12, 13], stream=True, **fields)).events
+    columns: dict[str, list[Any]] = {}
+    for event in events[:-1]:
+        for key, rows in event["choices"][0]["logprobs"].items():
+            columns.setdefault(key, []).extend(rows)
+    assert columns == whole["logprobs"]
+    assert len(events[0]["choices"][0]["logprobs"]["tokens"]) == 4
+
+
+async def test_tokens_with_equal_text_do_not_hide_one_another(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    # Lonely bytes all look like U+FFFD.
+    ids = [byte_level.token_to_id("Ł"), byte_level.token_to_id("ł")]
+    neighbours = [(token_id + 3) % INFO.vocab_size for token_id in ids]
+    assert len({*ids, *neighbours}) == 4
+    fleet.script = lambda request: ids
+    columns = (await router.complete(logprobs=5)).json()["choices"][0]["logprobs"]
+    for row, token_id in enumerate(ids):
+        assert len(columns["top_logprobs"][row]) == 5 + (token_id % 2)
+        assert columns["top_logprobs"][row]["\ufffd"] == columns["token_logprobs"][row]
+
+
+async def test_chat_logprobs_have_exact_bytes_and_exactly_k_best(
+    router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    fleet.script = says(byte_level, "Hi 👾")
+    body = (await router.chat(logprobs=True, top_logprobs=3)).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == body["usage"]["completion_tokens"]
+    # All but the eos token.
+    assert bytes(byte for row in content[:-1] for byte in row["bytes"]).decode() == "Hi 👾"
+    assert all(len(row["top_logprobs"]) == 3 for row in content)
+    none = (await router.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    assert all(row["top_logprobs"] == [] for row in none)
+
+
+async def test_tokens_can_be_named_by_their_ids(router: MemoryRouter, fleet: FakeFleet) -> None:
+    body = (await router.complete(logprobs=1, return_tokens_as_token_ids=True, seed=1)).json()
+    ids = hashed_tokens(fleet.requests[0])
+    tokens = body["choices"][0]["logprobs"]["tokens"]
+    assert tokens == [f"token_id:{token_id}" for token_id in ids]
+
+
+# ---- refusals -----------------------------------------------------------------------------------------
+
+
+async def test_bad_bodies_are_400_with_the_reason(router: MemoryRouter) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for body in (b"", b"{", b"[]", b'"x"', b'{"n": NaN}', b"\xff", b"[" * 10_000):
+            answer = await router.post(path, body)
+            assert answer.status == 400
+            assert answer.error["type"] == "BadRequestError"
+            assert answer.error["code"] == 400
+            assert "Traceback" not in answer.body.decode()
+            assert answer.headers["x-request-id"]
+
+
+async def test_a_bad_request_that_asks_for_a_stream_gets_a_plain_400(router: MemoryRouter) -> None:
+    answer = await router.complete("Hello", stream=True, temperature=9)
+    assert answer.status == 400
+    assert answer.headers["content-type"].startswith("application/json")
+    assert answer.error["param"] == "temperature"
+
+
+async def test_another_content_type_is_refused(router: MemoryRouter) -> None:
+    body = b'{"prompt": "x"}'
+    for given in ("application/x-www-form-urlencoded", "text/plain"):
+        headers = {"Content-Type": given}
+        assert (await router.request("POST", "/v1/completions", body, headers)).status == 400
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    assert (await router.request("POST", "/v1/completions", body, headers)).status == 200
+    assert (await router.request("POST", "/v1/completions", body)).status == 200
+
+
+async def test_unknown_models_are_404_and_aliases_and_nothing_are_served(
+    router: MemoryRouter,
+) -> None:
+    answer = await router.complete(model="other")
+    assert answer.status == 404
+    assert (answer.error["type"], answer.error["param"]) == ("NotFoundError", "model")
+    for name in (INFO.model, "fake-alias", "", "tgi", "dummy", None):
+        body = (await router.complete(model=name)).json()
+        assert body["model"] == INFO.model
+
+
+async def test_unknown_routes_and_methods_are_json_errors(router: MemoryRouter) -> None:
+    answer = await router.get("/v1/nothing")
+    assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+    answer = await router.get("/v1/completions")
+    assert (answer.status, answer.error["code"]) == (405, 405)
+
+
+async def test_a_prompt_must_fit_into_the_context(router: MemoryRouter, fleet: FakeFleet) -> None:
+    limit = INFO.max_model_len
+    for prompt in ([5] * limit, "fox " * (limit + 10), "x" * 10_000_000):
+        answer = await router.complete(prompt, max_tokens=1)
+        assert answer.status == 400
+        assert f"This model's maximum context length is {limit} tokens" in answer.error["message"]
+    answer = await router.complete([5] * 500, max_tokens=13)
+    assert answer.status == 400
+    assert answer.error["param"] == "max_tokens"
+    assert fleet.requests == []
+    assert (await router.complete([5] * (limit - 1), max_tokens=1)).status == 200
+    # What nobody asked for is no reason to refuse.
+    assert (await router.complete([5] * (limit - 3))).json()["usage"]["completion_tokens"] == 3
+
+
+async def test_a_chat_without_a_template_is_told_how_to_give_one(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level, None))
+    async with memory_router(fleet) as router:
+        answer = await router.chat()
+        assert answer.status == 400
+        assert "--chat-template" in answer.error["message"]
+        assert (await router.complete()).status == 200
+    async with memory_router(fleet, chat_template="{{ messages[0].content }}") as router:
+        assert (await router.chat("fox")).status == 200
+    [*_, request] = fleet.requests
+    assert list(request.prompt_token_ids) == byte_level.encode("fox").ids
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (InvalidRequest("max_tokens is 9", field="max_tokens"), 400, "BadRequestError"),
+        (NotServed("no logprobs here", field="logprobs"), 400, "BadRequestError"),
+        (Overloaded("full"), 429, "RateLimitError"),
+        (ShardUnavailable("gone"), 503, "ServiceUnavailableError"),
+        (Unauthenticated("no key"), 503, "ServiceUnavailableError"),
+        (DeadlineExceeded("late"), 504, "TimeoutError"),
+        (ShardFailed("broken"), 500, "InternalServerError"),
+    ],
+)
+async def test_a_shards_error_before_the_first_token_is_a_status(
+    router: MemoryRouter, fleet: FakeFleet, error: PenstockError, status: int, kind: str
+) -> None:
+    fleet.script = lambda request: [error]
+    for stream in (False, True):
+        for n in (1, 3):
+            answer = await router.complete(stream=stream, n=n)
+            assert (answer.status, answer.error["type"]) == (status, kind)
+            assert ("retry-after" in answer.headers) == (status in (429, 503))
+            assert answer.headers["x-request-id"]
+            if status == 400:
+                assert answer.error["param"] == error.field  # type: ignore[attr-defined]
+    await until(lambda: not fleet.running)
+
+
+async def test_a_shards_error_after_the_first_token_is_an_event_then_done(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    fleet.script = lambda request: [5, 6, ShardUnavailable("gone")]
+    for n in (1, 2):
+        answer = await router.complete(stream=True, n=n)
+        assert answer.status == 200
+        *chunks, error, done = answer.events
+        assert done == "[DONE]"
+        assert error["error"]["code"] == 503
+        assert all("choices" in chunk for chunk in chunks)
+        assert (await router.complete(n=n)).status == 503
+    await until(lambda: not fleet.running)
+
+
+async def test_a_refusal_of_the_second_choice_aborts_the_first(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    fleet.refusal, fleet.accepts = ShardUnavailable("gone"), 1
+    assert (await router.complete(n=2)).status == 503
+    assert fleet.cancelled == ["r1"]
+
+
+async def test_a_defect_is_a_500_without_its_text(
+    router: MemoryRouter, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: GenerationRequest) -> Any:
+        raise ZeroDivisionError("secret /path")
+
+    monkeypatch.setattr(fleet, "submit", broken)
+    answer = await router.complete()
+    assert answer.status == 500
+    assert "secret" not in answer.body.decode()
+
+
+async def test_too_many_sequences_are_429_and_too_many_at_once_400(
+    byte_level: Tokenizer,
+) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.01)
+    async with memory_router(fleet, max_concurrent_requests=3) as router:
+        answers = await asyncio.gather(*(router.complete(n=2) for _ in range(3)))
+        statuses = sorted(answer.status for answer in answers)
+        assert statuses == [200, 429, 429]
+        refused = next(answer for answer in answers if answer.status == 429)
+        assert refused.headers["retry-after"] == "1"
+        assert (await router.complete(n=4)).status == 400
+        assert (await router.complete(n=3)).status == 200
+
+
+async def test_a_body_over_the_limit_is_413(byte_level: Tokenizer) -> None:
+    async with memory_router(FakeFleet(model_files(byte_level)), max_body_bytes=1000) as router:
+        answer = await router.complete("x" * 2000)
+        assert answer.status == 413
+        assert "1000 bytes" in answer.error["message"]
+
+
+async def test_the_key_is_asked_for_on_v1_only(byte_level: Tokenizer) -> None:
+    async with memory_router(FakeFleet(model_files(byte_level)), api_key="sesame") as router:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+            answer = await router.get("/v1/models", **headers)
+            assert answer.status == 401
+            assert answer.error["type"] == "AuthenticationError"
+        right = {"Authorization": "Bearer sesame"}
+        assert (await router.get("/v1/models", **right)).status == 200
+        assert (await router.get("/health")).status == 200
+        assert (await router.get("/metrics")).status == 200
+
+
+# ---- the rest of the routes -----------------------------------------------------------------------------
+
+
+async def test_models_are_listed_and_looked_up(router: MemoryRouter) -> None:
+    [card] = (await router.get("/v1/models")).json()["data"]
+    assert (card["id"], card["object"]) == (INFO.model, "model")
+    assert card["max_model_len"] == INFO.max_model_len
+    assert (await router.get(f"/v1/models/{INFO.model}")).json() == card
+    assert (await router.get("/v1/models/other/name")).status == 404
+
+
+async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
+    for path in ("/health", "/ping"):
+        answer = await router.get(path)
+        assert (answer.status, answer.body) == (200, b"")
+    assert "version" in (await router.get("/version")).json()
+    await router.complete(max_tokens=5)
+    text = (await router.get("/metrics")).body.decode()
+    wanted = 'penstock_router_requests_total{route="/v1/completions",status="200"} 1.0'
+    assert wanted in text
+    assert "penstock_router_output_tokens_total 5.0" in text
+    assert "penstock_router_first_token_seconds_count 1.0" in text
+    assert "penstock_router_between_tokens_seconds_count 4.0" in text
+    assert "penstock_router_sequences_in_flight 0.0" in text
+
+
+async def test_without_a_shard_the_router_lives_and_is_not_ready(byte_level: Tokenizer) -> None:
+    shard = FakeShard(ready=False, info=None)
+    fleet = FakeFleet(model_files(byte_level), shards=[shard])
+    async with memory_router(fleet) as router:
+        assert (await router.get("/health")).status == 200
+        for answer in (
+            await router.get("/ready"),
+            await router.get("/v1/models"),
+            await router.complete(),
+            await router.chat(stream=True),
+        ):
+            assert answer.status == 503
+            assert "no shard" in answer.error["message"]
+            assert answer.headers["retry-after"]
+        shard.ready, shard.info = True, INFO
+        async with asyncio.timeout(5):
+            while (await router.get("/ready")).status != 200:
+                await asyncio.sleep(0.01)
+        assert (await router.complete()).status == 200
+
+
+async def test_a_tokenizer_that_does_not_load_is_the_reason_for_503() -> None:
+    fleet = FakeFleet({"tokenizer.json": b'{"model": {"type": "Nonsense"}}'})
+    async with memory_router(fleet) as router:
+        answer = await router.complete()
+        assert answer.status == 503
+        assert "tokenizer.json does not load" in answer.error["message"]
+        assert "tokenizer.json" in (await router.get("/ready")).error["message"]
+
+
+async def test_the_request_id_is_the_callers_in_answers_and_errors(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    header = {"X-Request-Id": "mine-1"}
+    for path, body, wanted in (
+        ("/v1/completions", {"prompt": "x"}, "cmpl-mine-1-0"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}]},
+            "chatcmpl-mine-1",
+        ),
+    ):
+        answer = await router.post(path, body, **header)
+        assert answer.headers["x-request-id"] == "mine-1"
+        assert answer.json()["id"] == wanted
+        assert fleet.requests[-1].label == "mine-1"
+        streamed = await router.post(path, {**body, "stream": True}, **header)
+        assert streamed.headers["x-request-id"] == "mine-1"
+        assert streamed.events[0]["id"] == wanted
+    assert (await router.post("/v1/completions", {}, **header)).headers["x-request-id"] == "mine-1"
+    in_body = await router.complete(request_id="mine-2")
+    assert in_body.headers["x-request-id"] == "mine-2"
+    assert in_body.json()["id"] == "cmpl-mine-2-0"
+    long = await router.get("/health", **{"X-Request-Id": "x" * 1000})
+    assert len(long.headers["x-request-id"]) == 32
+
+
+# ---- time, and clients that leave -------------------------------------------------------------------------
+
+
+async def test_a_request_over_its_time_is_504_or_an_event(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.03)
+    async with memory_router(fleet, request_timeout_s=0.1) as router:
+        assert (await router.complete()).status == 504
+        *_, error, done = (await router.complete(stream=True)).events
+        assert (error["error"]["code"], done) == (504, "[DONE]")
+        fleet.step_s = 1
+        assert (await router.complete(stream=True)).status == 504
+        await until(lambda: not fleet.running)
+        assert len(fleet.cancelled) == 3
+
+
+async def test_a_silent_stream_is_kept_alive_by_comments(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.2)
+    async with memory_router(fleet, keep_alive_s=0.05) as router:
+        answer = await router.complete(stream=True, max_tokens=2)
+        # Before the first token already, and between the two.
+        assert answer.body.startswith(b": keep-alive\n\n")
+        assert answer.body.count(b": keep-alive\n\n") >= 4
+        assert len(answer.events) == 3
+
+
+LEAVERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a stream": ("/v1/completions", {"prompt": "x", "stream": True}),
+    "an answer": ("/v1/completions", {"prompt": "x"}),
+    "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    "four choices": ("/v1/completions", {"prompt": "x", "n": 4}),
+    "four choices in a stream": ("/v1/completions", {"prompt": "x", "n": 4, "stream": True}),
+    "a batch": ("/v1/completions", {"prompt": ["x", "y", "z"]}),
+}
+
+
+def begin(router: MemoryRouter, path: str, body: dict[str, Any]) -> Connection:
+    connection = router.connect()
+    data = json.dumps({**body, "max_tokens": 400}).encode()
+    connection.send("POST", path, data, JSON)
+    return connection
+
+
+@pytest.mark.parametrize("who", LEAVERS)
+async def test_a_client_that_leaves_aborts_what_it_began(byte_level: Tokenizer, who: str) -> None:
+    path, body = LEAVERS[who]
+    fleet = FakeFleet(model_files(byte_level), step_s=0.005)
+    async with memory_router(fleet) as router:
+        connection = begin(router, path, body)
+        await until(lambda: fleet.requests)
+        count = len(fleet.requests)
+        await asyncio.sleep(0.03)
+        connection.close()
+        await until(lambda: not fleet.running)
+        assert len(fleet.cancelled) == count
+        await until(lambda: router.app[ROUTER].admission.in_flight == 0)
+        metrics = (await router.get("/metrics")).body.decode()
+        assert f'penstock_router_aborts_total{{cause="disconnect"}} {float(count)}' in metrics
+        assert "penstock_router_sequences_in_flight 0.0" in metrics
+
+
+@pytest.mark.parametrize("who", LEAVERS)
+async def test_a_client_that_leaves_before_the_first_token_aborts_too(
+    byte_level: Tokenizer, who: str
+) -> None:
+    path, body = LEAVERS[who]
+    fleet = FakeFleet(model_files(byte_level), step_s=30)
+    async with memory_router(fleet) as router:
+        connection = begin(router, path, body)
+        await until(lambda: fleet.requests)
+        connection.close()
+        await until(lambda: not fleet.running)
+        assert len(fleet.cancelled) == len(fleet.requests)
+
+
+async def test_many_clients_that_leave_at_random_leave_nothing_behind(
+    byte_level: Tokenizer,
+) -> None:
+    rng = seeded("leavers")
+    fleet = FakeFleet(model_files(byte_level), step_s=0.001)
+    async with memory_router(fleet) as router:
+        for _ in range(budget(40, 1000)):
+            path, body = rng.choice(list(LEAVERS.values()))
+            connection = begin(router, path, body)
+            await asyncio.sleep(rng.random() * 0.02)
+            connection.close()
+        await until(lambda: not fleet.running)
+        await until(lambda: router.app[ROUTER].admission.in_flight == 0)
+        assert (await router.complete(max_tokens=2)).status == 200
+
+
+async def test_tokens_that_come_while_a_client_is_being_written_to_go_out_together(
+    byte_level: Tokenizer,
+) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.001)
+    async with memory_router(fleet) as router:
+        connection = begin(router, *LEAVERS["a stream"])
+        _, headers = await connection.read_head()
+        connection.protocol.pause_writing()
+        received = b""
+        reading = asyncio.create_task(_read_all(connection, headers))
+        await asyncio.sleep(0.3)
+        connection.protocol.resume_writing()
+        received = await reading
+        events = parse_events(received)
+        assert events[-1] == "[DONE]"
+        whole = (await router.complete("x", max_tokens=400, seed=1)).json()
+        assert whole["usage"]["completion_tokens"] == 400
+        # 400 tokens in far fewer events.
+        assert len(events) < 350
+        connection.close()
+
+
+async def _read_all(connection: Connection, headers: dict[str, str]) -> bytes:
+    return b"".join([part async for part in connection.chunks(headers)])
+
+
+async def test_stopping_refuses_what_comes_and_finishes_what_is_there(
+    byte_level: Tokenizer,
+) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.005)
+    async with memory_router(fleet) as router:
+        running = asyncio.create_task(router.complete(max_tokens=20))
+        await until(lambda: fleet.requests)
+        router.app[ROUTER].admission.stopping = True
+        refused = await router.complete()
+        assert refused.status == 503
+        assert (await router.get("/ready")).status == 503
+        assert (await router.get("/health")).status == 200
+        assert (await running).status == 200
+
+
+async def test_a_large_prompt_is_tokenized_off_the_loop(byte_level: Tokenizer) -> None:
+    info = replace(INFO, max_model_len=10**6)
+    fleet = FakeFleet(model_files(byte_level), shards=[FakeShard(info=info)])
+    async with memory_router(fleet) as router:
+        big = asyncio.create_task(router.complete("the fox " * 40_000, max_tokens=1))
+        await asyncio.sleep(0.005)
+        health = await router.get("/health")
+        assert health.status == 200
+        assert not big.done()
+        assert (await big).status == 200

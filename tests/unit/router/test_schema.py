@@ -1,0 +1,296 @@
+"""Bodies: what is accepted, what it becomes, and what is refused in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from router_doubles import random_text
+from support.budget import budget, seeded
+
+from penstock_router.errors import BadRequest
+from penstock_router.schema import (
+    FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    decode_object,
+    parse_chat,
+    parse_completion,
+)
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_completion({"prompt": "x", **fields})
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_chat({"messages": MESSAGES, **fields})
+
+
+# ---- bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"a": 1} x', "not valid JSON"),
+        (b"[]", "must be a JSON object, not an array"),
+        (b'"x"', "not a string"),
+        (b"null", "not null"),
+        (b"3", "not a number"),
+        (b'{"a": NaN}', "not valid JSON"),
+        (b'{"a": Infinity}', "not valid JSON"),
+        (b'{"a": 1e999}', "not valid JSON"),
+        (b'{"a": "\xff"}', "not valid UTF-8"),
+        (b'{"a": "\\ud800"}', "not valid JSON"),
+        (b'{"a": ' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused_in_one_line(body: bytes, words: str) -> None:
+    with pytest.raises(BadRequest, match=words) as caught:
+        decode_object(body)
+    assert "\n" not in caught.value.message
+
+
+def test_a_key_that_also_occurs_in_the_text_is_not_taken_for_a_repeated_one() -> None:
+    body = b'{"prompt": "say \\"prompt\\"", "stop": ["prompt", "stop"]}'
+    assert decode_object(body)["stop"] == ["prompt", "stop"]
+
+
+# ---- fields -----------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_apis() -> None:
+    request = completion()
+    assert (request.n, request.best_of, request.max_tokens, request.stream) == (1, 1, None, False)
+    assert request.add_special_tokens
+    assert not chat().add_special_tokens
+    assert chat().add_generation_prompt
+
+
+def test_null_is_the_same_as_not_given() -> None:
+    names = {entry.name for entry in FIELDS if "C" in entry.routes} - {"prompt"}
+    assert completion(**dict.fromkeys(names)) == completion()
+    names = {entry.name for entry in FIELDS if "H" in entry.routes} - {"messages"}
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert completion(metadata={"a": 1}, store=True, service_tier="x") == completion()
+
+
+@pytest.mark.parametrize("entry", [entry for entry in FIELDS if not entry.works])
+def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(entry: Any) -> None:
+    parse = parse_completion if "C" in entry.routes else parse_chat
+    base = {"prompt": "x"} if "C" in entry.routes else {"messages": MESSAGES}
+    for neutral in entry.neutral:
+        parse({**base, entry.name: neutral})
+    asking: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "length_penalty": 2,
+        "parallel_tool_calls": 3,
+        "modalities": ["audio"],
+        "use_beam_search": True,
+        "spaces_between_special_tokens": False,
+        "stream_interval": 4,
+        "priority": -1,
+        "min_tokens": 2,
+        "response_format": {"type": "json_object"},
+    }
+    candidates = [asking.get(entry.name), {"a": 1}, ["a"], [1], "a", 7]
+    refusals = []
+    for value in candidates:
+        if value is not None:
+            with pytest.raises(BadRequest) as caught:
+                parse({**base, entry.name: value})
+            assert caught.value.param == entry.name
+            assert entry.name in caught.value.message
+            refusals.append(caught.value.message)
+    if entry.name not in ("tools", "tool_choice", "parallel_tool_calls"):
+        assert any("not served" in message for message in refusals)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temperature", -0.1, "at least 0 and at most 2"),
+        ("temperature", 2.1, "at most 2"),
+        ("temperature", "hot", "a number; given: 'hot'"),
+        ("temperature", True, "a number"),
+        ("top_p", 0, "above 0"),
+        ("top_p", 1.01, "at most 1"),
+        ("top_k", -2, "at least -1"),
+        ("top_k", 0.5, "an integer"),
+        ("min_p", 1.5, "at most 1"),
+        ("n", 0, "at least 1"),
+        ("n", 16385, "at most 16384"),
+        ("n", "2", "an integer"),
+        ("n", True, "an integer"),
+        ("max_tokens", -1, "at least 0"),
+        ("max_tokens", 10**30, "at most"),
+        ("seed", 2**63, "less_than_equal"),
+        ("seed", -(2**63) - 1, "greater_than_equal"),
+        ("stop", ["a"] * 5, "at most 4"),
+        ("stop", "", "1 to"),
+        ("stop", ["a", ""], "1 to"),
+        ("stop", [1], "string"),
+        ("stop", {"a": 1}, "array"),
+        ("stop_token_ids", [-1], "at least 0"),
+        ("stop_token_ids", "a", "array"),
+        ("logprobs", 21, "at most 20"),
+        ("logprobs", True, "an integer"),
+        ("echo", 1, "true or false"),
+        ("stream", "yes", "true or false"),
+        ("model", 3, "a string"),
+        ("stream_options", {"include_usage": True}, "stream is true"),
+        ("stream_options", [], "object"),
+        ("best_of", 0, "at least 1"),
+        ("prompt", "", "must be provided and non-empty"),
+        ("prompt", None, "must be provided and non-empty"),
+        ("prompt", [], "must be provided and non-empty"),
+        ("prompt", [[]], "must be provided and non-empty"),
+        ("prompt", ["a", ""], "must be provided and non-empty"),
+        ("prompt", 5, "a string"),
+        ("prompt", {}, "a string"),
+        ("prompt", [1, "a"], "integers only"),
+        ("prompt", [[1, True]], "integers only"),
+        ("prompt", [[1, -1]], "out of vocabulary"),
+        ("prompt", [2**40], "out of vocabulary"),
+        ("prompt", ["a", 1], "a string"),
+        ("prompt", ["a"] * 1025, "at most 1024"),
+        ("max_tokens", 0, "at least 1 without echo"),
+    ],
+)
+def test_values_out_of_bounds_are_refused_by_field(field: str, value: object, words: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        completion(**{field: value})
+    assert words in caught.value.message
+    assert caught.value.param == field
+    assert len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("messages", [], "at least one message"),
+        ("messages", "Hi", "an array"),
+        ("messages", ["Hi"], "an object"),
+        ("messages", [{"content": "x"}], "role"),
+        ("messages", [{"role": 3, "content": "x"}], "role"),
+        ("messages", [{"role": "user"}], "needs content"),
+        ("messages", [{"role": "user", "content": 3}], "content"),
+        ("messages", [{"role": "user", "content": ["x"]}], "an object"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "text"),
+        ("messages", [{"role": "assistant", "tool_calls": {}}], "array"),
+        ("messages", [{"role": "assistant", "tool_calls": [{"function": 1}]}], "object"),
+        ("max_tokens", 0, "at least 1"),
+        ("logprobs", 1, "true or false"),
+        ("top_logprobs", 2, "needs logprobs"),
+        ("tools", [], "empty"),
+        ("tool_choice", "auto", "tools"),
+        ("chat_template_kwargs", {"messages": []}, "a field of its own"),
+        ("continue_final_message", "x", "true or false"),
+    ],
+)
+def test_chat_values_out_of_bounds_are_refused(field: str, value: object, words: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat(**{field: value})
+    assert words in caught.value.message
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(field)
+
+
+def test_the_four_forms_of_a_prompt() -> None:
+    assert completion(prompt="a").prompts == ("a",)
+    assert completion(prompt=["a", "b"]).prompts == ("a", "b")
+    assert completion(prompt=[1, 2]).prompts == ([1, 2],)
+    assert completion(prompt=[[1], [2, 3]]).prompts == ([1], [2, 3])
+
+
+def test_a_whole_float_is_an_integer() -> None:
+    assert completion(max_tokens=5.0, n=2.0).max_tokens == 5
+
+
+def test_max_completion_tokens_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat().max_tokens is None
+
+
+def test_best_of_is_at_least_n_and_not_for_streams() -> None:
+    assert completion(n=2, best_of=3).best_of == 3
+    assert completion(n=2).best_of == 2
+    with pytest.raises(BadRequest, match="at least n"):
+        completion(n=2, best_of=1)
+    with pytest.raises(BadRequest, match="streaming"):
+        completion(best_of=2, stream=True)
+
+
+def test_usage_options_need_each_other() -> None:
+    request = completion(stream=True, stream_options={"continuous_usage_stats": True})
+    assert (request.include_usage, request.continuous_usage) == (False, False)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = completion(stream=True, stream_options=options)
+    assert (request.include_usage, request.continuous_usage) == (True, True)
+    assert completion(stream_options={}) == completion()
+
+
+def test_chat_logprobs_are_a_count_with_zero_for_the_chosen_alone() -> None:
+    assert chat().logprobs is None
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).logprobs == 3
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None
+
+
+def test_a_continued_message_needs_no_generation_prompt() -> None:
+    assert not chat(continue_final_message=True).add_generation_prompt
+    with pytest.raises(BadRequest, match="not together"):
+        chat(continue_final_message=True, add_generation_prompt=True)
+
+
+def test_messages_come_as_templates_expect_them() -> None:
+    [first, second] = chat(
+        messages=[
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": None, "name": None, "extra": {"x": 1}},
+        ]
+    ).messages
+    assert first == {"role": "user", "content": "a\nb"}
+    assert second == {"role": "assistant", "extra": {"x": 1}}
+
+
+def test_tool_calls_arguments_become_an_object_where_they_are_one() -> None:
+    for given, wanted in [('{"a": 1}', {"a": 1}), ("", {}), ("[1]", "[1]"), ("{", "{"), ({}, {})]:
+        call = {"function": {"name": "f", "arguments": given}}
+        [message] = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+        assert message["tool_calls"][0]["function"]["arguments"] == wanted
+
+
+def test_no_body_of_nonsense_raises_anything_but_a_refusal() -> None:
+    rng = seeded("nonsense")
+    values: list[Any] = [
+        *(None, True, False, 0, 1, -1, 0.5, 1e308, 2**70, -(2**70), "", "x", "\x00", [], {}),
+        *([1], ["x"], [[1]], [[]], [None], {"a": None}, {"type": "text"}, [{}], [{"role": "user"}]),
+        *([{"role": "user", "content": None}], [{"role": "user", "content": [{}]}], [[[1]]]),
+        *(MESSAGES, {"include_usage": 1}, random_text(rng, 3)),
+    ]
+    names = sorted({entry.name for entry in FIELDS})
+    for _ in range(budget(20_000, 500_000)):
+        body = {rng.choice(names): rng.choice(values) for _ in range(rng.randrange(1, 5))}
+        for parse in (parse_completion, parse_chat):
+            try:
+                parse(body)  # type: ignore[operator]
+            except BadRequest as error:
+                assert len(error.message) <= 1000, body
