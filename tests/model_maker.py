@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_SMALL, "sliding_window": 24}),
     "gemma2": (
         "gemma2",
-        {**_GEMMA, "sliding_window": 24},
+        {**_GEMMA, "sliding_window": 24, "attn_logit_softcapping": 1.0},
     ),
     "gemma3": (
         "gemma3_text",

@@ -107,18 +107,23 @@ class Generation:
                 continue
             self._observe(choice, output)
             delta = choice.take(output)
+            if output.cached_tokens is not None:
+                self._count_cached()
             if delta is not None:
                 self._account(choice, delta, output)
                 return delta
         raise StopAsyncIteration
 
+    def _count_cached(self) -> None:
+        # Of each prompt's first choice; the others find what that one left.
+        firsts = self._choices[:: self.job.choices_per_prompt]
+        known = [choice.cached_tokens for choice in firsts if choice.cached_tokens is not None]
+        self.usage.cached_tokens = sum(known) if known else None
+
     def _account(self, choice: Choice, delta: Delta, output: Output) -> None:
         self.usage.completion_tokens += len(delta.token_ids)
-        if delta.finish_reason is None:
-            return
-        if choice.index % self.job.choices_per_prompt == 0 and choice.cached_tokens is not None:
-            self.usage.cached_tokens = (self.usage.cached_tokens or 0) + choice.cached_tokens
-        self._end(choice, None if output.finish_reason is not None else "stop_string")
+        if delta.finish_reason is not None:
+            self._end(choice, None if output.finish_reason is not None else "stop_string")
 
     def _observe(self, choice: Choice, output: Output) -> None:
         count = len(output.token_ids)

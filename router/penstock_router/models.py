@@ -42,6 +42,13 @@ class ServedModel:
         return f"penstock-{self.info.version}-{self.info.weights_hash[:12]}"
 
 
+_Loading = asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]
+
+
+def _failed(task: _Loading) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
 class Models:
     """The models of a fleet, by name."""
 
@@ -49,7 +56,8 @@ class Models:
         self._fleet = fleet
         self.executor = executor
         self._chat_template = chat_template
-        self._texts: dict[str, asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]] = {}
+        # By model and tokenizer hash.
+        self._texts: dict[tuple[str, str], _Loading] = {}
         self._trouble = "no shard serves yet"
         self.started_at = int(time.time())
 
@@ -57,8 +65,8 @@ class Models:
     def not_ready_because(self) -> str | None:
         """Why requests would be answered 503; None when they are served."""
         for info in self.infos():
-            task = self._texts.get(info.tokenizer_hash)
-            if task is not None and task.done() and not task.cancelled() and not task.exception():
+            task = self._texts.get((info.model, info.tokenizer_hash))
+            if task is not None and task.done() and not _failed(task):
                 return None
         if next(self.infos(), None) is None:
             return "no shard serves yet" if not self._texts else "no shard serves at present"
@@ -95,10 +103,10 @@ class Models:
         return ServedModel(info, tokenizer, chat_template)
 
     async def _text_of(self, info: ShardInfo) -> tuple[Tokenizer, ChatTemplate | None]:
-        task = self._texts.get(info.tokenizer_hash)
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = asyncio.create_task(self._load(info.model))
-            self._texts[info.tokenizer_hash] = task
+        key = (info.model, info.tokenizer_hash)
+        task = self._texts.get(key)
+        if task is None or _failed(task):
+            task = self._texts[key] = asyncio.create_task(self._load(info.model))
         # A request that is cancelled must not cancel the loading that others wait for.
         return await asyncio.shield(task)
 

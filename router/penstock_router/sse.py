@@ -55,10 +55,7 @@ class EventStream:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._comment is not None:
-            self._comment.cancel()
+        self._stop_comments()
 
     async def send(self, payloads: list[bytes]) -> None:
         """Each payload as an event, all in one write."""
@@ -68,16 +65,24 @@ class EventStream:
 
     async def end(self) -> None:
         """The one [DONE], and the end of the body."""
+        self._stop_comments()
         await self.response.write(DONE)
         await self.response.write_eof()
 
     def _tick(self) -> None:
-        idle_s = self._loop.time() - self._written_at
-        wait_s = self._keep_alive_s - idle_s
+        wait_s = self._written_at + self._keep_alive_s - self._loop.time()
         if wait_s <= 0:
-            self._comment = self._loop.create_task(self._write_comment())
             wait_s = self._keep_alive_s
+            # A comment that waits for a slow reader needs no second one behind it.
+            if self._comment is None or self._comment.done():
+                self._comment = self._loop.create_task(self._write_comment())
         self._timer = self._loop.call_later(wait_s, self._tick)
+
+    def _stop_comments(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
 
     async def _write_comment(self) -> None:
         try:

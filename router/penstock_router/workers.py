@@ -72,7 +72,10 @@ def set_up_logging(config: RouterConfig) -> None:
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet; raises OSError."""
+    """A socket on the port; raises OSError.
+
+    One that is not shared listens at once: until somebody does, the system lets several bind.
+    """
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
@@ -81,6 +84,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
+        if not shared:
+            listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise

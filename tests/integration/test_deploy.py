@@ -234,7 +234,7 @@ def test_the_gpu_file_changes_only_shards_and_gives_each_a_gpu_of_its_own() -> N
     assert set(overrides) == {name for name in services if name.startswith("shard")}
     gpus = []
     for override in overrides.values():
-        assert override["build"] == {"target": "cuda"}
+        assert override["build"] == {"target": "cuda", "args": {"TORCH_INDEX_URL": ""}}
         assert override["image"] not in {service["image"] for service in services.values()}
         (device,) = override["deploy"]["resources"]["reservations"]["devices"]
         gpus += device["device_ids"]

@@ -66,6 +66,17 @@ def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> N
     gate.check_layers(module, lost, SdpaBackend(), 24)
 
 
+def test_a_lost_softcap_is_refused(model_dir: Callable[[str], Path]) -> None:
+    module = AutoModelForCausalLM.from_pretrained(model_dir("gemma2"))
+    module.set_attn_implementation(ATTENTION_NAME)
+    with torch.inference_mode():
+        specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).probe()
+    gate.check_layers(module, specs, SdpaBackend(), 256)
+    lost = [dataclasses.replace(spec, softcap=None) for spec in specs]
+    with pytest.raises(ModelError, match="do not get the softcap"):
+        gate.check_layers(module, lost, SdpaBackend(), 256)
+
+
 def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("llama"))
     module.set_attn_implementation(ATTENTION_NAME)

@@ -101,6 +101,12 @@ def check_layers(
             "do not each attend once are not served"
         )
     _check_windows(name, text, specs, max_model_len)
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    if softcap and any(spec.softcap is None for spec in specs):
+        raise ModelError(
+            f"{name}: attention calls do not get the softcap that the configuration states; "
+            "it is not served"
+        )
     for spec in specs:
         reason = backend.refusal(spec, module.dtype)
         if reason:

@@ -85,7 +85,7 @@ STYLES: dict[str, str] = {
 <|START_OF_TURN_TOKEN|><|{{ role | upper }}_TOKEN|>{{ text.strip() }}<|END_OF_TURN_TOKEN|>
 {%- endmacro -%}
 {{ bos_token }}
-{%- if documents %}{% for d in documents %}Document {{ loop.index }}: {{ d.title }}{% endfor %}{% endif -%}
+{%- if documents %}{% for d in documents %}Document: {{ d.title }}{% endfor %}{% endif -%}
 {%- for m in messages -%}
 {{ turn('chatbot' if m.role == 'assistant' else m.role, m.content) }}
 {%- endfor -%}
@@ -136,14 +136,18 @@ STYLES: dict[str, str] = {
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- elif message.role == "tool" %}
-{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+{%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
+{{- '<|im_start|>user' }}
+{%- endif %}
 {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
 {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
 {%- endif %}""",
     "hermes": """{%- macro described(spec) -%}
 {%- if spec.type == 'object' -%}{ {% for k, v in spec.properties.items() -%}

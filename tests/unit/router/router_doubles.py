@@ -1,4 +1,4 @@
-"""Doubles for the router's tests: a fleet without shards, HTTP without sockets, small tokenizers."""
+"""Doubles for the router's tests: fleets without shards, HTTP without sockets, tokenizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from penstock_client.types import (
 from penstock_router.app import build_app
 from penstock_router.config import RouterConfig
 
-# ---- Tokenizers ----------------------------------------------------------------------------------
+# ---- Tokenizers --------------------------------------------------------------------------------
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
@@ -139,6 +139,12 @@ def metaspace_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 def decoder_of(tokenizer: Tokenizer) -> dict[str, Any]:
     decoder: dict[str, Any] = json.loads(tokenizer.to_str())["decoder"]
     return decoder
@@ -160,7 +166,7 @@ def model_files(tokenizer: Tokenizer, chat_template: str | None = CHATML) -> dic
     }
 
 
-# ---- A fleet without shards ------------------------------------------------------------------------
+# ---- A fleet without shards --------------------------------------------------------------------
 
 INFO = ShardInfo(
     address="fake:1",
@@ -197,7 +203,7 @@ class FakeShard:
     info: ShardInfo | None = INFO
     ready: bool = True
     address: str = "fake:1"
-    load: LoadReport = LoadReport()
+    load: LoadReport = field(default_factory=LoadReport)
     in_flight: int = 0
 
 
@@ -307,7 +313,7 @@ def fake_logprobs(token_ids: Iterable[int], top_n: int) -> Logprobs:
     return columns
 
 
-# ---- HTTP without sockets --------------------------------------------------------------------------
+# ---- HTTP without sockets ----------------------------------------------------------------------
 
 
 class MemoryTransport(asyncio.Transport):

@@ -102,7 +102,7 @@ def test_fifteen_styles_render_as_transformers_renders_them(
                     add_generation_prompt=add_generation_prompt,
                     enable_thinking=False,
                 )
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it refuses with
                 refused_there = error
             try:
                 got = template.render(
@@ -217,7 +217,7 @@ def test_rendering_leaves_the_messages_as_they_were() -> None:
     assert messages == [{"role": "assistant", "content": "x", "reasoning": "r"}]
 
 
-# ---- where the template comes from ----------------------------------------------------------------
+# ---- where the template comes from -------------------------------------------------------------
 
 
 def rendered(files: dict[str, bytes], override: str | None = None, **kwargs: Any) -> str | None:

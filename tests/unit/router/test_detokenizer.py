@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from router_doubles import decoder_of, random_text
+from router_doubles import decoder_of, id_of, random_text
 from support.budget import budget, seeded
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -118,6 +118,7 @@ def characters_and_lonely_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> str
     data = b""
     for token_id in ids:
         token = tokenizer.id_to_token(token_id)
+        assert token is not None
         if token.startswith("<0x"):
             data += bytes.fromhex(token[3:5])
         elif token not in ("<s>", "</s>", "<unk>"):
@@ -160,7 +161,7 @@ def test_bytes_that_never_become_a_character_at_the_end_are_not_shown(
 def test_a_broken_character_in_the_middle_is_shown_as_it_is_decoded_at_once(
     sentencepiece: Tokenizer,
 ) -> None:
-    broken = [sentencepiece.token_to_id(token) for token in ("<0xE6>", "<0x97>")]
+    broken = [id_of(sentencepiece, token) for token in ("<0xE6>", "<0x97>")]
     word = encode(sentencepiece, "fox")
     assert "".join(incremental(sentencepiece, word, [[broken[0]], [broken[1]], word])) == (
         reference(sentencepiece, word, [*broken, *word])
@@ -184,12 +185,12 @@ def test_the_first_word_after_a_prompt_keeps_its_space(tokenizer: Tokenizer) -> 
 def test_the_first_word_of_all_has_none_also_after_hidden_tokens(sentencepiece: Tokenizer) -> None:
     ids = encode(sentencepiece, "the dog")
     assert "".join(incremental(sentencepiece, [], [[token] for token in ids])) == "the dog"
-    bos = sentencepiece.token_to_id("<s>")
+    bos = id_of(sentencepiece, "<s>")
     assert "".join(incremental(sentencepiece, [bos], [ids])) == "the dog"
 
 
 def test_special_tokens_are_shown_only_when_asked_for(byte_level: Tokenizer) -> None:
-    ids = [*encode(byte_level, "fox"), byte_level.token_to_id("<ü b>")]
+    ids = [*encode(byte_level, "fox"), id_of(byte_level, "<ü b>")]
     assert "".join(incremental(byte_level, [], [ids], skip=True)) == "fox"
     assert "".join(incremental(byte_level, [], [ids], skip=False)) == "fox<ü b>"
 
@@ -204,7 +205,7 @@ def test_an_id_out_of_the_vocabulary_is_nothing(tokenizer: Tokenizer) -> None:
 def test_decode_stream_of_tokenizers_fails_where_ours_does_not(sentencepiece: Tokenizer) -> None:
     """Why `DecodeStream` is not used; when this fails, look again."""
     tokens = ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0xE6>", "▁the", "▁the"]
-    ids = [sentencepiece.token_to_id(token) for token in tokens]
+    ids = [id_of(sentencepiece, token) for token in tokens]
     stream = DecodeStream(skip_special_tokens=True)
     with pytest.raises(Exception, match="Invalid prefix"):
         [stream.step(sentencepiece, token_id) for token_id in ids]
@@ -235,7 +236,7 @@ def test_a_tokenizer_that_shows_nothing_but_replacement_characters_does_not_hold
 ) -> None:
     table = WindowTable(byte_level, has_bytes=True)
     detokenizer = table.start([], skip_special_tokens=True)
-    lonely = byte_level.token_to_id("ÿ")
+    lonely = id_of(byte_level, "ÿ")
     shown = "".join(detokenizer.feed([lonely]) for _ in range(40))
     assert len(shown) >= 20
     assert set(shown) == {REPLACEMENT}

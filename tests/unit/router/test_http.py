@@ -18,6 +18,7 @@ from router_doubles import (
     byte_level_tokenizer,
     fake_logprobs,
     hashed_tokens,
+    id_of,
     memory_router,
     model_files,
     parse_events,
@@ -63,7 +64,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
             await asyncio.sleep(0.001)
 
 
-# ---- answers ----------------------------------------------------------------------------------------
+# ---- answers -----------------------------------------------------------------------------------
 
 
 async def test_a_completion_has_the_apis_form(router: MemoryRouter, fleet: FakeFleet) -> None:
@@ -253,7 +254,7 @@ async def test_the_shard_gets_what_the_request_asked_for(
     assert sampling.seed is not None
 
 
-# ---- ends -------------------------------------------------------------------------------------------
+# ---- ends --------------------------------------------------------------------------------------
 
 
 async def test_a_stop_string_over_three_tokens_cuts_exactly_and_aborts(
@@ -331,9 +332,9 @@ async def test_streaming_equals_not_streaming_however_tokens_are_bundled(
     byte_level: Tokenizer, sentencepiece: Tokenizer
 ) -> None:
     rng = seeded("stream equals whole")
+    answers: dict[str, list[int]] = {}
     for tokenizer in (byte_level, sentencepiece):
         fleet = FakeFleet(model_files(tokenizer))
-        answers: dict[str, list[int]] = {}
         fleet.script = lambda request: answers[str(list(request.prompt_token_ids))]
         async with memory_router(fleet) as router:
             for _ in range(budget(60, 200)):
@@ -371,7 +372,7 @@ async def test_streaming_equals_not_streaming_however_tokens_are_bundled(
                     assert columns == choice["logprobs"]
 
 
-# ---- log-probabilities --------------------------------------------------------------------------------
+# ---- log-probabilities -------------------------------------------------------------------------
 
 
 async def test_completion_logprobs_have_a_row_a_token(
@@ -436,7 +437,7 @@ async def test_tokens_with_equal_text_do_not_hide_one_another(
     router: MemoryRouter, fleet: FakeFleet, byte_level: Tokenizer
 ) -> None:
     # Lonely bytes all look like U+FFFD.
-    ids = [byte_level.token_to_id("Ł"), byte_level.token_to_id("ł")]
+    ids = [id_of(byte_level, "Ł"), id_of(byte_level, "ł")]
     neighbours = [(token_id + 3) % INFO.vocab_size for token_id in ids]
     assert len({*ids, *neighbours}) == 4
     fleet.script = lambda request: ids
@@ -467,7 +468,7 @@ async def test_tokens_can_be_named_by_their_ids(router: MemoryRouter, fleet: Fak
     assert tokens == [f"token_id:{token_id}" for token_id in ids]
 
 
-# ---- refusals -----------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 async def test_bad_bodies_are_400_with_the_reason(router: MemoryRouter) -> None:
@@ -639,7 +640,7 @@ async def test_the_key_is_asked_for_on_v1_only(byte_level: Tokenizer) -> None:
         assert (await router.get("/metrics")).status == 200
 
 
-# ---- the rest of the routes -----------------------------------------------------------------------------
+# ---- the rest of the routes --------------------------------------------------------------------
 
 
 async def test_models_are_listed_and_looked_up(router: MemoryRouter) -> None:
@@ -722,7 +723,7 @@ async def test_the_request_id_is_the_callers_in_answers_and_errors(
     assert len(long.headers["x-request-id"]) == 32
 
 
-# ---- time, and clients that leave -------------------------------------------------------------------------
+# ---- time, and clients that leave --------------------------------------------------------------
 
 
 async def test_a_request_over_its_time_is_504_or_an_event(byte_level: Tokenizer) -> None:

@@ -29,7 +29,7 @@ def chat(**fields: Any) -> ChatRequest:
     return parse_chat({"messages": MESSAGES, **fields})
 
 
-# ---- bytes ------------------------------------------------------------------------------------------
+# ---- bytes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_key_that_also_occurs_in_the_text_is_not_taken_for_a_repeated_one() ->
     assert decode_object(body)["stop"] == ["prompt", "stop"]
 
 
-# ---- fields -----------------------------------------------------------------------------------------
+# ---- fields ------------------------------------------------------------------------------------
 
 
 def test_defaults_are_the_apis() -> None:
@@ -287,10 +287,12 @@ def test_no_body_of_nonsense_raises_anything_but_a_refusal() -> None:
         *(MESSAGES, {"include_usage": 1}, random_text(rng, 3)),
     ]
     names = sorted({entry.name for entry in FIELDS})
+    longest = 0
     for _ in range(budget(20_000, 500_000)):
         body = {rng.choice(names): rng.choice(values) for _ in range(rng.randrange(1, 5))}
         for parse in (parse_completion, parse_chat):
             try:
-                parse(body)  # type: ignore[operator]
+                parse(body)
             except BadRequest as error:
-                assert len(error.message) <= 1000, body
+                longest = max(longest, len(error.message))
+    assert longest <= 1000

@@ -68,7 +68,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     limit = tokenizer.max_chars(100)
     assert limit is not None
     monkeypatch.setattr(tokenizer, "_encode", None)
-    with pytest.raises(BadRequest, match="maximum context length is 100 tokens.*characters"):
+    with pytest.raises(BadRequest, match=r"maximum context length is 100 tokens.*characters"):
         await tokenizer.encode(["x" * (limit + 1)], add_special_tokens=True, max_tokens=100)
 
 

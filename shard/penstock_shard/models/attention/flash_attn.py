@@ -75,7 +75,7 @@ def _decode(
     """query [num_decodes, Hq, D], one a row -> the same shape."""
     rows = batch.num_decodes
     attended: Tensor = flash_attn_with_kvcache(
-        query.contiguous().unsqueeze(1),
+        query.unsqueeze(1),
         cache[0],
         cache[1],
         cache_seqlens=batch.seq_lens_tensor[:rows],
@@ -99,7 +99,7 @@ def _prefill(
     """query [T - num_decodes, Hq, D] of the rows after the decodes -> the same shape."""
     rows = batch.num_decodes
     attended: Tensor = flash_attn_varlen_func(
-        query.contiguous(),
+        query,
         cache[0],
         cache[1],
         cu_seqlens_q=batch.prefill_cu_queries,

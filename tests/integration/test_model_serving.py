@@ -1,0 +1,125 @@
+"""The whole stack on a real model: HTTP in, the model's own text out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from support.processes import Router, Shard, running
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def opt_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OPT as opt-125m is built: learned positions with their offset, biases, tied head."""
+    from model_maker import make_model
+
+    return make_model(tmp_path_factory.mktemp("opt"), "opt")
+
+
+@pytest.fixture(scope="module")
+def opt_pair(opt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    logs = tmp_path_factory.mktemp("logs")
+    flags = ("--model", str(opt_dir), "--served-model-name", "opt", "--threads", "1")
+    shard = Shard(logs / "shard", *flags, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    router = Router(logs / "router", [shard.address])
+    with running(shard, router):
+        yield router
+
+
+@pytest.fixture(scope="module")
+def toy_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    logs = tmp_path_factory.mktemp("toy")
+    shard = Shard(logs / "shard", "--runner", "model", "--threads", "1")
+    router = Router(logs / "router", [shard.address])
+    with running(shard, router):
+        yield router
+
+
+async def _post(router: Router, path: str, body: Any) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession(router.url) as session,
+        session.post(path, json=body) as response,
+    ):
+        return response.status, await response.json()
+
+
+def _generate(directory: Path, token_ids: list[int], count: int) -> list[int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    prompt = torch.tensor([token_ids])
+    mask = torch.ones_like(prompt)
+    output = model.generate(
+        prompt, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=2
+    )
+    ids: list[int] = output[0, len(token_ids) :].tolist()
+    return ids
+
+
+async def test_completions_of_an_opt_model_are_those_of_generate(opt_pair: Router, opt_dir: Path):
+    prompts = [[2, 50 + i, *range(60, 60 + 9 * i)] for i in range(1, 7)]
+
+    async def complete(prompt: list[int]) -> list[int]:
+        body = {
+            "prompt": prompt,
+            "max_tokens": 20,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        status, answer = await _post(opt_pair, "/v1/completions", body)
+        assert status == 200, answer
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    served = await asyncio.gather(*(complete(prompt) for prompt in prompts))
+    assert served == [_generate(opt_dir, prompt, 20) for prompt in prompts]
+
+
+async def test_a_model_without_a_template_refuses_chat_and_says_what_to_do(
+    opt_pair: Router, opt_dir: Path
+):
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    status, answer = await _post(opt_pair, "/v1/chat/completions", body)
+    has_template = "chat_template" in (opt_dir / "tokenizer_config.json").read_text()
+    assert has_template == (status == 200)
+    if not has_template:
+        assert "--chat-template" in answer["error"]["message"]
+
+
+async def test_the_built_in_model_says_that_it_is_a_toy(toy_pair: Router):
+    body = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0}
+    status, answer = await _post(toy_pair, "/v1/chat/completions", body)
+    assert status == 200
+    assert "toy" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_scores_of_a_prompt_are_the_models_own(toy_pair: Router):
+    """What evaluation harnesses ask for: echo with log-probabilities."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = [5, 60, 70, 300, 20, 9]
+    body = {
+        "prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0
+    }  # fmt: skip
+    status, answer = await _post(toy_pair, "/v1/completions", body)
+    assert status == 200
+    directory = Path(__file__).parents[2] / "shard" / "penstock_shard" / "builtin_model"
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [scores[i, token].item() for i, token in enumerate(ids[1:])]
+    columns = answer["choices"][0]["logprobs"]
+    assert columns["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+    for value, top in zip(columns["token_logprobs"][1:], columns["top_logprobs"][1:], strict=True):
+        assert value in top.values()

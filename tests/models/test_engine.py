@@ -1,0 +1,53 @@
+"""The whole engine on real models: scheduler, blocks and runner give what `generate` gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models.driver import load, make_request
+from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
+
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2"])
+def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
+    family: str, model_dir: Callable[[str], Path]
+) -> None:
+    directory = model_dir(family)
+    rng = random.Random(11)
+    start = [rng.randrange(3, VOCABULARY) for _ in range(40)]
+    prompts = [
+        start[: rng.choice((0, 20, 40))]
+        + [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(3, 40))]
+        for _ in range(8)
+    ]
+    expected = reference(directory, prompts)
+
+    # Room for the longest sequence and little more, so that requests are put down.
+    runner = load(directory, kv_blocks=16, max_model_len=120)
+    blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
+    limits = SchedulerLimits(
+        max_num_seqs=6, max_num_batched_tokens=24, max_queued_requests=99, max_queued_tokens=9999
+    )
+    scheduler = Scheduler(limits, blocks)
+    engine = Engine(runner, scheduler, blocks)
+    requests = [make_request(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
+    for number, request in enumerate(requests):
+        request.request_id = str(number)
+        engine.submit(request)
+    for _ in range(3000):
+        if not engine.has_work:
+            break
+        engine.step()
+        engine.check_integrity()
+
+    assert not engine.has_work
+    assert [request.token_ids[request.num_prompt_tokens :] for request in requests] == expected
+    assert scheduler.preemptions_total > 0
+    assert any(request.cached_tokens for request in requests)
