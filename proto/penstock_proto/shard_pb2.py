@@ -4,107 +4,106 @@
 # source: penstock_proto/shard.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "penstock_proto/shard.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'penstock_proto/shard.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1apenstock_proto/shard.proto\x12\x0bpenstock.v1"\xa0\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x07\x12\x18\n\x10output_token_ids\x18\x04 \x03(\x07\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.StopConditions\x12*\n\x06output\x18\x07 \x01(\x0b\x32\x1a.penstock.v1.OutputOptions\x12+\n\nconstraint\x18\x08 \x01(\x0b\x32\x17.penstock.v1.Constraint\x12)\n\tobjective\x18\t \x01(\x0b\x32\x16.penstock.v1.Objective\x12\r\n\x05model\x18\n \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05label\x18\r \x01(\t\x12\x13\n\x0btraceparent\x18\x0e \x01(\t"\xaf\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x06H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.penstock.v1.SamplingParams.LogitBiasEntry\x12(\n\tbad_words\x18\x0b \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\x07\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x07\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07"\xa0\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x07\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos"\x80\x01\n\rOutputOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x03 \x03(\x07\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs"\xa7\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x13.penstock.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x42\x06\n\x04kind"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t"\x8d\x02\n\tObjective\x12\x15\n\x08priority\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\rH\x01\x88\x01\x01\x12"\n\x15time_to_first_token_s\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12#\n\x16seconds_between_tokens\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11latency_sensitive\x18\x05 \x01(\x08H\x04\x88\x01\x01\x42\x0b\n\t_priorityB\x0e\n\x0c_deadline_msB\x18\n\x16_time_to_first_token_sB\x19\n\x17_seconds_between_tokensB\x14\n\x12_latency_sensitive"8\n\x10GenerateResponse\x12$\n\x07outputs\x18\x01 \x03(\x0b\x32\x13.penstock.v1.Output"\xb8\x02\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\x07\x12\'\n\x08logprobs\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12\x34\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\x1a\n\rcached_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12%\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x13.penstock.v1.FinishH\x00\x12#\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.penstock.v1.ErrorH\x00\x42\x05\n\x03\x65ndB\x10\n\x0e_cached_tokens"x\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\x07\x12\r\n\x05top_n\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\x07\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\x12\x11\n\trequested\x18\x06 \x03(\x02"N\n\x0ePromptLogprobs\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.penstock.v1.Logprobs"\xbc\x01\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.penstock.v1.Finish.Reason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\x07H\x00\x88\x01\x01"X\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\x12\x12\n\x0eREASON_ABORTED\x10\x03\x42\x10\n\x0e_stop_token_id"S\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\r\n\x05\x62ound\x18\x05 \x01(\t"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t"\x0f\n\rAbortResponse"\r\n\x0bInfoRequest"\xd7\x04\n\x0cInfoResponse\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x1b\n\x13min_schema_revision\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmodel_aliases\x18\x06 \x03(\t\x12\x10\n\x08revision\x18\x07 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x08 \x01(\t\x12\x14\n\x0cweights_hash\x18\t \x01(\t\x12\x16\n\x0etokenizer_hash\x18\n \x01(\t\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\x07\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x0e \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x12\n\nblock_size\x18\x0f \x01(\r\x12\x12\n\nnum_blocks\x18\x10 \x01(\r\x12#\n\x06limits\x18\x11 \x01(\x0b\x32\x13.penstock.v1.Limits\x12\r\n\x05\x64type\x18\x12 \x01(\t\x12\x10\n\x08kv_dtype\x18\x13 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x14 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x15 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x16 \x03(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x17 \x01(\x08\x12\x1c\n\x14numerics_fingerprint\x18\x18 \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x19 \x03(\t"\x8c\x01\n\x06Limits\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x03 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r"\x12\n\x10TokenizerRequest"7\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06sha256\x18\x03 \x01(\t"\x12\n\x10WatchLoadRequest"\xae\x02\n\nLoadReport\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x04 \x01(\x04\x12\x19\n\x11referenced_blocks\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bsteps_total\x18\x07 \x01(\x04\x12\x16\n\x0estep_running_s\x18\x08 \x01(\x02\x12\x19\n\x11\x65ngine_beat_age_s\x18\t \x01(\x02\x12\x0f\n\x07serving\x18\n \x01(\x08\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x16\n\x0erunning_tokens\x18\x0c \x01(\x04\x12\x19\n\x11preemptions_total\x18\r \x01(\x04" \n\x0c\x44rainRequest\x12\x10\n\x08limit_ms\x18\x01 \x01(\r"1\n\rDrainProgress\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r"\x80\x02\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x06inputs\x18\x02 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12\x32\n\x07pooling\x18\x03 \x01(\x0e\x32!.penstock.v1.EmbedRequest.Pooling\x12\x17\n\ndimensions\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tnormalize\x18\x05 \x01(\x08"F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x42\r\n\x0b_dimensions";\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.penstock.v1.Embedding"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02"2\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t"\x15\n\x13LoadAdapterResponse"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t"\x17\n\x15UnloadAdapterResponse2\x90\x05\n\x05Shard\x12K\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse(\x01\x30\x01\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponse\x12>\n\x07GetInfo\x12\x18.penstock.v1.InfoRequest\x1a\x19.penstock.v1.InfoResponse\x12G\n\x0cGetTokenizer\x12\x1d.penstock.v1.TokenizerRequest\x1a\x16.penstock.v1.FileChunk0\x01\x12\x45\n\tWatchLoad\x12\x1d.penstock.v1.WatchLoadRequest\x1a\x17.penstock.v1.LoadReport0\x01\x12@\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainProgress0\x01\x12>\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\x12P\n\x0bLoadAdapter\x12\x1f.penstock.v1.LoadAdapterRequest\x1a .penstock.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.penstock.v1.UnloadAdapterRequest\x1a".penstock.v1.UnloadAdapterResponseBD\n\x0eio.penstock.v1B\nShardProtoP\x01Z\x16penstock/v1;penstockv1\xaa\x02\x0bPenstock.V1b\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock_proto/shard.proto\x12\x0bpenstock.v1\"\xa0\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x07\x12\x18\n\x10output_token_ids\x18\x04 \x03(\x07\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12)\n\x04stop\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.StopConditions\x12*\n\x06output\x18\x07 \x01(\x0b\x32\x1a.penstock.v1.OutputOptions\x12+\n\nconstraint\x18\x08 \x01(\x0b\x32\x17.penstock.v1.Constraint\x12)\n\tobjective\x18\t \x01(\x0b\x32\x16.penstock.v1.Objective\x12\r\n\x05model\x18\n \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05label\x18\r \x01(\t\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\"\xaf\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x06H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.penstock.v1.SamplingParams.LogitBiasEntry\x12(\n\tbad_words\x18\x0b \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\x07\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x07\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\"\xa0\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x07\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"\x80\x01\n\rOutputOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x03 \x03(\x07\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xa7\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x13.penstock.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x42\x06\n\x04kind\"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"\x8d\x02\n\tObjective\x12\x15\n\x08priority\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\"\n\x15time_to_first_token_s\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12#\n\x16seconds_between_tokens\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11latency_sensitive\x18\x05 \x01(\x08H\x04\x88\x01\x01\x42\x0b\n\t_priorityB\x0e\n\x0c_deadline_msB\x18\n\x16_time_to_first_token_sB\x19\n\x17_seconds_between_tokensB\x14\n\x12_latency_sensitive\"8\n\x10GenerateResponse\x12$\n\x07outputs\x18\x01 \x03(\x0b\x32\x13.penstock.v1.Output\"\xb8\x02\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\x07\x12\'\n\x08logprobs\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12\x34\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\x1a\n\rcached_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12%\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x13.penstock.v1.FinishH\x00\x12#\n\x05\x65rror\x18\t \x01(\x0b\x32\x12.penstock.v1.ErrorH\x00\x42\x05\n\x03\x65ndB\x10\n\x0e_cached_tokens\"x\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\x07\x12\r\n\x05top_n\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\x07\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\x12\x11\n\trequested\x18\x06 \x03(\x02\"N\n\x0ePromptLogprobs\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.penstock.v1.Logprobs\"\xbc\x01\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.penstock.v1.Finish.Reason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\x07H\x00\x88\x01\x01\"X\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_STOP\x10\x01\x12\x11\n\rREASON_LENGTH\x10\x02\x12\x12\n\x0eREASON_ABORTED\x10\x03\x42\x10\n\x0e_stop_token_id\"S\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\r\n\x05\x62ound\x18\x05 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\r\n\x0bInfoRequest\"\xd7\x04\n\x0cInfoResponse\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x1b\n\x13min_schema_revision\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmodel_aliases\x18\x06 \x03(\t\x12\x10\n\x08revision\x18\x07 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x08 \x01(\t\x12\x14\n\x0cweights_hash\x18\t \x01(\t\x12\x16\n\x0etokenizer_hash\x18\n \x01(\t\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\x07\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x0e \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x12\n\nblock_size\x18\x0f \x01(\r\x12\x12\n\nnum_blocks\x18\x10 \x01(\r\x12#\n\x06limits\x18\x11 \x01(\x0b\x32\x13.penstock.v1.Limits\x12\r\n\x05\x64type\x18\x12 \x01(\t\x12\x10\n\x08kv_dtype\x18\x13 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x14 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x15 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x16 \x03(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x17 \x01(\x08\x12\x1c\n\x14numerics_fingerprint\x18\x18 \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x19 \x03(\t\"\x8c\x01\n\x06Limits\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x03 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x04 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x05 \x01(\r\"\x12\n\x10TokenizerRequest\"7\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\x12\n\x10WatchLoadRequest\"\xae\x02\n\nLoadReport\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x04 \x01(\x04\x12\x19\n\x11referenced_blocks\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bsteps_total\x18\x07 \x01(\x04\x12\x16\n\x0estep_running_s\x18\x08 \x01(\x02\x12\x19\n\x11\x65ngine_beat_age_s\x18\t \x01(\x02\x12\x0f\n\x07serving\x18\n \x01(\x08\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x16\n\x0erunning_tokens\x18\x0c \x01(\x04\x12\x19\n\x11preemptions_total\x18\r \x01(\x04\" \n\x0c\x44rainRequest\x12\x10\n\x08limit_ms\x18\x01 \x01(\r\"1\n\rDrainProgress\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\"\x80\x02\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x06inputs\x18\x02 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12\x32\n\x07pooling\x18\x03 \x01(\x0e\x32!.penstock.v1.EmbedRequest.Pooling\x12\x17\n\ndimensions\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tnormalize\x18\x05 \x01(\x08\"F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x42\r\n\x0b_dimensions\";\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.penstock.v1.Embedding\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"2\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"\x15\n\x13LoadAdapterResponse\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse2\x90\x05\n\x05Shard\x12K\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse(\x01\x30\x01\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponse\x12>\n\x07GetInfo\x12\x18.penstock.v1.InfoRequest\x1a\x19.penstock.v1.InfoResponse\x12G\n\x0cGetTokenizer\x12\x1d.penstock.v1.TokenizerRequest\x1a\x16.penstock.v1.FileChunk0\x01\x12\x45\n\tWatchLoad\x12\x1d.penstock.v1.WatchLoadRequest\x1a\x17.penstock.v1.LoadReport0\x01\x12@\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainProgress0\x01\x12>\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\x12P\n\x0bLoadAdapter\x12\x1f.penstock.v1.LoadAdapterRequest\x1a .penstock.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.penstock.v1.UnloadAdapterRequest\x1a\".penstock.v1.UnloadAdapterResponseBD\n\x0eio.penstock.v1B\nShardProtoP\x01Z\x16penstock/v1;penstockv1\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "penstock_proto.shard_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock_proto.shard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    _globals["DESCRIPTOR"]._loaded_options = None
-    _globals[
-        "DESCRIPTOR"
-    ]._serialized_options = (
-        b"\n\016io.penstock.v1B\nShardProtoP\001Z\026penstock/v1;penstockv1\252\002\013Penstock.V1"
-    )
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_GENERATEREQUEST"]._serialized_start = 44
-    _globals["_GENERATEREQUEST"]._serialized_end = 460
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 463
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 1022
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_start = 839
-    _globals["_SAMPLINGPARAMS_LOGITBIASENTRY"]._serialized_end = 887
-    _globals["_TOKENIDS"]._serialized_start = 1024
-    _globals["_TOKENIDS"]._serialized_end = 1053
-    _globals["_STOPCONDITIONS"]._serialized_start = 1056
-    _globals["_STOPCONDITIONS"]._serialized_end = 1216
-    _globals["_OUTPUTOPTIONS"]._serialized_start = 1219
-    _globals["_OUTPUTOPTIONS"]._serialized_end = 1347
-    _globals["_CONSTRAINT"]._serialized_start = 1350
-    _globals["_CONSTRAINT"]._serialized_end = 1517
-    _globals["_CHOICE"]._serialized_start = 1519
-    _globals["_CHOICE"]._serialized_end = 1544
-    _globals["_OBJECTIVE"]._serialized_start = 1547
-    _globals["_OBJECTIVE"]._serialized_end = 1816
-    _globals["_GENERATERESPONSE"]._serialized_start = 1818
-    _globals["_GENERATERESPONSE"]._serialized_end = 1874
-    _globals["_OUTPUT"]._serialized_start = 1877
-    _globals["_OUTPUT"]._serialized_end = 2189
-    _globals["_LOGPROBS"]._serialized_start = 2191
-    _globals["_LOGPROBS"]._serialized_end = 2311
-    _globals["_PROMPTLOGPROBS"]._serialized_start = 2313
-    _globals["_PROMPTLOGPROBS"]._serialized_end = 2391
-    _globals["_FINISH"]._serialized_start = 2394
-    _globals["_FINISH"]._serialized_end = 2582
-    _globals["_FINISH_REASON"]._serialized_start = 2476
-    _globals["_FINISH_REASON"]._serialized_end = 2564
-    _globals["_ERROR"]._serialized_start = 2584
-    _globals["_ERROR"]._serialized_end = 2667
-    _globals["_ABORTREQUEST"]._serialized_start = 2669
-    _globals["_ABORTREQUEST"]._serialized_end = 2704
-    _globals["_ABORTRESPONSE"]._serialized_start = 2706
-    _globals["_ABORTRESPONSE"]._serialized_end = 2721
-    _globals["_INFOREQUEST"]._serialized_start = 2723
-    _globals["_INFOREQUEST"]._serialized_end = 2736
-    _globals["_INFORESPONSE"]._serialized_start = 2739
-    _globals["_INFORESPONSE"]._serialized_end = 3338
-    _globals["_LIMITS"]._serialized_start = 3341
-    _globals["_LIMITS"]._serialized_end = 3481
-    _globals["_TOKENIZERREQUEST"]._serialized_start = 3483
-    _globals["_TOKENIZERREQUEST"]._serialized_end = 3501
-    _globals["_FILECHUNK"]._serialized_start = 3503
-    _globals["_FILECHUNK"]._serialized_end = 3558
-    _globals["_WATCHLOADREQUEST"]._serialized_start = 3560
-    _globals["_WATCHLOADREQUEST"]._serialized_end = 3578
-    _globals["_LOADREPORT"]._serialized_start = 3581
-    _globals["_LOADREPORT"]._serialized_end = 3883
-    _globals["_DRAINREQUEST"]._serialized_start = 3885
-    _globals["_DRAINREQUEST"]._serialized_end = 3917
-    _globals["_DRAINPROGRESS"]._serialized_start = 3919
-    _globals["_DRAINPROGRESS"]._serialized_end = 3968
-    _globals["_EMBEDREQUEST"]._serialized_start = 3971
-    _globals["_EMBEDREQUEST"]._serialized_end = 4227
-    _globals["_EMBEDREQUEST_POOLING"]._serialized_start = 4142
-    _globals["_EMBEDREQUEST_POOLING"]._serialized_end = 4212
-    _globals["_EMBEDRESPONSE"]._serialized_start = 4229
-    _globals["_EMBEDRESPONSE"]._serialized_end = 4288
-    _globals["_EMBEDDING"]._serialized_start = 4290
-    _globals["_EMBEDDING"]._serialized_end = 4317
-    _globals["_LOADADAPTERREQUEST"]._serialized_start = 4319
-    _globals["_LOADADAPTERREQUEST"]._serialized_end = 4369
-    _globals["_LOADADAPTERRESPONSE"]._serialized_start = 4371
-    _globals["_LOADADAPTERRESPONSE"]._serialized_end = 4392
-    _globals["_UNLOADADAPTERREQUEST"]._serialized_start = 4394
-    _globals["_UNLOADADAPTERREQUEST"]._serialized_end = 4430
-    _globals["_UNLOADADAPTERRESPONSE"]._serialized_start = 4432
-    _globals["_UNLOADADAPTERRESPONSE"]._serialized_end = 4455
-    _globals["_SHARD"]._serialized_start = 4458
-    _globals["_SHARD"]._serialized_end = 5114
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\016io.penstock.v1B\nShardProtoP\001Z\026penstock/v1;penstockv1\252\002\013Penstock.V1'
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_GENERATEREQUEST']._serialized_start=44
+  _globals['_GENERATEREQUEST']._serialized_end=460
+  _globals['_SAMPLINGPARAMS']._serialized_start=463
+  _globals['_SAMPLINGPARAMS']._serialized_end=1022
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=839
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=887
+  _globals['_TOKENIDS']._serialized_start=1024
+  _globals['_TOKENIDS']._serialized_end=1053
+  _globals['_STOPCONDITIONS']._serialized_start=1056
+  _globals['_STOPCONDITIONS']._serialized_end=1216
+  _globals['_OUTPUTOPTIONS']._serialized_start=1219
+  _globals['_OUTPUTOPTIONS']._serialized_end=1347
+  _globals['_CONSTRAINT']._serialized_start=1350
+  _globals['_CONSTRAINT']._serialized_end=1517
+  _globals['_CHOICE']._serialized_start=1519
+  _globals['_CHOICE']._serialized_end=1544
+  _globals['_OBJECTIVE']._serialized_start=1547
+  _globals['_OBJECTIVE']._serialized_end=1816
+  _globals['_GENERATERESPONSE']._serialized_start=1818
+  _globals['_GENERATERESPONSE']._serialized_end=1874
+  _globals['_OUTPUT']._serialized_start=1877
+  _globals['_OUTPUT']._serialized_end=2189
+  _globals['_LOGPROBS']._serialized_start=2191
+  _globals['_LOGPROBS']._serialized_end=2311
+  _globals['_PROMPTLOGPROBS']._serialized_start=2313
+  _globals['_PROMPTLOGPROBS']._serialized_end=2391
+  _globals['_FINISH']._serialized_start=2394
+  _globals['_FINISH']._serialized_end=2582
+  _globals['_FINISH_REASON']._serialized_start=2476
+  _globals['_FINISH_REASON']._serialized_end=2564
+  _globals['_ERROR']._serialized_start=2584
+  _globals['_ERROR']._serialized_end=2667
+  _globals['_ABORTREQUEST']._serialized_start=2669
+  _globals['_ABORTREQUEST']._serialized_end=2704
+  _globals['_ABORTRESPONSE']._serialized_start=2706
+  _globals['_ABORTRESPONSE']._serialized_end=2721
+  _globals['_INFOREQUEST']._serialized_start=2723
+  _globals['_INFOREQUEST']._serialized_end=2736
+  _globals['_INFORESPONSE']._serialized_start=2739
+  _globals['_INFORESPONSE']._serialized_end=3338
+  _globals['_LIMITS']._serialized_start=3341
+  _globals['_LIMITS']._serialized_end=3481
+  _globals['_TOKENIZERREQUEST']._serialized_start=3483
+  _globals['_TOKENIZERREQUEST']._serialized_end=3501
+  _globals['_FILECHUNK']._serialized_start=3503
+  _globals['_FILECHUNK']._serialized_end=3558
+  _globals['_WATCHLOADREQUEST']._serialized_start=3560
+  _globals['_WATCHLOADREQUEST']._serialized_end=3578
+  _globals['_LOADREPORT']._serialized_start=3581
+  _globals['_LOADREPORT']._serialized_end=3883
+  _globals['_DRAINREQUEST']._serialized_start=3885
+  _globals['_DRAINREQUEST']._serialized_end=3917
+  _globals['_DRAINPROGRESS']._serialized_start=3919
+  _globals['_DRAINPROGRESS']._serialized_end=3968
+  _globals['_EMBEDREQUEST']._serialized_start=3971
+  _globals['_EMBEDREQUEST']._serialized_end=4227
+  _globals['_EMBEDREQUEST_POOLING']._serialized_start=4142
+  _globals['_EMBEDREQUEST_POOLING']._serialized_end=4212
+  _globals['_EMBEDRESPONSE']._serialized_start=4229
+  _globals['_EMBEDRESPONSE']._serialized_end=4288
+  _globals['_EMBEDDING']._serialized_start=4290
+  _globals['_EMBEDDING']._serialized_end=4317
+  _globals['_LOADADAPTERREQUEST']._serialized_start=4319
+  _globals['_LOADADAPTERREQUEST']._serialized_end=4369
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=4371
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=4392
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=4394
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=4430
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=4432
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=4455
+  _globals['_SHARD']._serialized_start=4458
+  _globals['_SHARD']._serialized_end=5114
 # @@protoc_insertion_point(module_scope)

@@ -109,7 +109,7 @@ class Tokenizer:
             # Before `ids`, which builds every integer under the interpreter lock.
             if len(encoding) > max_tokens:
                 raise prompt_too_long(len(encoding), max_tokens)
-        return [list(encoding.ids) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def _refuse_by_length(self, text: str, max_tokens: int) -> None:
         max_chars = self.max_chars(max_tokens)

@@ -24,6 +24,7 @@ from penstock_shard.servicer import ShardServicer
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
+_LIVE = "live"
 # What we were told is impossible: starting again with the same words changes nothing.
 _USAGE_STATUS = 2
 
@@ -102,6 +103,8 @@ def _stop_on_signals() -> asyncio.Event:
 
 async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthServicer) -> None:
     """NOT_SERVING while loading, draining, or when the engine gives no sign of life."""
+    # For liveness probes: while the engine restarts or drains, this process must not be killed.
+    await servicer.set(_LIVE, health_pb2.HealthCheckResponse.SERVING)
     reported = None
     while True:
         serving = engine.serving and not engine.draining

@@ -29,7 +29,7 @@ async def _tokens(client: ShardClient | Fleet, request: GenerationRequest) -> li
 
 async def test_clients_of_a_killed_engine_see_a_retryable_error_and_it_serves_again(
     tmp_path: Path,
-):
+) -> None:
     service = Shard(tmp_path / "log", "--step-ms", "10")
     with running(service):
         async with ShardClient(service.address) as client:
@@ -52,7 +52,7 @@ async def test_clients_of_a_killed_engine_see_a_retryable_error_and_it_serves_ag
             assert (await client.info()).instance_id != before
 
 
-def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path):
+def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path) -> None:
     service = Shard(tmp_path / "log")
     with running(service):
         engine = service.engine
@@ -61,7 +61,9 @@ def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path):
         wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
 
 
-def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(tmp_path: Path):
+def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(
+    tmp_path: Path,
+) -> None:
     service = Shard(tmp_path / "log", "--step-ms", "60000")
     with running(service):
         engine = service.engine
@@ -77,7 +79,7 @@ def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(t
         wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
 
 
-def test_a_stopped_engine_is_reported_as_not_serving_and_recovers(tmp_path: Path):
+def test_a_stopped_engine_is_reported_as_not_serving_and_recovers(tmp_path: Path) -> None:
     service = Shard(tmp_path / "log", "--stall-timeout", "1")
     with running(service):
         service.engine.send_signal(signal.SIGSTOP)
@@ -86,7 +88,7 @@ def test_a_stopped_engine_is_reported_as_not_serving_and_recovers(tmp_path: Path
         wait_until(service.healthy, timeout_s=4, what="health noticed the recovery")
 
 
-def test_a_long_step_is_not_a_stall(tmp_path: Path):
+def test_a_long_step_is_not_a_stall(tmp_path: Path) -> None:
     service = Shard(tmp_path / "log", "--stall-timeout", "1", "--step-ms", "2500")
     with running(service):
 
@@ -101,7 +103,7 @@ def test_a_long_step_is_not_a_stall(tmp_path: Path):
         assert asyncio.run(one_token()) == 1
 
 
-async def test_a_fleet_sends_new_requests_to_the_shard_that_is_left(tmp_path: Path):
+async def test_a_fleet_sends_new_requests_to_the_shard_that_is_left(tmp_path: Path) -> None:
     first, second = (Shard(tmp_path / name) for name in ("first", "second"))
     with running(first, second):
         async with Fleet([first.address, second.address]) as fleet:
@@ -123,7 +125,7 @@ async def test_a_fleet_sends_new_requests_to_the_shard_that_is_left(tmp_path: Pa
                 fleet.submit(request)
 
 
-async def test_a_fleet_finds_a_shard_that_comes_back(tmp_path: Path):
+async def test_a_fleet_finds_a_shard_that_comes_back(tmp_path: Path) -> None:
     service = Shard(tmp_path / "log")
     port = int(service.address.rpartition(":")[2])
     with running(service):
@@ -141,7 +143,7 @@ async def test_a_fleet_finds_a_shard_that_comes_back(tmp_path: Path):
                 assert len(await _tokens(fleet, request)) == 3
 
 
-async def test_a_broken_connection_ends_every_stream_with_a_retryable_error(tmp_path: Path):
+async def test_a_broken_connection_ends_every_stream_with_a_retryable_error(tmp_path: Path) -> None:
     service = Shard(tmp_path / "log", "--step-ms", "10")
     with running(service):
         async with ShardClient(service.address) as client:

@@ -28,7 +28,7 @@ def _run(
     )
 
 
-def test_help_is_there_within_a_third_of_a_second_and_names_every_command():
+def test_help_is_there_within_a_third_of_a_second_and_names_every_command() -> None:
     times_s = []
     for _ in range(5):
         started_s = time.perf_counter()
@@ -40,20 +40,20 @@ def test_help_is_there_within_a_third_of_a_second_and_names_every_command():
 
 
 @pytest.mark.parametrize("command", ["serve", "router", "shard", "chat", "info", "health", "bench"])
-def test_every_command_has_its_own_help(command: str):
+def test_every_command_has_its_own_help(command: str) -> None:
     run = _run(command, "--help")
     assert run.returncode == 0
     assert f"penstock {command}" in run.stdout
 
 
-def test_an_unknown_command_is_one_line_and_status_2():
+def test_an_unknown_command_is_one_line_and_status_2() -> None:
     run = _run("srve")
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
     assert "srve" in run.stderr
 
 
-def test_info_and_health_of_a_shard(pair):
+def test_info_and_health_of_a_shard(pair) -> None:
     info = _run("info", pair.shard.address)
     assert info.returncode == 0
     assert "penstock-toy" in info.stdout
@@ -64,21 +64,21 @@ def test_info_and_health_of_a_shard(pair):
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1"])
-def test_health_of_nobody_is_one_line_and_status_1(target: str):
+def test_health_of_nobody_is_one_line_and_status_1(target: str) -> None:
     run = _run("health", target)
     assert run.returncode == 1
     assert run.stdout.startswith(target)
     assert run.stderr == ""
 
 
-def test_info_of_nobody_is_one_line_and_status_1():
+def test_info_of_nobody_is_one_line_and_status_1() -> None:
     run = _run("info", "127.0.0.1:1")
     assert run.returncode == 1
     assert "127.0.0.1:1" in run.stderr
     assert "Traceback" not in run.stderr
 
 
-def test_chat_answers_in_the_terminal_and_remembers(pair):
+def test_chat_answers_in_the_terminal_and_remembers(pair) -> None:
     run = _run("chat", "--url", pair.url, "--max-tokens", "20", stdin="Hello\nAgain\n")
     assert run.returncode == 0
     first, second = run.stdout.split("> ")[1:3]
@@ -86,13 +86,13 @@ def test_chat_answers_in_the_terminal_and_remembers(pair):
     assert second.strip()
 
 
-def test_chat_with_nobody_is_one_line_and_status_1():
+def test_chat_with_nobody_is_one_line_and_status_1() -> None:
     run = _run("chat", "--url", "http://127.0.0.1:1", stdin="Hello\n")
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
 
 
-def test_bench_measures_a_running_pair(pair):
+def test_bench_measures_a_running_pair(pair) -> None:
     run = _run("bench", "--url", pair.url, "--streams", "4", "--requests", "8",
                "--prompt-words", "20", "--output-tokens", "10", "--json")  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -155,14 +155,14 @@ def served(tmp_path: Path) -> Iterator[_Served]:
                 child.kill()
 
 
-def test_serve_prints_a_curl_line_that_works(served: _Served):
+def test_serve_prints_a_curl_line_that_works(served: _Served) -> None:
     line = served.log.partition("Try:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
     run = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
     assert "data: [DONE]" in run.stdout
 
 
 @pytest.mark.parametrize("module", ["penstock_router", "penstock_shard"])
-def test_serve_restarts_a_child_that_dies(served: _Served, module: str):
+def test_serve_restarts_a_child_that_dies(served: _Served, module: str) -> None:
     child = served.child(module)
     child.kill()
     wait_until(lambda: not is_alive(child), timeout_s=5, what="the child is gone")
@@ -170,7 +170,7 @@ def test_serve_restarts_a_child_that_dies(served: _Served, module: str):
     assert f"the {module.removeprefix('penstock_')}" in served.log
 
 
-def test_ctrl_c_ends_all_processes_of_serve(served: _Served):
+def test_ctrl_c_ends_all_processes_of_serve(served: _Served) -> None:
     children = served.children()
     assert len(children) >= 3
     served.process.send_signal(signal.SIGINT)
@@ -182,14 +182,14 @@ def test_ctrl_c_ends_all_processes_of_serve(served: _Served):
     )
 
 
-def test_serve_on_a_port_in_use_starts_nothing(served: _Served):
+def test_serve_on_a_port_in_use_starts_nothing(served: _Served) -> None:
     run = _run("serve", "--runner", "fake", "--port", str(served.port))
     assert run.returncode == 2
     assert f"127.0.0.1:{served.port}" in run.stderr
     assert run.stderr.count("\n") == 1
 
 
-def test_serve_of_a_model_that_is_not_there_ends_with_its_reason(tmp_path: Path):
+def test_serve_of_a_model_that_is_not_there_ends_with_its_reason(tmp_path: Path) -> None:
     flags = ["--port", str(free_port()), "--shard-port", str(free_port())]
     run = _run("serve", str(tmp_path / "nothing"), "--runner", "fake", *flags, timeout_s=60)
     assert run.returncode == 1

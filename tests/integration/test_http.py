@@ -67,7 +67,7 @@ async def _wait_idle(shard: Shard) -> None:
 # ---- stop strings and text ----
 
 
-async def test_a_stop_string_over_three_tokens_cuts_exactly(session: aiohttp.ClientSession):
+async def test_a_stop_string_over_three_tokens_cuts_exactly(session: aiohttp.ClientSession) -> None:
     rng = seeded("stop over three tokens")
     for _ in range(budget(10, 100)):
         body = {"prompt": "Hello", "max_tokens": 40, "seed": rng.randrange(2**31), "logprobs": 0}
@@ -86,7 +86,7 @@ async def test_a_stop_string_over_three_tokens_cuts_exactly(session: aiohttp.Cli
 
 async def test_streaming_equals_non_streaming_for_random_prompts_with_stops(
     session: aiohttp.ClientSession,
-):
+) -> None:
     rng = seeded("stream equals whole")
     for _ in range(budget(30, 200)):
         prompt = "".join(rng.choice(rng.choice(ALPHABET)) for _ in range(rng.randint(1, 40)))
@@ -100,7 +100,7 @@ async def test_streaming_equals_non_streaming_for_random_prompts_with_stops(
         assert await _stream_text(session, body) == (whole["text"], whole["finish_reason"]), body
 
 
-async def test_a_stop_string_aborts_in_the_shard(pair, session: aiohttp.ClientSession):
+async def test_a_stop_string_aborts_in_the_shard(pair, session: aiohttp.ClientSession) -> None:
     body = {"prompt": "Hello", "max_tokens": 1500, "seed": 4}
     text = (await _post(session, "/v1/completions", {**body, "max_tokens": 20}))["choices"][0][
         "text"
@@ -127,7 +127,7 @@ _LONG = {"prompt": "Hello", "max_tokens": 1900}
     ],
     ids=["streaming", "whole", "n=4", "n=4 streaming", "batch", "mid-prefill"],
 )
-async def test_a_client_that_goes_away_frees_its_blocks(pair, body: Any):
+async def test_a_client_that_goes_away_frees_its_blocks(pair, body: Any) -> None:
     async with aiohttp.ClientSession(pair.url) as session:
         task = asyncio.create_task(_read_all(session, body))
         await asyncio.sleep(0.1)
@@ -136,7 +136,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(pair, body: Any):
     await _wait_idle(pair.shard)
 
 
-async def test_clients_that_go_away_while_queued_leave_the_queue(tmp_path: Path):
+async def test_clients_that_go_away_while_queued_leave_the_queue(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "shard", "--max-num-seqs", "2", "--step-ms", "10")
     router = Router(tmp_path / "router", [shard.address])
     with running(shard, router):
@@ -149,7 +149,7 @@ async def test_clients_that_go_away_while_queued_leave_the_queue(tmp_path: Path)
         await _wait_idle(shard)
 
 
-async def test_two_hundred_clients_that_time_out_leave_room_for_the_next(pair):
+async def test_two_hundred_clients_that_time_out_leave_room_for_the_next(pair) -> None:
     async with aiohttp.ClientSession(pair.url, connector=aiohttp.TCPConnector(limit=0)) as session:
         timeout = aiohttp.ClientTimeout(total=0.5)
         results = await asyncio.gather(
@@ -209,7 +209,7 @@ async def _read_all(session: aiohttp.ClientSession, body: Any) -> None:
 )  # fmt: skip
 async def test_a_bad_body_is_a_4xx_with_a_reason(
     session: aiohttp.ClientSession, data: bytes, content_type: str, statuses: set[int]
-):
+) -> None:
     headers = {"Content-Type": content_type, "X-Request-Id": "mine"}
     async with session.post("/v1/completions", data=data, headers=headers) as response:
         assert response.status in statuses
@@ -228,13 +228,13 @@ async def test_a_bad_body_is_a_4xx_with_a_reason(
 )
 async def test_an_unknown_route_or_method_is_a_json_error(
     session: aiohttp.ClientSession, method: str, path: str, status: int
-):
+) -> None:
     async with session.request(method, path) as response:
         assert response.status == status
         assert (await response.json())["error"]["message"]
 
 
-async def test_a_body_over_the_limit_is_refused(session: aiohttp.ClientSession):
+async def test_a_body_over_the_limit_is_refused(session: aiohttp.ClientSession) -> None:
     body = io.BytesIO(b'{"prompt": "' + b"x" * (40 << 20) + b'"}')
     headers = {"Content-Type": "application/json"}
     async with session.post("/v1/completions", data=body, headers=headers) as response:
@@ -245,7 +245,7 @@ async def test_a_body_over_the_limit_is_refused(session: aiohttp.ClientSession):
 # ---- probes, keys, processes ----
 
 
-async def test_the_probes_follow_the_shard(tmp_path: Path):
+async def test_the_probes_follow_the_shard(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "shard")
     router = Router(tmp_path / "router", [shard.address])
     with running(shard, router):
@@ -267,7 +267,7 @@ async def test_the_probes_follow_the_shard(tmp_path: Path):
         assert router.terminate() == 0
 
 
-async def test_a_killed_engine_is_an_error_frame_within_a_second(tmp_path: Path):
+async def test_a_killed_engine_is_an_error_frame_within_a_second(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "shard", "--step-ms", "10")
     router = Router(tmp_path / "router", [shard.address])
     with running(shard, router):
@@ -292,7 +292,7 @@ async def test_a_killed_engine_is_an_error_frame_within_a_second(tmp_path: Path)
                     await asyncio.sleep(0.1)
 
 
-async def test_v1_routes_want_the_key_and_probes_do_not(tmp_path: Path):
+async def test_v1_routes_want_the_key_and_probes_do_not(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "shard")
     router = Router(tmp_path / "router", [shard.address], "--api-key", "s3cret")
     with running(shard, router):
@@ -305,7 +305,7 @@ async def test_v1_routes_want_the_key_and_probes_do_not(tmp_path: Path):
         assert "s3cret" not in router.log
 
 
-async def test_two_workers_share_one_port_and_end_together(tmp_path: Path):
+async def test_two_workers_share_one_port_and_end_together(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "shard")
     router = Router(tmp_path / "router", [shard.address], "--workers", "2")
     with running(shard, router):
@@ -320,7 +320,7 @@ async def test_two_workers_share_one_port_and_end_together(tmp_path: Path):
         assert not [worker for worker in workers if is_alive(worker)]
 
 
-def test_a_router_on_a_port_in_use_is_one_clear_line(pair):
+def test_a_router_on_a_port_in_use_is_one_clear_line(pair) -> None:
     port = pair.url.rpartition(":")[2]
     run = subprocess.run(
         [sys.executable, "-m", "penstock_router", "--shards", pair.shard.address, "--port", port],
@@ -333,7 +333,7 @@ def test_a_router_on_a_port_in_use_is_one_clear_line(pair):
     assert "Traceback" not in run.stderr
 
 
-async def test_metrics_count_what_was_served(pair, session: aiohttp.ClientSession):
+async def test_metrics_count_what_was_served(pair, session: aiohttp.ClientSession) -> None:
     async def value(name: str) -> float:
         async with session.get("/metrics") as response:
             assert response.status == 200
@@ -345,6 +345,6 @@ async def test_metrics_count_what_was_served(pair, session: aiohttp.ClientSessio
     assert await value("penstock_router_output_tokens_total") == before + 9
 
 
-def test_the_router_stays_small(pair):
+def test_the_router_stays_small(pair) -> None:
     used_bytes = psutil.Process(pair.router.process.pid).memory_info().rss
     assert used_bytes < 150e6, f"{used_bytes / 1e6:.0f} MB"

@@ -64,7 +64,9 @@ def _generate(directory: Path, token_ids: list[int], count: int) -> list[int]:
     return ids
 
 
-async def test_completions_of_an_opt_model_are_those_of_generate(opt_pair: Router, opt_dir: Path):
+async def test_completions_of_an_opt_model_are_those_of_generate(
+    opt_pair: Router, opt_dir: Path
+) -> None:
     prompts = [[2, 50 + i, *range(60, 60 + 9 * i)] for i in range(1, 7)]
 
     async def complete(prompt: list[int]) -> list[int]:
@@ -86,7 +88,7 @@ async def test_completions_of_an_opt_model_are_those_of_generate(opt_pair: Route
 
 async def test_a_model_without_a_template_refuses_chat_and_says_what_to_do(
     opt_pair: Router, opt_dir: Path
-):
+) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}]}
     status, answer = await _post(opt_pair, "/v1/chat/completions", body)
     has_template = "chat_template" in (opt_dir / "tokenizer_config.json").read_text()
@@ -95,7 +97,7 @@ async def test_a_model_without_a_template_refuses_chat_and_says_what_to_do(
         assert "--chat-template" in answer["error"]["message"]
 
 
-async def test_the_built_in_model_says_that_it_is_a_toy(toy_pair: Router):
+async def test_the_built_in_model_says_that_it_is_a_toy(toy_pair: Router) -> None:
     body = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0}
     status, answer = await _post(toy_pair, "/v1/chat/completions", body)
     assert status == 200
@@ -103,7 +105,7 @@ async def test_the_built_in_model_says_that_it_is_a_toy(toy_pair: Router):
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_scores_of_a_prompt_are_the_models_own(toy_pair: Router):
+async def test_scores_of_a_prompt_are_the_models_own(toy_pair: Router) -> None:
     """What evaluation harnesses ask for: echo with log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM

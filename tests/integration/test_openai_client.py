@@ -27,12 +27,12 @@ async def async_client(pair) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-def test_models_are_listed(client: openai.OpenAI):
+def test_models_are_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == MODEL
 
 
-def test_a_completion_counts_its_tokens(client: openai.OpenAI):
+def test_a_completion_counts_its_tokens(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=7, seed=1)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -40,7 +40,7 @@ def test_a_completion_counts_its_tokens(client: openai.OpenAI):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 7
 
 
-def test_a_streamed_completion_is_the_same_text(client: openai.OpenAI):
+def test_a_streamed_completion_is_the_same_text(client: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "prompt": "Hello", "max_tokens": 40, "seed": 2}
     whole = client.completions.create(**options)
     chunks = list(client.completions.create(**options, stream=True))
@@ -48,7 +48,7 @@ def test_a_streamed_completion_is_the_same_text(client: openai.OpenAI):
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
 
 
-def test_a_streamed_chat_is_the_same_text_with_its_role_once(client: openai.OpenAI):
+def test_a_streamed_chat_is_the_same_text_with_its_role_once(client: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 40, "seed": 3}
     whole = client.chat.completions.create(**options)
     chunks = list(
@@ -66,7 +66,7 @@ def test_a_streamed_chat_is_the_same_text_with_its_role_once(client: openai.Open
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_the_sdks_own_stream_helper_accumulates_a_chat(client: openai.OpenAI):
+def test_the_sdks_own_stream_helper_accumulates_a_chat(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=MESSAGES, max_tokens=20, seed=3, n=2
     ) as stream:
@@ -80,7 +80,7 @@ def test_the_sdks_own_stream_helper_accumulates_a_chat(client: openai.OpenAI):
     assert [choice.finish_reason for choice in snapshot.choices] == ["length", "length"]
 
 
-def test_chat_without_max_tokens_runs_to_the_end_of_the_context(client: openai.OpenAI):
+def test_chat_without_max_tokens_runs_to_the_end_of_the_context(client: openai.OpenAI) -> None:
     long = [{"role": "user", "content": "word " * 1900}]
     answer = client.chat.completions.create(model=MODEL, messages=long)  # type: ignore[arg-type]
     assert answer.choices[0].finish_reason == "length"
@@ -88,7 +88,7 @@ def test_chat_without_max_tokens_runs_to_the_end_of_the_context(client: openai.O
     assert answer.usage.total_tokens == 2048
 
 
-def test_choices_of_one_seed_differ_and_repeat(client: openai.OpenAI):
+def test_choices_of_one_seed_differ_and_repeat(client: openai.OpenAI) -> None:
     def texts() -> list[str]:
         answer = client.completions.create(
             model=MODEL, prompt="x", max_tokens=12, n=3, seed=5, temperature=1.0
@@ -104,7 +104,7 @@ def test_choices_of_one_seed_differ_and_repeat(client: openai.OpenAI):
     assert alone.choices[0].text == first[0]
 
 
-def test_a_seed_of_the_users_is_not_replaced_and_none_is_random(client: openai.OpenAI):
+def test_a_seed_of_the_users_is_not_replaced_and_none_is_random(client: openai.OpenAI) -> None:
     def text(**options: Any) -> str:
         return (
             client.completions.create(
@@ -118,7 +118,7 @@ def test_a_seed_of_the_users_is_not_replaced_and_none_is_random(client: openai.O
     assert text() != text()
 
 
-def test_logprobs_have_the_shape_the_sdk_reads(client: openai.OpenAI):
+def test_logprobs_have_the_shape_the_sdk_reads(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3
     )
@@ -135,7 +135,7 @@ def test_logprobs_have_the_shape_the_sdk_reads(client: openai.OpenAI):
 
 def test_echo_and_logprobs_cover_the_prompt_as_evaluation_harnesses_read_it(
     client: openai.OpenAI,
-):
+) -> None:
     ids = [5, 6, 7, 8, 9]
     answer = client.completions.create(
         model=MODEL, prompt=[ids], max_tokens=1, echo=True, logprobs=1, temperature=0, seed=1234
@@ -151,7 +151,7 @@ def test_echo_and_logprobs_cover_the_prompt_as_evaluation_harnesses_read_it(
         assert value in top.values()
 
 
-def test_a_batch_of_prompts_is_answered_in_order(client: openai.OpenAI):
+def test_a_batch_of_prompts_is_answered_in_order(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=["a", "b"], n=2, max_tokens=6, seed=1, temperature=1.0
     )
@@ -181,13 +181,13 @@ def test_a_batch_of_prompts_is_answered_in_order(client: openai.OpenAI):
 )
 def test_a_bad_request_is_the_sdks_own_error_and_says_why(
     client: openai.OpenAI, error: type[openai.APIStatusError], options: Any, words: list[str]
-):
+) -> None:
     with pytest.raises(error) as caught:
         client.completions.create(**{"model": MODEL, "prompt": "Hello", **options})
     assert all(word in caught.value.message for word in words)
 
 
-async def test_thirty_two_at_once_of_every_kind(async_client: openai.AsyncOpenAI):
+async def test_thirty_two_at_once_of_every_kind(async_client: openai.AsyncOpenAI) -> None:
     async def chat(number: int) -> str:
         answer = await async_client.chat.completions.create(
             model=MODEL, messages=MESSAGES, max_tokens=30, seed=number

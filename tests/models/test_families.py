@@ -18,7 +18,10 @@ VOCABULARY = 384
 
 def reference(directory: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """What `generate` appends to each prompt, end-of-sequence ignored."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    # Eager, because sdpa in transformers 5.17 drops Gemma 2's softcap without a word.
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:

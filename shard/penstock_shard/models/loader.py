@@ -82,18 +82,18 @@ def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions)
     transformers_logging.disable_progress_bar()
     try:
         with torch.device(options.device):
-            if options.dummy:
-                module = _random(config, options)
-            else:
-                module = _read(model_dir, config, options)
+            make = _random if options.dummy else _read
+            module = make(model_dir, config, options)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{model_dir}: the weights do not fit into memory: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
+        raise ModelError(f"{model_dir}: cannot load the weights: {_first_line(error)}") from error
     module.eval()
     module.requires_grad_(False)
     return module
 
 
-def _random(config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
+def _random(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
     torch.manual_seed(0)
     module: PreTrainedModel = AutoModelForCausalLM.from_config(
         config,
@@ -105,20 +105,17 @@ def _random(config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
 
 
 def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    try:
-        module, loading = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            config=config,
-            dtype=options.dtype,
-            # Every class knows eager; the gate decides whether ours may take its place.
-            attn_implementation="eager",
-            trust_remote_code=options.trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
-        raise ModelError(f"{model_dir}: cannot load the weights: {_first_line(error)}") from error
+    module, loading = AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        config=config,
+        dtype=options.dtype,
+        # Every class knows eager; the gate decides whether ours may take its place.
+        attn_implementation="eager",
+        trust_remote_code=options.trust_remote_code,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
     missing = sorted(loading["missing_keys"])
     if missing:
         raise ModelError(

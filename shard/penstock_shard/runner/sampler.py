@@ -122,11 +122,11 @@ def _needs_ranking(params: SamplingParams, vocabulary: int) -> bool:
 
 def _draw_by_id(probabilities: Tensor, uniform: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Inverse CDF over tokens in the order of their ids; min-p is the only filter."""
-    weights = probabilities.double()
     if any(p.min_p > 0 for p in params):
-        floor = _column([p.min_p for p in params], weights.device) * weights.amax(1, keepdim=True)
-        weights = weights.masked_fill(weights < floor, 0.0)
-    cumulative = weights.cumsum(dim=-1)
+        share = _column([p.min_p for p in params], probabilities.device).float()
+        floor = share * probabilities.amax(dim=1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     return _invert(cumulative, cumulative[:, -1:], uniform)
 
 
@@ -181,16 +181,18 @@ def ordered_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     torch.topk leaves open which of equal values it takes, and in which order.
     """
     width = values.shape[1]
-    top, indices = values.topk(min(k + 1, width), dim=-1)
+    if k >= width:
+        return values.sort(dim=-1, descending=True, stable=True)
+    top, indices = values.topk(k + 1, dim=-1)
     # Two stable sorts: by index, then by value.
     indices, order = indices.sort(dim=-1)
     top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
     indices = indices.gather(1, order)
-    if k < width:
-        tied = (top[:, k - 1] == top[:, k]) & torch.isfinite(top[:, k])
-        for row in torch.nonzero(tied).flatten().tolist():
-            full, order = values[row].sort(descending=True, stable=True)
-            top[row], indices[row] = full[: k + 1], order[: k + 1]
+    # Where the edge is tied, topk may have left out the lower index. Ties of -inf never matter.
+    tied = torch.nonzero((top[:, k - 1] == top[:, k]) & torch.isfinite(top[:, k])).flatten()
+    if tied.numel():
+        full, order = values[tied].sort(dim=-1, descending=True, stable=True)
+        top[tied], indices[tied] = full[:, : k + 1], order[:, : k + 1]
     return top[:, :k], indices[:, :k]
 
 

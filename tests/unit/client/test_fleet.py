@@ -9,12 +9,12 @@ from penstock_client.fleet import ShardState
 
 
 @pytest.mark.parametrize("addresses", [[], ["a:1", "a:1"]])
-async def test_no_addresses_or_one_twice_is_an_error(addresses: list[str]):
+async def test_no_addresses_or_one_twice_is_an_error(addresses: list[str]) -> None:
     with pytest.raises(ValueError, match="address"):
         Fleet(addresses)
 
 
-async def test_without_a_shard_every_door_says_which_shard_and_why():
+async def test_without_a_shard_every_door_says_which_shard_and_why() -> None:
     async with Fleet(["127.0.0.1:1"]) as fleet:
         with pytest.raises(NoShardAvailable, match=r"127\.0\.0\.1:1"):
             await fleet.wait_ready(0.3)
@@ -24,7 +24,7 @@ async def test_without_a_shard_every_door_says_which_shard_and_why():
             await fleet.tokenizer_files()
 
 
-async def test_a_report_settles_what_was_sent_before_it():
+async def test_a_report_settles_what_was_sent_before_it() -> None:
     shard = ShardState("127.0.0.1:1", None)
     shard.sent_requests, shard.sent_prompt_tokens = 3, 500
     shard.reported(LoadReport(running=3))
@@ -34,7 +34,7 @@ async def test_a_report_settles_what_was_sent_before_it():
 
 async def test_a_model_that_no_ready_shard_serves_is_named_with_those_that_are(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     class Info:
         model = "served"
         model_aliases = ("alias",)

@@ -12,17 +12,17 @@ def _candidate(address: str, **load: int) -> Candidate:
     return Candidate(address, **{**fields, **load})
 
 
-def test_the_shard_with_less_work_ahead_is_chosen():
+def test_the_shard_with_less_work_ahead_is_chosen() -> None:
     busy = _candidate("busy", running=10)
     assert least_load([busy, _candidate("idle")]).address == "idle"
 
 
-def test_a_long_queued_prompt_weighs_more_than_a_running_request():
+def test_a_long_queued_prompt_weighs_more_than_a_running_request() -> None:
     prompt = _candidate("prompt", queued_prompt_tokens=8000)
     assert least_load([prompt, _candidate("decoding", running=4)]).address == "decoding"
 
 
-def test_what_was_just_sent_counts_before_the_shard_reports_it():
+def test_what_was_just_sent_counts_before_the_shard_reports_it() -> None:
     sent = {"a": 0, "b": 0}
     for _ in range(10):
         candidates = [_candidate(name, sent_requests=count) for name, count in sent.items()]

@@ -20,7 +20,7 @@ def _finished(token_ids: list[int], position: int) -> Output:
     return Output(token_ids, position, finish_reason=FinishReason.STOP)
 
 
-async def test_what_arrives_while_the_reader_is_away_is_merged():
+async def test_what_arrives_while_the_reader_is_away_is_merged() -> None:
     stream, _ = _stream()
     stream.feed(Output([1], 0, cached_tokens=5))
     stream.feed(Output([2, 3], 1))
@@ -32,7 +32,7 @@ async def test_what_arrives_while_the_reader_is_away_is_merged():
     assert outputs[0].finish_reason is FinishReason.STOP
 
 
-async def test_a_waiting_reader_is_woken_for_each_output():
+async def test_a_waiting_reader_is_woken_for_each_output() -> None:
     stream, _ = _stream()
     reader = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
@@ -40,7 +40,7 @@ async def test_a_waiting_reader_is_woken_for_each_output():
     assert (await reader).token_ids == [1]
 
 
-async def test_known_tokens_are_dropped_with_their_logprobs():
+async def test_known_tokens_are_dropped_with_their_logprobs() -> None:
     stream, _ = _stream(next_position=2)
     logprobs = Logprobs([-1.0, -2.0, -3.0], [1, 1, 1], 1, [7, 8, 9], [-1.0, -2.0, -3.0])
     stream.feed(Output([7, 8, 9], 0, logprobs=logprobs))
@@ -49,7 +49,7 @@ async def test_known_tokens_are_dropped_with_their_logprobs():
     assert output.logprobs == Logprobs([-3.0], [1], 1, [9], [-3.0])
 
 
-async def test_a_gap_is_an_error_and_ends_the_request_in_the_shard():
+async def test_a_gap_is_an_error_and_ends_the_request_in_the_shard() -> None:
     stream, cancelled = _stream()
     stream.feed(Output([1], 0))
     stream.feed(Output([3], 2))
@@ -59,7 +59,7 @@ async def test_a_gap_is_an_error_and_ends_the_request_in_the_shard():
     assert cancelled == ["r"]
 
 
-async def test_an_error_comes_after_what_is_still_to_be_read():
+async def test_an_error_comes_after_what_is_still_to_be_read() -> None:
     stream, _ = _stream()
     stream.feed(Output([1], 0))
     stream.fail(Unavailable("gone"))
@@ -68,7 +68,7 @@ async def test_an_error_comes_after_what_is_still_to_be_read():
         await anext(stream)
 
 
-async def test_cancel_wakes_the_reader_and_is_told_once():
+async def test_cancel_wakes_the_reader_and_is_told_once() -> None:
     stream, cancelled = _stream()
     reader = asyncio.create_task(anext(stream, None))
     await asyncio.sleep(0)
@@ -78,7 +78,7 @@ async def test_cancel_wakes_the_reader_and_is_told_once():
     assert cancelled == ["r"]
 
 
-async def test_leaving_the_context_cancels_only_what_is_unfinished():
+async def test_leaving_the_context_cancels_only_what_is_unfinished() -> None:
     unfinished, cancelled = _stream()
     async with unfinished:
         pass
@@ -89,7 +89,7 @@ async def test_leaving_the_context_cancels_only_what_is_unfinished():
     assert cancelled == []
 
 
-async def test_nothing_is_taken_after_the_end():
+async def test_nothing_is_taken_after_the_end() -> None:
     stream, _ = _stream()
     stream.feed(_finished([1], 0))
     stream.feed(Output([2], 1))
@@ -97,7 +97,7 @@ async def test_nothing_is_taken_after_the_end():
     assert [output.token_ids async for output in stream] == [[1]]
 
 
-async def test_a_cancelled_reader_loses_nothing():
+async def test_a_cancelled_reader_loses_nothing() -> None:
     stream, _ = _stream()
     reader = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)

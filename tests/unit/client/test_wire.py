@@ -65,7 +65,7 @@ FULL = GenerationRequest(
 )
 
 
-def test_every_field_of_a_request_is_set_on_the_wire():
+def test_every_field_of_a_request_is_set_on_the_wire() -> None:
     message = _wire.generate_request(FULL, "id", 2)
 
     def unset(part, where: str) -> list[str]:
@@ -87,7 +87,7 @@ def test_every_field_of_a_request_is_set_on_the_wire():
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda f: f.name)
-def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object]):
+def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object]) -> None:
     message = _wire.generate_request(GenerationRequest([1]), "id", 0).sampling
     descriptor = message.DESCRIPTOR.fields_by_name[field.name]
     if descriptor.has_presence:
@@ -100,13 +100,13 @@ def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object])
     ("kind", "value"),
     [(kind, "x") for kind in ConstraintKind if kind.value.endswith(("schema", "regex", "tag"))],
 )
-def test_each_text_constraint_has_its_own_field(kind: ConstraintKind, value: str):
+def test_each_text_constraint_has_its_own_field(kind: ConstraintKind, value: str) -> None:
     request = GenerationRequest([1], constraint=Constraint(kind, value))
     message = _wire.generate_request(request, "id", 0)
     assert message.constraint.WhichOneof("kind") == kind.value
 
 
-def test_choices_and_any_object_are_constraints_too():
+def test_choices_and_any_object_are_constraints_too() -> None:
     choice = Constraint(ConstraintKind.CHOICE, options=["a", "b"])
     message = _wire.generate_request(GenerationRequest([1], constraint=choice), "id", 0)
     assert list(message.constraint.choice.options) == ["a", "b"]
@@ -129,13 +129,13 @@ def test_choices_and_any_object_are_constraints_too():
 )
 def test_a_value_that_does_not_fit_the_wire_names_its_field(
     request_: GenerationRequest, field: str
-):
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         _wire.generate_request(request_, "id", 0)
     assert caught.value.field == field
 
 
-def test_an_output_comes_back_whole():
+def test_an_output_comes_back_whole() -> None:
     message = pb.Output(
         request_id="id",
         first_position=3,
@@ -172,7 +172,7 @@ def test_an_output_comes_back_whole():
         (grpc.StatusCode.INTERNAL, ShardFailed),
     ],
 )
-def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[Exception]):
+def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[Exception]) -> None:
     message = pb.Output(error=pb.Error(code=status.value[0], message="why", field="f", bound="b"))
     result = _wire.output(message)
     assert type(result) is error
@@ -180,7 +180,9 @@ def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[
 
 
 @pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (9, 2)])
-def test_a_shard_of_another_revision_is_refused_with_both_ranges(revision: int, minimum: int):
+def test_a_shard_of_another_revision_is_refused_with_both_ranges(
+    revision: int, minimum: int
+) -> None:
     message = pb.InfoResponse(schema_revision=revision, min_schema_revision=minimum)
     with pytest.raises(IncompatibleShard, match=f"revisions {minimum} to {revision}.*1 to 1"):
         _wire.shard_info(message, "host:1")

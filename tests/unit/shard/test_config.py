@@ -7,12 +7,12 @@ import pytest
 from penstock_shard.config import ShardConfig, parse_config
 
 
-def test_no_flags_are_the_defaults_of_the_configuration(monkeypatch: pytest.MonkeyPatch):
+def test_no_flags_are_the_defaults_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     assert parse_config([]) == ShardConfig()
 
 
-def test_a_published_launch_line_is_understood():
+def test_a_published_launch_line_is_understood() -> None:
     line = (
         "--max-num-seqs 500 --trust-remote-code --enforce-eager --max-num-batched-tokens 512 "
         "--enable-chunked-prefill --tensor-parallel-size 1"
@@ -25,13 +25,13 @@ def test_a_published_launch_line_is_understood():
 
 def test_the_key_comes_from_the_environment_when_no_flag_gives_it(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     monkeypatch.setenv("PENSTOCK_API_KEY", "env")
     assert parse_config([]).api_key == "env"
     assert parse_config(["--api-key", "flag"]).api_key == "flag"
 
 
-def test_the_model_is_served_under_its_first_name():
+def test_the_model_is_served_under_its_first_name() -> None:
     assert parse_config([]).model_name == "penstock-toy"
     assert parse_config(["--model", "org/m"]).model_name == "org/m"
     assert parse_config(["--model", "org/m", "--served-model-name", "a", "b"]).model_name == "a"
@@ -57,7 +57,7 @@ def test_the_model_is_served_under_its_first_name():
 )
 def test_a_bad_flag_is_one_line_that_names_it(
     flags: str, words: list[str], capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_config(flags.split())
     assert caught.value.code == 2

@@ -18,7 +18,7 @@ def _alone(prompt, **options) -> list[int]:
     return under_test.tokens("r")
 
 
-def test_a_request_ends_at_max_tokens_with_length():
+def test_a_request_ends_at_max_tokens_with_length() -> None:
     under_test = make_engine()
     under_test.engine.submit(make_request(max_tokens=5))
     under_test.run()
@@ -27,7 +27,7 @@ def test_a_request_ends_at_max_tokens_with_length():
     assert ending.finish is FinishReason.LENGTH
 
 
-def test_a_stop_id_ends_the_request_and_is_delivered():
+def test_a_stop_id_ends_the_request_and_is_delivered() -> None:
     tokens = _alone((1, 2, 3), max_tokens=8)
     under_test = make_engine()
     under_test.engine.submit(make_request(max_tokens=8, stop_token_ids=[tokens[3]]))
@@ -37,7 +37,7 @@ def test_a_stop_id_ends_the_request_and_is_delivered():
     assert (ending.finish, ending.stop_token_id) == (FinishReason.STOP, tokens[3])
 
 
-def test_positions_count_every_token_once():
+def test_positions_count_every_token_once() -> None:
     under_test = make_engine()
     under_test.engine.submit(make_request(max_tokens=6))
     under_test.run()
@@ -45,7 +45,7 @@ def test_positions_count_every_token_once():
     assert positions == list(range(6))
 
 
-def test_a_request_taken_up_with_its_output_so_far_gives_the_rest():
+def test_a_request_taken_up_with_its_output_so_far_gives_the_rest() -> None:
     whole = _alone(range(20), max_tokens=12, seed=7)
     for cut in (1, 5, 11):
         under_test = make_engine()
@@ -57,7 +57,7 @@ def test_a_request_taken_up_with_its_output_so_far_gives_the_rest():
         assert under_test.outputs[0].first_position == cut
 
 
-def test_tokens_depend_on_nothing_but_the_request():
+def test_tokens_depend_on_nothing_but_the_request() -> None:
     rng = seeded("engine tokens")
     for _ in range(budget(10, 200)):
         prompts = {
@@ -79,7 +79,7 @@ def test_tokens_depend_on_nothing_but_the_request():
             assert under_test.tokens(name) == _alone(prompt, max_tokens=40, seed=int(name))
 
 
-def test_every_request_of_random_traffic_ends_exactly_once():
+def test_every_request_of_random_traffic_ends_exactly_once() -> None:
     rng = seeded("engine traffic")
     for _ in range(budget(10, 200)):
         under_test = make_engine(
@@ -106,7 +106,7 @@ def test_every_request_of_random_traffic_ends_exactly_once():
         assert under_test.blocks.num_referenced == 0
 
 
-def test_an_abort_frees_all_blocks_before_the_next_step():
+def test_an_abort_frees_all_blocks_before_the_next_step() -> None:
     under_test = make_engine()
     under_test.engine.submit(make_request(prompt=range(100), max_tokens=50))
     under_test.step()
@@ -117,7 +117,7 @@ def test_an_abort_frees_all_blocks_before_the_next_step():
     assert [o.finish for o in under_test.endings("r")] == [FinishReason.ABORTED]
 
 
-def test_an_abort_works_while_queued_and_in_the_middle_of_a_prompt():
+def test_an_abort_works_while_queued_and_in_the_middle_of_a_prompt() -> None:
     under_test = make_engine(max_num_seqs=1, max_num_batched_tokens=16)
     under_test.engine.submit(make_request("half-way", range(100)))
     under_test.engine.submit(make_request("queued", range(100)))
@@ -128,7 +128,7 @@ def test_an_abort_works_while_queued_and_in_the_middle_of_a_prompt():
     assert [o.finish for o in under_test.outputs] == [FinishReason.ABORTED] * 2
 
 
-def test_aborting_an_unknown_or_ended_id_does_nothing():
+def test_aborting_an_unknown_or_ended_id_does_nothing() -> None:
     under_test = make_engine()
     under_test.engine.abort("nobody")
     under_test.engine.submit(make_request(max_tokens=1))
@@ -138,7 +138,7 @@ def test_aborting_an_unknown_or_ended_id_does_nothing():
     assert len(under_test.endings("r")) == 1
 
 
-def test_a_higher_attempt_ends_the_lower_and_takes_over():
+def test_a_higher_attempt_ends_the_lower_and_takes_over() -> None:
     under_test = make_engine()
     whole = _alone(range(20), max_tokens=10)
     under_test.engine.submit(make_request("r", range(20), max_tokens=10))
@@ -154,7 +154,7 @@ def test_a_higher_attempt_ends_the_lower_and_takes_over():
     assert second == whole[2:]
 
 
-def test_a_passed_deadline_ends_a_request_with_an_error():
+def test_a_passed_deadline_ends_a_request_with_an_error() -> None:
     now_s = 0.0
     under_test = make_engine()
     engine = Engine(
@@ -173,7 +173,7 @@ def test_a_passed_deadline_ends_a_request_with_an_error():
     assert under_test.blocks.num_referenced == 0
 
 
-def test_a_full_queue_ends_the_request_with_resource_exhausted():
+def test_a_full_queue_ends_the_request_with_resource_exhausted() -> None:
     under_test = make_engine(max_num_seqs=1, max_queued_requests=1)
     under_test.engine.submit(make_request("a"))
     under_test.engine.submit(make_request("b"))
@@ -204,7 +204,7 @@ class _FailingRow:
         ]
 
 
-def test_an_error_of_one_row_ends_that_request_and_no_other():
+def test_an_error_of_one_row_ends_that_request_and_no_other() -> None:
     under_test = make_engine()
     runner = _FailingRow(under_test, "bad")
     under_test.engine = Engine(runner, under_test.scheduler, under_test.blocks)
@@ -217,7 +217,7 @@ def test_an_error_of_one_row_ends_that_request_and_no_other():
     assert "NaN" in ending.error.message
 
 
-def test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption():
+def test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption() -> None:
     rng = seeded("prompt logprobs")
     prompt = [rng.randrange(900) for _ in range(70)]
     under_test = make_engine(num_blocks=7, max_model_len=112, max_num_batched_tokens=16)
@@ -235,7 +235,7 @@ def test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption(
     assert ids == prompt[1:]
 
 
-def test_merged_outputs_read_as_one():
+def test_merged_outputs_read_as_one() -> None:
     first = Output("r", 0, 3, [1], logprobs=Logprobs([-1.0], [1], 1, [1], [-1.0]))
     later = Output("r", 0, 4, [2], logprobs=Logprobs([-2.0], [2], 1, [9], [-0.5]))
     later.finish = FinishReason.STOP
@@ -244,7 +244,7 @@ def test_merged_outputs_read_as_one():
     assert first.logprobs == Logprobs([-1.0, -2.0], [1, 2], 1, [1, 9], [-1.0, -0.5])
 
 
-def test_eos_comes_only_at_its_rate():
+def test_eos_comes_only_at_its_rate() -> None:
     under_test = make_engine(eos_rate=1.0)
     under_test.engine.submit(make_request(max_tokens=8))
     under_test.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 from support.engines import EOS_ID, make_request, runner_info
@@ -43,7 +44,7 @@ BASE = SamplingParams(temperature=1.0, seed=1)
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_every_sampling_parameter_changes_the_tokens(change: dict[str, float]):
+def test_every_sampling_parameter_changes_the_tokens(change: dict[str, Any]) -> None:
     def tokens(sampling: SamplingParams) -> list[int]:
         request = dataclasses.replace(make_request(), sampling=sampling)
         return [_token(request)]
@@ -52,7 +53,7 @@ def test_every_sampling_parameter_changes_the_tokens(change: dict[str, float]):
     assert tokens(BASE) != tokens(dataclasses.replace(BASE, **change))
 
 
-def test_prompt_output_and_their_border_change_the_token():
+def test_prompt_output_and_their_border_change_the_token() -> None:
     variants = [
         make_request(prompt=[1, 2, 3]),
         make_request(prompt=[1, 2, 4]),
@@ -63,7 +64,7 @@ def test_prompt_output_and_their_border_change_the_token():
     assert len({_token(request) for request in variants}) == len(variants)
 
 
-def test_a_token_does_not_depend_on_what_the_runner_did_before():
+def test_a_token_does_not_depend_on_what_the_runner_did_before() -> None:
     runner = _runner()
     request = make_request()
     first = _token(request, runner)
@@ -72,14 +73,14 @@ def test_a_token_does_not_depend_on_what_the_runner_did_before():
     assert second == _token(make_request(output=[first]))
 
 
-def test_only_allowed_ids_come_out():
+def test_only_allowed_ids_come_out() -> None:
     allowed = dataclasses.replace(BASE, allowed_token_ids=(7, 8))
     for seed in range(20):
         sampling = dataclasses.replace(allowed, seed=seed)
         assert _token(dataclasses.replace(make_request(), sampling=sampling)) in (7, 8)
 
 
-def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token():
+def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token() -> None:
     request = make_request(logprobs=5)
     runner = _runner()
     runner.launch(StepPlan((_row(request),)))
@@ -90,14 +91,14 @@ def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token():
     assert result.logprobs.top_logprobs[0] == result.logprobs.chosen[0]
 
 
-def test_a_row_in_the_middle_of_a_prompt_samples_nothing():
+def test_a_row_in_the_middle_of_a_prompt_samples_nothing() -> None:
     request = make_request(prompt=range(10))
     runner = _runner()
     runner.launch(StepPlan((ScheduledRequest(request, 0, 5, samples=False),)))
     assert runner.collect()[0].token_id is None
 
 
-def test_a_step_takes_its_time_from_the_end_of_the_step_before():
+def test_a_step_takes_its_time_from_the_end_of_the_step_before() -> None:
     runner = _runner(step_s=0.05)
     started_s = time.monotonic()
     for _ in range(3):

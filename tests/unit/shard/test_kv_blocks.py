@@ -8,6 +8,7 @@ from support.engines import make_request
 
 import penstock_shard.kv_blocks as kv_blocks
 from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.request import Request
 
 
 def _compute(blocks: BlockManager, request, num_tokens: int) -> None:
@@ -16,7 +17,7 @@ def _compute(blocks: BlockManager, request, num_tokens: int) -> None:
     blocks.publish(request)
 
 
-def test_growing_gives_just_the_blocks_that_the_tokens_need():
+def test_growing_gives_just_the_blocks_that_the_tokens_need() -> None:
     blocks = BlockManager(8, 16)
     request = make_request(prompt=range(40))
     assert blocks.grow(request, 33)
@@ -26,7 +27,7 @@ def test_growing_gives_just_the_blocks_that_the_tokens_need():
     assert blocks.num_free == 5
 
 
-def test_growing_beyond_what_is_free_changes_nothing():
+def test_growing_beyond_what_is_free_changes_nothing() -> None:
     blocks = BlockManager(2, 16)
     request = make_request(prompt=range(40))
     assert not blocks.grow(request, 33)
@@ -34,7 +35,7 @@ def test_growing_beyond_what_is_free_changes_nothing():
     assert blocks.num_free == 2
 
 
-def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token():
+def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token() -> None:
     blocks = BlockManager(16, 16)
     first = make_request("a", range(48))
     _compute(blocks, first, 48)
@@ -44,7 +45,7 @@ def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token():
     blocks.check_integrity([first, second])
 
 
-def test_a_freed_prefix_is_found_until_its_memory_is_reused():
+def test_a_freed_prefix_is_found_until_its_memory_is_reused() -> None:
     blocks = BlockManager(4, 16)
     first = make_request("a", range(40))
     _compute(blocks, first, 40)
@@ -58,7 +59,7 @@ def test_a_freed_prefix_is_found_until_its_memory_is_reused():
     assert blocks.acquire_prefix(make_request("d", range(40))) == 0
 
 
-def test_the_start_of_a_prefix_outlives_its_end():
+def test_the_start_of_a_prefix_outlives_its_end() -> None:
     blocks = BlockManager(4, 16)
     first = make_request("a", range(64))
     _compute(blocks, first, 64)
@@ -67,33 +68,33 @@ def test_the_start_of_a_prefix_outlives_its_end():
     assert blocks.acquire_prefix(make_request("c", range(64))) == 48
 
 
-def test_a_cache_salt_separates_equal_prompts():
+def test_a_cache_salt_separates_equal_prompts() -> None:
     blocks = BlockManager(16, 16)
     _compute(blocks, make_request("a", range(40), cache_salt="one"), 40)
     assert blocks.acquire_prefix(make_request("b", range(40), cache_salt="two")) == 0
     assert blocks.acquire_prefix(make_request("c", range(40), cache_salt="one")) == 32
 
 
-def test_a_prefix_is_not_found_after_a_different_start():
+def test_a_prefix_is_not_found_after_a_different_start() -> None:
     blocks = BlockManager(16, 16)
     _compute(blocks, make_request("a", [*range(16), *range(100, 132)]), 48)
     assert blocks.acquire_prefix(make_request("b", [*range(50, 66), *range(100, 132)])) == 0
 
 
-def test_a_forged_hash_shares_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_forged_hash_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_blocks, "block_hash", lambda parent, ids: b"same for all")
     blocks = BlockManager(16, 16)
     _compute(blocks, make_request("a", range(40)), 40)
     assert blocks.acquire_prefix(make_request("b", range(500, 540))) == 0
 
 
-def test_without_prefix_caching_nothing_is_ever_found():
+def test_without_prefix_caching_nothing_is_ever_found() -> None:
     blocks = BlockManager(16, 16, enable_prefix_caching=False)
     _compute(blocks, make_request("a", range(40)), 40)
     assert blocks.acquire_prefix(make_request("b", range(40))) == 0
 
 
-def test_a_lost_reference_is_noticed():
+def test_a_lost_reference_is_noticed() -> None:
     blocks = BlockManager(4, 16)
     request = make_request(prompt=range(20))
     _compute(blocks, request, 20)
@@ -102,11 +103,11 @@ def test_a_lost_reference_is_noticed():
         blocks.check_integrity([request])
 
 
-def test_random_traffic_keeps_the_accounts_exact():
+def test_random_traffic_keeps_the_accounts_exact() -> None:
     rng = seeded("kv blocks")
     for _ in range(budget(20, 400)):
         blocks = BlockManager(rng.randint(4, 40), rng.choice((16, 32)))
-        live = []
+        live: list[Request] = []
         for number in range(rng.randint(20, 120)):
             if live and rng.random() < 0.4:
                 blocks.release(live.pop(rng.randrange(len(live))))

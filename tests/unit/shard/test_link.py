@@ -18,7 +18,7 @@ SUBMIT = link.Submit(
 )  # fmt: skip
 
 
-def test_messages_to_the_engine_arrive_as_they_were_sent():
+def test_messages_to_the_engine_arrive_as_they_were_sent() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine_end = link.EngineEnd(theirs)
@@ -27,7 +27,7 @@ def test_messages_to_the_engine_arrive_as_they_were_sent():
             assert engine_end.receive() == message
 
 
-def test_a_server_that_is_gone_is_none():
+def test_a_server_that_is_gone_is_none() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.sendall(b"\x08\x00\x00\x00half")
@@ -35,7 +35,7 @@ def test_a_server_that_is_gone_is_none():
         assert link.EngineEnd(theirs).receive() is None
 
 
-async def test_messages_from_the_engine_arrive_as_they_were_sent():
+async def test_messages_from_the_engine_arrive_as_they_were_sent() -> None:
     output = link.Output(
         "id", 1, 4, [7], Logprobs([-0.5], [1], 1, [7], [-0.5]), None, 1, 3, FinishReason.STOP, 7
     )

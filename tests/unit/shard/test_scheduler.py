@@ -12,7 +12,7 @@ def _rows(plan) -> list[tuple[str, int, int, bool]]:
     return [(row.request.request_id, row.start, row.count, row.samples) for row in plan.rows]
 
 
-def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     under_test = make_engine(max_num_batched_tokens=64, max_model_len=512)
     scheduler = under_test.scheduler
     scheduler.add(make_request("a", range(150)))
@@ -24,7 +24,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
     assert seen == [("a", 0, 64, False), ("a", 64, 64, False), ("a", 128, 22, True)]
 
 
-def test_decodes_come_before_chunks_of_prompts():
+def test_decodes_come_before_chunks_of_prompts() -> None:
     scheduler = make_engine(max_num_batched_tokens=64).scheduler
     decoding = make_request("decoding", range(10))
     scheduler.add(decoding)
@@ -38,7 +38,7 @@ def test_decodes_come_before_chunks_of_prompts():
     assert _rows(scheduler.schedule()) == [("decoding", 11, 1, True), ("prompt", 63, 63, False)]
 
 
-def test_no_more_requests_run_than_max_num_seqs():
+def test_no_more_requests_run_than_max_num_seqs() -> None:
     scheduler = make_engine(max_num_seqs=3).scheduler
     for number in range(5):
         scheduler.add(make_request(str(number)))
@@ -46,7 +46,7 @@ def test_no_more_requests_run_than_max_num_seqs():
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
 
 
-def test_a_full_queue_refuses_with_its_bound():
+def test_a_full_queue_refuses_with_its_bound() -> None:
     scheduler = make_engine(max_queued_requests=2).scheduler
     scheduler.add(make_request("a"))
     scheduler.add(make_request("b"))
@@ -54,14 +54,14 @@ def test_a_full_queue_refuses_with_its_bound():
         scheduler.add(make_request("c"))
 
 
-def test_queued_tokens_are_bounded_but_one_request_always_fits():
+def test_queued_tokens_are_bounded_but_one_request_always_fits() -> None:
     scheduler = make_engine(max_queued_tokens=10).scheduler
     scheduler.add(make_request("a", range(100)))
     with pytest.raises(QueueFull, match="--max-queued-tokens is 10"):
         scheduler.add(make_request("b"))
 
 
-def test_the_latest_arrival_is_put_down_when_blocks_run_out():
+def test_the_latest_arrival_is_put_down_when_blocks_run_out() -> None:
     under_test = make_engine(num_blocks=4, max_model_len=64)
     scheduler = under_test.scheduler
     requests = [make_request(name, range(start, start + 31), max_tokens=30)
@@ -85,7 +85,7 @@ def test_the_latest_arrival_is_put_down_when_blocks_run_out():
     under_test.blocks.check_integrity(scheduler.requests)
 
 
-def test_whoever_is_put_down_runs_before_those_that_never_ran():
+def test_whoever_is_put_down_runs_before_those_that_never_ran() -> None:
     under_test = make_engine(num_blocks=4, max_model_len=64, max_num_seqs=2)
     for name, start in (("old", 0), ("new", 100)):
         under_test.engine.submit(make_request(name, range(start, start + 31), max_tokens=20))
@@ -97,7 +97,7 @@ def test_whoever_is_put_down_runs_before_those_that_never_ran():
     assert order.index("new") < order.index("never ran")
 
 
-def test_a_request_is_let_in_only_with_blocks_for_all_it_knows():
+def test_a_request_is_let_in_only_with_blocks_for_all_it_knows() -> None:
     scheduler = make_engine(num_blocks=4, max_model_len=64, max_num_batched_tokens=32).scheduler
     scheduler.add(make_request("a", range(40)))
     scheduler.add(make_request("b", range(100, 140)))
@@ -106,7 +106,7 @@ def test_a_request_is_let_in_only_with_blocks_for_all_it_knows():
     assert _rows(plan) == [("a", 32, 8, True)]
 
 
-def test_prompt_logprobs_compute_the_whole_prompt_although_it_is_cached():
+def test_prompt_logprobs_compute_the_whole_prompt_although_it_is_cached() -> None:
     under_test = make_engine()
     under_test.engine.submit(make_request("first", range(40)))
     under_test.run()

@@ -26,7 +26,7 @@ def _check(incoming: IncomingRequest, **defaults: float):
     return check(incoming, info, CONFIG)
 
 
-def test_absent_parameters_take_the_models_defaults_and_given_ones_do_not():
+def test_absent_parameters_take_the_models_defaults_and_given_ones_do_not() -> None:
     submit = _check(_incoming(top_p=0.5, seed=9), temperature=0.7, top_p=0.9, top_k=20.0)
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.5, 20)
@@ -34,31 +34,31 @@ def test_absent_parameters_take_the_models_defaults_and_given_ones_do_not():
     assert sampling.seed == 9
 
 
-def test_a_given_zero_is_not_an_absent_value():
+def test_a_given_zero_is_not_an_absent_value() -> None:
     assert _check(_incoming(temperature=0.0), temperature=0.7).sampling.is_greedy
     assert _check(_incoming(top_k=0), top_k=20.0).sampling.top_k == 0
 
 
-def test_greedy_forgets_what_would_only_matter_for_drawing():
+def test_greedy_forgets_what_would_only_matter_for_drawing() -> None:
     first = _check(_incoming(temperature=1e-6, seed=1, top_p=0.5)).sampling
     assert first == _check(_incoming(temperature=0.0, seed=2, top_k=4)).sampling
 
 
-def test_without_max_tokens_the_context_is_the_bound():
+def test_without_max_tokens_the_context_is_the_bound() -> None:
     assert _check(_incoming(prompt=range(30))).max_tokens == 70
 
 
-def test_eos_ids_stop_unless_they_are_ignored():
+def test_eos_ids_stop_unless_they_are_ignored() -> None:
     assert _check(_incoming(stop_token_ids=(5,))).stop_token_ids == [5, 999]
     assert _check(_incoming(stop_token_ids=(5,), ignore_eos=True)).stop_token_ids == [5]
 
 
-def test_prompt_logprobs_are_not_computed_again_for_a_continued_request():
+def test_prompt_logprobs_are_not_computed_again_for_a_continued_request() -> None:
     assert _check(_incoming(prompt_logprobs=0)).prompt_logprobs == 0
     assert _check(_incoming(prompt_logprobs=0, output=[7])).prompt_logprobs is None
 
 
-def test_both_names_of_the_model_are_served():
+def test_both_names_of_the_model_are_served() -> None:
     for name in ("", "main", "alias"):
         _check(_incoming(model=name))
 
@@ -93,7 +93,7 @@ def test_both_names_of_the_model_are_served():
 )
 def test_what_is_out_of_bounds_names_field_value_and_bound(
     fields: dict[str, Any], field: str, code: int, bound: str
-):
+) -> None:
     with pytest.raises(Refusal) as caught:
         _check(_incoming(**fields))
     error = caught.value.error
@@ -103,13 +103,13 @@ def test_what_is_out_of_bounds_names_field_value_and_bound(
     assert field in error.message or field == "model"
 
 
-def test_a_huge_value_is_not_echoed_whole():
+def test_a_huge_value_is_not_echoed_whole() -> None:
     with pytest.raises(Refusal) as caught:
         _check(_incoming(model="x" * 100_000))
     assert len(caught.value.error.message) < 300
 
 
-def test_a_capability_that_is_missing_is_named():
+def test_a_capability_that_is_missing_is_named() -> None:
     info = dataclasses.replace(runner_info(), capabilities=frozenset())
     with pytest.raises(Refusal, match="logprobs is not served"):
         check(_incoming(logprobs=0), info, CONFIG)

@@ -9,7 +9,7 @@ offset `i % block_size`; that place, counted over all blocks, is its slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -42,14 +42,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """One sequence of a step, for backends that walk the rows on the host."""
+    """One sequence of a step and the keys it needs, for backends that walk rows on the host."""
 
-    query_start: int
+    # Of the step's T tokens, those of this row.
+    queries: slice
     num_queries: int
-    # Tokens in the cache once this step's are written.
-    seq_len: int
-    # int32 [ceil(seq_len / block_size)]
+    # int32 [n]: the blocks that hold the keys the queries see, and which of their tokens those are.
     blocks: Tensor
+    keys: slice
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,27 @@ class AttentionBatch:
     block_table: Tensor
 
     @cached_property
-    def rows(self) -> tuple[RowSpan, ...]:
-        rows = []
+    def _rows(self) -> dict[int | None, tuple[RowSpan, ...]]:
+        return {}
+
+    def rows(self, window: int | None) -> tuple[RowSpan, ...]:
+        """The rows as layers with this window see them; made once a step."""
+        rows = self._rows.get(window)
+        if rows is None:
+            rows = self._rows[window] = tuple(self._spans(window))
+        return rows
+
+    def _spans(self, window: int | None) -> Iterator[RowSpan]:
         start = 0
         for i, (count, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
-            num_blocks = -(-length // self.block_size)
-            rows.append(RowSpan(start, count, length, self.block_table[i, :num_blocks]))
+            # The first key that the row's first query sees.
+            first = 0 if window is None else max(0, length - count - window + 1)
+            skipped = first // self.block_size
+            blocks = self.block_table[i, skipped : -(-length // self.block_size)]
+            offset = skipped * self.block_size
+            keys = slice(first - offset, length - offset)
+            yield RowSpan(slice(start, start + count), count, blocks, keys)
             start += count
-        return tuple(rows)
 
     @cached_property
     def prefill_cu_queries(self) -> Tensor:

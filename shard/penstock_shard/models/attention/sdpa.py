@@ -49,36 +49,20 @@ class SdpaBackend:
         write_cache(cache, key, value, batch.slots)
         output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         plain = softcap is None and sinks is None
-        for row in batch.rows:
-            first = _first_key(row, window)
-            keys, values = _gather(cache, row, first)
-            queries = slice(row.query_start, row.query_start + row.num_queries)
+        for row in batch.rows(window):
+            keys, values = _gather(cache[0], row), _gather(cache[1], row)
+            queries = query[row.queries]
             if plain and row.num_queries == 1:
-                output[queries] = _decode(query[queries], keys, values, scale)
+                attended = _decode(queries, keys, values, scale)
             else:
-                output[queries] = _masked(
-                    query[queries], keys, values, batch, scale, window, softcap, sinks
-                )
+                attended = _masked(queries, keys, values, batch, scale, window, softcap, sinks)
+            output[row.queries] = attended
         return output
 
 
-def _first_key(row: RowSpan, window: int | None) -> int:
-    """The first key that any query of the row sees."""
-    if window is None:
-        return 0
-    return max(0, row.seq_len - row.num_queries - window + 1)
-
-
-def _gather(cache: LayerCache, row: RowSpan, first: int) -> LayerCache:
-    """Keys [Hkv, L, D] and values [Hkv, L, Dv] of the row's tokens from `first` on."""
-    block_size = cache[0].shape[1]
-    skipped = first // block_size
-    blocks = row.blocks[skipped:]
-    tokens = slice(first - skipped * block_size, row.seq_len - skipped * block_size)
-    keys, values = (
-        part.index_select(0, blocks).flatten(0, 1)[tokens].transpose(0, 1) for part in cache
-    )
-    return keys, values
+def _gather(part: Tensor, row: RowSpan) -> Tensor:
+    """Keys or values [Hkv, L, D] that the row's queries see, out of a cache."""
+    return part.index_select(0, row.blocks).flatten(0, 1)[row.keys].transpose(0, 1)
 
 
 def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

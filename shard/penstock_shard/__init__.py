@@ -1,0 +1,1 @@
+"""A shard: one model behind gRPC, token ids in and token ids out. Never sees text."""
