@@ -70,9 +70,7 @@ def run(args: argparse.Namespace, directory: Path) -> None:
     config = ShardConfig(device="cpu", dtype="float32", threads=threads, kv_memory_bytes=2**30)
     begin = time.perf_counter()
     runner = create_runner(config, directory, progress=lambda line: None)
-    print(
-        f"loaded in {time.perf_counter() - begin:.1f} s, torch imported before; {threads} threads"
-    )
+    print(f"loaded in {time.perf_counter() - begin:.1f} s (without imports); {threads} threads")
     contenders: dict[str, Contender] = {"penstock": engine_contender(runner, config, args)}
     if args.versus == "transformers":
         contenders["transformers"] = transformers_contender(directory, args)

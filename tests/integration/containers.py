@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -147,7 +146,6 @@ class Probe:
     command: tuple[str, ...] = ()
     http_path: str = ""
     grpc_service: str | None = None
-    tcp: bool = False
     timeout_s: float = 5.0
 
 
@@ -232,9 +230,8 @@ class Container:
             return self._run_probe(self._localise(probe.command), probe.timeout_s)
         if probe.http_path:
             return 200 <= self.status(probe.http_path, probe.timeout_s) < 400
-        if probe.grpc_service is not None:
-            return _grpc_serving(self.port, probe.grpc_service, probe.timeout_s)
-        return _port_open(self.port)
+        assert probe.grpc_service is not None
+        return _grpc_serving(self.port, probe.grpc_service, probe.timeout_s)
 
     def status(self, path: str, timeout_s: float = 5.0) -> int:
         """Of a GET; 0 without an answer."""
@@ -289,9 +286,3 @@ def _grpc_serving(port: int, service: str, timeout_s: float) -> bool:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-
-def _port_open(port: int) -> bool:
-
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(("127.0.0.1", port)) == 0

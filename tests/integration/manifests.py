@@ -170,9 +170,6 @@ def _probe(probe: Mapping[str, Any], port: Mapping[str, Any]) -> Probe:
     if "httpGet" in probe:
         assert probe["httpGet"]["port"] in (port["name"], port["containerPort"])
         return Probe(http_path=probe["httpGet"]["path"], timeout_s=timeout_s)
-    if "grpc" in probe:
-        # The one kind of probe that takes no name of a port.
-        assert probe["grpc"]["port"] == port["containerPort"]
-        return Probe(grpc_service=probe["grpc"].get("service", ""), timeout_s=timeout_s)
-    assert probe["tcpSocket"]["port"] in (port["name"], port["containerPort"])
-    return Probe(tcp=True, timeout_s=timeout_s)
+    # The one kind of probe that takes no name of a port.
+    assert probe["grpc"]["port"] == port["containerPort"]
+    return Probe(grpc_service=probe["grpc"].get("service", ""), timeout_s=timeout_s)

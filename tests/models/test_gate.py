@@ -86,9 +86,19 @@ def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path
         gate.check_layers(module, specs[:2], SdpaBackend(), 256)
 
 
-@pytest.mark.parametrize("fault", ["scale", "order", "window", "nan"])
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        ("scale", "float32"),
+        ("order", "float32"),
+        ("window", "float32"),
+        ("nan", "float32"),
+        ("order", "bfloat16"),
+        ("zero", "bfloat16"),
+    ],
+)
 def test_the_self_check_finds_wrong_attention(
-    fault: str, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    fault: str, dtype: str, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = SdpaBackend.run
 
@@ -100,13 +110,15 @@ def test_the_self_check_finds_wrong_attention(
         output: Tensor = good(self, *args, **options)  # type: ignore[arg-type]
         if fault == "order":
             output = output.roll(1, dims=0)
+        if fault == "zero":
+            output = torch.zeros_like(output)
         if fault == "nan":
             output[3] = float("nan")
         return output
 
     monkeypatch.setattr(SdpaBackend, "run", wrong)
     with pytest.raises(ModelError, match="LlamaForCausalLM: self-check failed"):
-        load(model_dir("llama"))
+        load(model_dir("llama"), dtype=dtype)
 
 
 def test_an_unknown_architecture_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -115,6 +127,14 @@ def test_an_unknown_architecture_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="perceptron") as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_with_its_own_code_names_the_flag(tmp_path: Path) -> None:
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration_own.py").write_text("raise SystemExit('was run')")
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        load(tmp_path)
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:

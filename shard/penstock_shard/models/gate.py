@@ -23,8 +23,11 @@ from penstock_shard.models.errors import ModelError
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their angles depend on the longest position in the batch once it passes the original context.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Largest difference of a logit, in units of the standard deviation of the model's own logits.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+# Difference of a logit that rounding explains, in standard deviations of the model's own logits.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+# Share of the tokens that must keep to it. In half precision rounding sends a few tokens of a
+# mixture-of-experts model to other experts, while wrong attention spoils nearly all tokens.
+_SHARE = {torch.float32: 1.0, torch.float16: 0.75, torch.bfloat16: 0.75}
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -150,7 +153,8 @@ def check_logits(module: PreTrainedModel, own: Callable[[], Tensor], paged: Tens
         expected = own().float()
     finally:
         module.set_attn_implementation(implementation)
-    worst = float((paged.float() - expected).abs().max())
+    errors = (paged.float() - expected).abs().amax(dim=1)
+    worst = float(errors.quantile(_SHARE[module.dtype]))
     bound = _TOLERANCE[module.dtype] * float(expected.std())
     # Not `worst > bound`: a NaN must not pass.
     if not worst <= bound:

@@ -27,11 +27,13 @@ _DTYPES = {
 def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of the text model. Raises ModelError if transformers cannot read it."""
     try:
-        config = AutoConfig.from_pretrained(
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
             model_dir, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = _first_line(error)
+        if "trust_remote_code" in str(error):
+            reason = "the model comes with its own code, which --trust-remote-code would run"
         raise ModelError(
             f"{model_dir}: transformers {transformers.__version__} cannot read the "
             f"configuration: {reason}"
