@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
@@ -21,13 +20,11 @@ from penstock_router.errors import (
     MethodNotAllowed,
     NotFound,
     Unauthorized,
-    as_api_error,
+    noted,
 )
 from penstock_router.handlers import REQUEST_ID, ROUTER, Router
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
-
-logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -89,7 +86,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         # The client left in the middle of a write; there is nobody to answer.
         raise
     except Exception as error:  # noqa: BLE001 - the process's edge
-        response = _error_response(_noted(error, request))
+        response = _error_response(noted(error, request[REQUEST_ID]))
     else:
         status = response.status
         return response
@@ -104,15 +101,6 @@ def _count(request: web.Request, status: int, seconds: float) -> None:
     metrics = request.app[ROUTER].metrics
     metrics.requests.labels(route, str(status)).inc()
     metrics.request_seconds.labels(route).observe(seconds)
-
-
-def _noted(error: Exception, request: web.Request) -> ApiError:
-    answer = as_api_error(error)
-    if type(answer) is ApiError:
-        logger.error("request %s failed", request[REQUEST_ID], exc_info=error)
-    else:
-        logger.debug("request %s: %d %s", request[REQUEST_ID], answer.status, answer.message)
-    return answer
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:

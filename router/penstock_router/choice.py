@@ -51,7 +51,6 @@ class Choice:
         self.index = index
         self.stream = stream
         self.finished = False
-        self.num_tokens = 0
         self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None
         self._options = options
@@ -74,7 +73,6 @@ class Choice:
             return self._scores_only()
         delta = Delta(self.index, "", output.token_ids, output.logprobs)
         self._read(output, delta)
-        self.num_tokens += len(delta.token_ids)
         delta.text, self._echo = self._echo + delta.text, ""
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self.finished = delta.finish_reason is not None

@@ -16,9 +16,12 @@ error": the text of a defect may hold anything.
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 import penstock_client.errors as client_errors
+
+logger = logging.getLogger(__name__)
 
 # Long enough for a queue to move, short enough not to leave a free machine idle.
 RETRY_AFTER_S = 1
@@ -112,6 +115,18 @@ class TimedOut(ApiError):
 
     status = 504
     type = "TimeoutError"
+
+
+def noted(error: Exception, request_id: str) -> ApiError:
+    """The error as the client sees it. What is no fault of the client's goes to the log."""
+    answer = as_api_error(error)
+    if isinstance(error, client_errors.ShardFailed):
+        logger.error("request %s: %s", request_id, answer.message)
+    elif type(answer) is ApiError:
+        logger.error("request %s failed", request_id, exc_info=error)
+    else:
+        logger.debug("request %s: %d %s", request_id, answer.status, answer.message)
+    return answer
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -133,7 +133,6 @@ class Generation:
         self._metrics.output_tokens.inc(count)
         if choice.last_arrival_s is None:
             self._metrics.first_token_seconds.observe(now - self._submitted_at_s)
-            count -= 1
         else:
             each = (now - choice.last_arrival_s) / count
             for _ in range(count):

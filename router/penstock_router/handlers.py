@@ -85,9 +85,13 @@ async def _generate(
         async with Generation(job, router.fleet, router.metrics) as generation:
             shape = make_shape(job, response_id, int(time.time()), generation.usage)
             if body.stream:
-                keep_alive_s = router.config.keep_alive_s
                 return await sse.stream(
-                    request, generation, shape, keep_alive_s=keep_alive_s, deadline=deadline
+                    request,
+                    generation,
+                    shape,
+                    request_id=request[REQUEST_ID],
+                    keep_alive_s=router.config.keep_alive_s,
+                    deadline=deadline,
                 )
             async with asyncio.timeout_at(deadline):
                 deltas = await collect(generation)

@@ -28,6 +28,9 @@ MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024
 MAX_ROLE_CHARS = 64
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_STOP_TOKEN_IDS = 1024
+# Looking for repeated keys takes half a millisecond a megabyte and key: longer bodies go without.
+MAX_LOOKED_THROUGH_BYTES = 128 * 1024
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 
@@ -106,7 +109,10 @@ def decode_object(body: bytes) -> JsonObject:
 def _refuse_repeated_keys(body: bytes, value: JsonObject) -> None:
     # The fast decoder keeps the last of two equal keys in silence. A key that occurs once in the
     # bytes is not repeated; only what remains in doubt is worth a slow second look.
-    if all(body.count(b'"%b"' % key.encode()) < 2 for key in value):
+    names = _KNOWN_NAMES & value.keys()
+    if len(body) > MAX_LOOKED_THROUGH_BYTES or all(
+        body.count(b'"%b"' % name.encode()) < 2 for name in names
+    ):
         return
     try:
         json.loads(body, object_pairs_hook=_unique_keys)
@@ -223,8 +229,11 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _array(name, value)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise BadRequest(f"{name}: at most {MAX_STOP_TOKEN_IDS} ids; given: {len(ids)}", param=name)
     parse = _integer(0, 2**32 - 1)
-    return tuple(parse(name, item) for item in _array(name, value))
+    return tuple(parse(name, item) for item in ids)
 
 
 def _prompts(name: str, value: Any) -> tuple[str | list[int], ...]:
@@ -438,6 +447,7 @@ FIELDS: tuple[Field, ...] = (
 _BY_ROUTE: dict[str, dict[str, Field]] = {
     route: {entry.name: entry for entry in FIELDS if route in entry.routes} for route in "CH"
 }
+_KNOWN_NAMES = frozenset(entry.name for entry in FIELDS)
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
 
 

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from penstock_router.choice import Delta
-from penstock_router.errors import as_api_error
+from penstock_router.errors import noted
 from penstock_router.generation import Generation
 from penstock_router.responses import Shape
 
@@ -96,6 +96,7 @@ async def stream(
     generation: Generation,
     shape: Shape,
     *,
+    request_id: str,
     keep_alive_s: float,
     deadline: float | None,
 ) -> web.StreamResponse:
@@ -113,9 +114,8 @@ async def stream(
             except ConnectionError:
                 raise
             except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
-                if as_api_error(error).status >= 500:
-                    logger.warning("a stream failed: %s: %s", type(error).__name__, error)
-                await events.send([msgspec.json.encode(as_api_error(error).body())])
+                answer = noted(error, request_id)
+                await events.send([msgspec.json.encode(answer.body())])
             await events.end()
             return events.response
     finally:
