@@ -7,7 +7,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from support.budget import budget, seeded
 from support.processes import Router, Shard, is_alive, running, wait_until
 
-from penstock_client import ShardClient
+from penstock_client import LoadReport, ShardClient
 
 ALPHABET = ("abcdefgh \n", "äöüßéñ", "東京大阪日本語", "😀🏳️‍🌈👩‍👩‍👧🎉", "مرحبا", "\u0301\u200d")
 
@@ -112,41 +112,64 @@ async def test_a_stop_string_aborts_in_the_shard(pair, session: aiohttp.ClientSe
 
 # ---- clients that go away ----
 
-_LONG = {"prompt": "Hello", "max_tokens": 1900}
+_LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 1900}
+
+
+@pytest.fixture(scope="module")
+def slow_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Router, Shard]]:
+    """Steps of 150 ms, so that a step can be told from the time a message takes."""
+    logs = tmp_path_factory.mktemp("slow")
+    flags = ("--step-ms", "150", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    shard = Shard(logs / "shard", *flags)
+    router = Router(logs / "router", [shard.address])
+    with running(shard, router):
+        yield router, shard
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "clients"),
     [
-        {**_LONG, "stream": True},
-        _LONG,
-        {**_LONG, "n": 4},
-        {**_LONG, "n": 4, "stream": True},
-        {**_LONG, "prompt": ["a", "b", "c"]},
-        {**_LONG, "prompt": "word " * 1900, "max_tokens": 50},
+        ({**_LONG, "stream": True}, 1),
+        (_LONG, 1),
+        ({**_LONG, "n": 4}, 1),
+        ({**_LONG, "n": 4, "stream": True}, 1),
+        ({**_LONG, "prompt": ["a", "b", "c"]}, 1),
+        ({**_LONG, "prompt": "word " * 1900, "max_tokens": 50}, 1),
+        (_LONG, 20),
     ],
-    ids=["streaming", "whole", "n=4", "n=4 streaming", "batch", "mid-prefill"],
+    ids=["streaming", "whole", "n=4", "n=4 streaming", "batch", "mid-prefill", "queued"],
 )
-async def test_a_client_that_goes_away_frees_its_blocks(pair, body: Any) -> None:
-    async with aiohttp.ClientSession(pair.url) as session:
-        task = asyncio.create_task(_read_all(session, body))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    await _wait_idle(pair.shard)
+async def test_blocks_of_clients_that_go_away_are_free_within_two_steps(
+    slow_pair: tuple[Router, Shard], body: Any, clients: int
+) -> None:
+    router, shard = slow_pair
+    async with (
+        ShardClient(shard.address) as watcher,
+        aiohttp.ClientSession(router.url) as session,
+    ):
+        reports = watcher.watch_load()
+        tasks = [asyncio.create_task(_read_all(session, body)) for _ in range(clients)]
+        async for load in reports:
+            if load.referenced_blocks and load.running + load.waiting >= clients:
+                break
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        at_cancel = await _load_now(watcher)
+        async for load in reports:
+            if not (load.referenced_blocks or load.running or load.waiting):
+                break
+        # Reports are up to 100 ms old: the step that ran while they travelled counts too.
+        assert load.steps_total - at_cancel.steps_total <= 2
+        await reports.aclose()
 
 
-async def test_clients_that_go_away_while_queued_leave_the_queue(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "shard", "--max-num-seqs", "2", "--step-ms", "10")
-    router = Router(tmp_path / "router", [shard.address])
-    with running(shard, router):
-        async with aiohttp.ClientSession(router.url) as session:
-            tasks = [asyncio.create_task(_read_all(session, _LONG)) for _ in range(20)]
-            await asyncio.sleep(0.5)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await _wait_idle(shard)
+async def _load_now(client: ShardClient) -> LoadReport:
+    reports = client.watch_load()
+    try:
+        return await anext(reports)
+    finally:
+        await reports.aclose()
 
 
 async def test_two_hundred_clients_that_time_out_leave_room_for_the_next(pair) -> None:
