@@ -51,6 +51,8 @@ class Service:
         self.address = f"127.0.0.1:{port}"
         self.url = f"http://{self.address}"
         self._log_file = log_file
+        # Children that were ever looked at: they may outlive the process, which would be a defect.
+        self._seen: set[psutil.Process] = set()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         with log_file.open("ab") as log:
             self.process = subprocess.Popen(
@@ -68,6 +70,7 @@ class Service:
     @property
     def children(self) -> list[psutil.Process]:
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        self._seen.update(children)
         return children
 
     @property
@@ -97,9 +100,10 @@ class Service:
     def close(self) -> None:
         """End it whatever it takes, with its children."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+            self._seen.update(psutil.Process(self.process.pid).children(recursive=True))
+        for child in self._seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
