@@ -77,22 +77,26 @@ async def _name_answer(request: web.Request, response: web.StreamResponse) -> No
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The edge: whatever a request ends in, the client gets a status and the reason."""
     request[REQUEST_ID] = handlers.usable_request_id(request.headers.get("X-Request-Id"))
+    # What is counted when the client left before there was an answer.
     started, status = time.perf_counter(), 499
     try:
-        response = await handler(request)
-    except web.HTTPException as error:
-        response = _error_response(_from_http(error, request))
-    except ConnectionError:
-        # The client left in the middle of a write; there is nobody to answer.
-        raise
-    except Exception as error:  # noqa: BLE001 - the process's edge
-        response = _error_response(noted(error, request[REQUEST_ID]))
-    else:
+        response = await _answer(request, handler)
         status = response.status
         return response
     finally:
         _count(request, status, time.perf_counter() - started)
-    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _error_response(_from_http(error, request))
+    except ConnectionError:
+        # The client left in the middle of a write; there is nobody to answer.
+        raise
+    except Exception as error:  # noqa: BLE001 - the process's edge
+        return _error_response(noted(error, request[REQUEST_ID]))
 
 
 def _count(request: web.Request, status: int, seconds: float) -> None:

@@ -285,4 +285,3 @@ def _grpc_serving(port: int, service: str, timeout_s: float) -> bool:
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-

@@ -356,16 +356,25 @@ def test_a_router_on_a_port_in_use_is_one_clear_line(pair) -> None:
     assert "Traceback" not in run.stderr
 
 
-async def test_metrics_count_what_was_served(pair, session: aiohttp.ClientSession) -> None:
-    async def value(name: str) -> float:
-        async with session.get("/metrics") as response:
-            assert response.status == 200
-            lines = (await response.text()).splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+async def _metric(session: aiohttp.ClientSession, name: str) -> float:
+    async with session.get("/metrics") as response:
+        assert response.status == 200
+        lines = (await response.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    before = await value("penstock_router_output_tokens_total")
+
+async def test_metrics_count_what_was_served(session: aiohttp.ClientSession) -> None:
+    name = "penstock_router_output_tokens_total"
+    before = await _metric(session, name)
     await _post(session, "/v1/completions", {"prompt": "x", "max_tokens": 9})
-    assert await value("penstock_router_output_tokens_total") == before + 9
+    assert await _metric(session, name) == before + 9
+
+
+async def test_metrics_count_answers_by_their_status(session: aiohttp.ClientSession) -> None:
+    name = 'penstock_router_requests_total{route="/v1/completions",status="400"}'
+    before = await _metric(session, name)
+    assert await _status(session, {"prompt": ""}) == 400
+    assert await _metric(session, name) == before + 1
 
 
 def test_the_router_stays_small(pair) -> None:
