@@ -6,13 +6,13 @@ import asyncio
 import logging
 import sys
 
-from penstock_shard.config import parse_config
+from penstock_shard.config import LOG_FORMAT, parse_config
 
 
 def main() -> int:
     """Parse, serve, exit."""
     config = parse_config(sys.argv[1:])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s shard %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     # After parsing, so that --help and bad flags answer at once.
     from penstock_shard.server import serve
 

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+# Of the server and the engine, and the same as the router's.
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:

@@ -17,7 +17,7 @@ import threading
 import time
 from array import array
 
-from penstock_shard.config import ShardConfig
+from penstock_shard.config import LOG_FORMAT, ShardConfig
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
@@ -45,7 +45,7 @@ def main() -> None:
     """Run until the server is gone. The socket's file descriptor is the only argument."""
     # Ctrl-C in a terminal reaches the whole process group; the server decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     start = link.receive()
     if not isinstance(start, Start):
