@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from training.conversations import HeldOut, load_held_out
+from training.conversations import HELD_OUT_PATH, HeldOut, leaks, load_corpus, load_held_out
 from training.train import PACKAGE_DATA
 
 TRANSCRIPT = Path(__file__).parent / "transcript.md"
@@ -80,7 +80,7 @@ def render(verdicts: list[Verdict]) -> str:
         "`python -m training.evaluate`: greedy, one question a chat, no system prompt. None of the",
         "questions can be produced by the training corpus. An answer counts when it ends by itself",
         "and holds at least one word of each group under *needs*, which was written before any",
-        "answer was seen.",
+        "answer was seen. How far the score can be trusted is said in README.md.",
     ]
     for number, verdict in enumerate(verdicts, 1):
         needs = "; ".join(" or ".join(group) for group in verdict.asked.needs)
@@ -102,6 +102,7 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", type=Path, default=PACKAGE_DATA, help="folder of the model")
+    parser.add_argument("--questions", type=Path, default=HELD_OUT_PATH, help="what to ask")
     parser.add_argument("--out", type=Path, default=TRANSCRIPT, help="transcript to write")
     parser.add_argument("--threads", type=int, default=1, help="CPU cores to use")
     return parser.parse_args()
@@ -110,7 +111,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    verdicts = ask_all(Toy(args.model), load_held_out())
+    questions = load_held_out(args.questions)
+    leaked = leaks(load_corpus(), questions)
+    assert not leaked, f"the corpus can produce held-out questions: {leaked}"
+    verdicts = ask_all(Toy(args.model), questions)
     args.out.write_text(render(verdicts), encoding="utf-8")
     print(f"{sum(v.on_topic for v in verdicts)} of {len(verdicts)} on topic; written to {args.out}")
 
