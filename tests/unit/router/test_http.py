@@ -830,8 +830,8 @@ async def test_tokens_that_come_while_a_client_is_being_written_to_go_out_togeth
         assert events[-1] == "[DONE]"
         whole = (await router.complete("x", max_tokens=400, seed=1)).json()
         assert whole["usage"]["completion_tokens"] == 400
-        # Those before the head was read came one by one, the others together.
-        assert len(events) < 100
+        # aiohttp takes 64 KiB of events before a write waits; what comes then is one event.
+        assert len(events) < 300
         connection.close()
 
 
