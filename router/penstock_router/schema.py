@@ -8,7 +8,6 @@ model is known.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -29,8 +28,6 @@ MAX_PROMPTS = 1024
 MAX_ROLE_CHARS = 64
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOP_TOKEN_IDS = 1024
-# Looking for repeated keys takes half a millisecond a megabyte and key: longer bodies go without.
-MAX_LOOKED_THROUGH_BYTES = 128 * 1024
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 
@@ -91,7 +88,7 @@ class ChatRequest(Options):
 
 
 def decode_object(body: bytes) -> JsonObject:
-    """The JSON object in `body`, strictly: UTF-8, no NaN, no key twice at the top."""
+    """The JSON object in `body`: UTF-8, no NaN; of a key that occurs twice the last value counts."""
     try:
         value = msgspec.json.decode(body)
     except UnicodeDecodeError:
@@ -102,33 +99,7 @@ def decode_object(body: bytes) -> JsonObject:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body must be a JSON object, not {_json_type(value)}")
-    _refuse_repeated_keys(body, value)
     return value
-
-
-def _refuse_repeated_keys(body: bytes, value: JsonObject) -> None:
-    # The fast decoder keeps the last of two equal keys in silence. A key that occurs once in the
-    # bytes is not repeated; only what remains in doubt is worth a slow second look.
-    names = _KNOWN_NAMES & value.keys()
-    if len(body) > MAX_LOOKED_THROUGH_BYTES or all(
-        body.count(b'"%b"' % name.encode()) < 2 for name in names
-    ):
-        return
-    try:
-        json.loads(body, object_pairs_hook=_unique_keys)
-    except RecursionError:
-        raise BadRequest("the body is nested too deeply") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise BadRequest(f"the key {_short(key)} occurs twice in one object", param=key)
-            seen.add(key)
-    return result
 
 
 def _json_type(value: object) -> str:
@@ -447,7 +418,6 @@ FIELDS: tuple[Field, ...] = (
 _BY_ROUTE: dict[str, dict[str, Field]] = {
     route: {entry.name: entry for entry in FIELDS if route in entry.routes} for route in "CH"
 }
-_KNOWN_NAMES = frozenset(entry.name for entry in FIELDS)
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
 
 

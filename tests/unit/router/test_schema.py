@@ -49,18 +49,12 @@ def chat(**fields: Any) -> ChatRequest:
         (b'{"a": "\\ud800"}', "not valid JSON"),
         (b'{"a": ' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
     ],
 )
 def test_a_body_that_is_no_json_object_is_refused_in_one_line(body: bytes, words: str) -> None:
     with pytest.raises(BadRequest, match=words) as caught:
         decode_object(body)
     assert "\n" not in caught.value.message
-
-
-def test_a_key_that_also_occurs_in_the_text_is_not_taken_for_a_repeated_one() -> None:
-    body = b'{"prompt": "say \\"prompt\\"", "stop": ["prompt", "stop"]}'
-    assert decode_object(body)["stop"] == ["prompt", "stop"]
 
 
 # ---- fields ------------------------------------------------------------------------------------
