@@ -88,7 +88,7 @@ class ChatRequest(Options):
 
 
 def decode_object(body: bytes) -> JsonObject:
-    """The JSON object in `body`: UTF-8, no NaN; of a key that occurs twice the last value counts."""
+    """The JSON object in `body`: UTF-8, no NaN. Of a key that occurs twice the last value counts."""
     try:
         value = msgspec.json.decode(body)
     except UnicodeDecodeError:
