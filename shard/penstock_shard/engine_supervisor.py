@@ -110,9 +110,12 @@ class EngineSupervisor:
         if self._early_aborts.pop(request_id, 0.0) > time.monotonic():
             deliver(_ending(request_id, submit.attempt, finish=FinishReason.ABORTED))
             return
-        if self._ready is None or self.draining:
-            reason = "draining" if self.draining else "restarting its engine"
-            deliver(_unavailable(request_id, submit.attempt, f"the shard is {reason}"))
+        # A hung engine takes nothing from the socket: what is sent to it would pile up here.
+        if self.draining or not self.serving:
+            reason = (
+                "the shard is draining" if self.draining else "the shard's engine is not serving"
+            )
+            deliver(_unavailable(request_id, submit.attempt, reason))
             return
         present = self._routes.get(request_id)
         if present is not None:

@@ -19,6 +19,7 @@ from penstock_client import (
     SamplingParams,
     ShardClient,
     ShardUnavailable,
+    SyncShardClient,
 )
 
 
@@ -84,6 +85,8 @@ def test_a_stopped_engine_is_reported_as_not_serving_and_recovers(tmp_path: Path
     with running(service):
         service.engine.send_signal(signal.SIGSTOP)
         wait_until(lambda: not service.healthy(), timeout_s=4, what="health noticed the stall")
+        with SyncShardClient(service.address) as client, pytest.raises(ShardUnavailable):
+            list(client.generate(GenerationRequest([1], max_tokens=1), timeout_s=5))
         service.engine.send_signal(signal.SIGCONT)
         wait_until(service.healthy, timeout_s=4, what="health noticed the recovery")
 
