@@ -113,8 +113,6 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
     limits = SchedulerLimits(
         config.max_num_seqs,
         config.max_num_batched_tokens,
-        config.max_queued_requests,
-        config.max_queued_tokens,
     )
     engine = Engine(runner, Scheduler(limits, blocks), blocks)
 

@@ -35,6 +35,7 @@ from penstock_client.types import (
     SamplingParams,
     ShardInfo,
     ShardLimits,
+    random_seed,
 )
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
@@ -58,6 +59,9 @@ _SAMPLING_SCALARS = (
     "seed",
 )
 
+# What fits into the field, in milliseconds: seven weeks.
+_MAX_DEADLINE_S = (2**32 - 1) // 1000
+
 INFO_REQUEST = pb.InfoRequest()
 TOKENIZER_REQUEST = pb.TokenizerRequest()
 WATCH_LOAD_REQUEST = pb.WatchLoadRequest()
@@ -74,21 +78,17 @@ def stub(channel: grpc.Channel | grpc.aio.Channel) -> Any:
 def generate_request(
     request: GenerationRequest, request_id: str, attempt: int
 ) -> pb.GenerateRequest:
-    """Build the message.
+    """Build the message. A request without a seed gets one, so that any shard can go on with it.
 
     Raises:
         InvalidRequest: a value does not fit its field on the wire (an id that is no unsigned
             32-bit integer, say).
     """
-    message = pb.GenerateRequest(
-        request_id=request_id,
-        attempt=attempt,
-        model=request.model,
-        adapter=request.adapter,
-        cache_salt=request.cache_salt,
-        label=request.label,
-        traceparent=request.traceparent,
-    )
+    message = pb.GenerateRequest()
+    _set(message, "request_id", request_id)
+    _set(message, "attempt", attempt)
+    for name in ("model", "adapter", "cache_salt", "label", "traceparent"):
+        _set(message, name, getattr(request, name))
     _set_ids(message.prompt_token_ids, request.prompt_token_ids, "prompt_token_ids")
     _set_ids(message.output_token_ids, request.output_token_ids, "output_token_ids")
     _set_sampling(message.sampling, request.sampling)
@@ -117,12 +117,15 @@ def _set(message: Any, name: str, value: Any) -> None:
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{name}: {error}", field=name, value=str(value)) from None
+        text = ascii(value)[:80]
+        raise InvalidRequest(f"{name}: {error}", field=name, value=text) from None
 
 
 def _set_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
     for name in _SAMPLING_SCALARS:
         _set(message, name, getattr(sampling, name))
+    if sampling.seed is None:
+        message.seed = random_seed()
     try:
         message.logit_bias.update(sampling.logit_bias)
     except (TypeError, ValueError) as error:
@@ -150,22 +153,33 @@ def _set_constraint(message: pb.Constraint, constraint: Constraint) -> None:
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         message.json_object = True
     elif constraint.kind is ConstraintKind.CHOICE:
-        message.choice.options.extend(constraint.options)
+        try:
+            message.choice.options.extend(constraint.options)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"choice: {error}", field="choice") from None
     else:
         _set(message, constraint.kind.value, constraint.value)
 
 
 def _set_objective(message: pb.Objective, objective: Objective) -> None:
     _set(message, "priority", objective.priority)
-    if objective.deadline_s is not None:
-        _set(message, "deadline_ms", max(1, round(objective.deadline_s * 1000)))
+    deadline_s = objective.deadline_s
+    if deadline_s is not None:
+        if not 0 < deadline_s <= _MAX_DEADLINE_S:
+            raise InvalidRequest(
+                f"deadline_s: {deadline_s} is out of bounds; above 0, at most {_MAX_DEADLINE_S}",
+                field="deadline_s",
+                value=str(deadline_s),
+                bound=f"above 0, at most {_MAX_DEADLINE_S}",
+            )
+        message.deadline_ms = max(1, round(deadline_s * 1000))
     _set(message, "time_to_first_token_s", objective.time_to_first_token_s)
     _set(message, "seconds_between_tokens", objective.seconds_between_tokens)
     _set(message, "latency_sensitive", objective.latency_sensitive)
 
 
-def abort_request(request_ids: Iterable[str]) -> pb.AbortRequest:
-    return pb.AbortRequest(request_ids=request_ids)
+def abort_request(request_ids: Iterable[str], attempts: Iterable[int] = ()) -> pb.AbortRequest:
+    return pb.AbortRequest(request_ids=request_ids, attempts=attempts)
 
 
 def drain_request(limit_s: float) -> pb.DrainRequest:

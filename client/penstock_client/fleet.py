@@ -56,9 +56,11 @@ class ShardState:
         """Requests of this client on it."""
         return self.client.in_flight
 
-    def serves(self, model: str) -> bool:
-        """Ready, and known by this name ("" is any)."""
+    def serves(self, model: str, tokenizer_hash: str = "") -> bool:
+        """Ready, and known by this name with this tokenizer ("" is any)."""
         if self.info is None or not self.ready:
+            return False
+        if tokenizer_hash and tokenizer_hash != self.info.tokenizer_hash:
             return False
         return not model or model == self.info.model or model in self.info.model_aliases
 
@@ -73,7 +75,7 @@ class ShardState:
         )
 
     def reported(self, load: LoadReport) -> None:
-        """A report tells of everything that was sent before it."""
+        """A report counts what the shard's server has, also what its engine has not looked at."""
         self.load = load
         self.sent_requests = 0
         self.sent_prompt_tokens = 0
@@ -94,6 +96,7 @@ class Fleet:
         self._shards = [ShardState(address, api_key) for address in addresses]
         self._by_address = {shard.address: shard for shard in self._shards}
         self._changed = asyncio.Event()
+        self._closed = False
         loop = asyncio.get_running_loop()
         self._watchers = [loop.create_task(self._watch(shard)) for shard in self._shards]
 
@@ -110,6 +113,8 @@ class Fleet:
 
     async def close(self) -> None:
         """End every stream and every connection."""
+        self._closed = True
+        self._changed.set()
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -124,6 +129,8 @@ class Fleet:
         try:
             async with asyncio.timeout(timeout_s):
                 while not any(shard.ready for shard in self._shards):
+                    if self._closed:
+                        raise NoShardAvailable("the fleet was closed")
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -146,17 +153,20 @@ class Fleet:
             NoShardAvailable: none is ready.
             InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
         """
-        candidates = [shard.candidate() for shard in self._serving(request.model)]
+        serving = self._serving(request.model, request.tokenizer_hash)
+        candidates = [shard.candidate() for shard in serving]
         shard = self._by_address[least_load(candidates).address]
         stream = shard.client.submit(request)
         shard.sent_requests += 1
         shard.sent_prompt_tokens += len(request.prompt_token_ids)
         return stream
 
-    def _serving(self, model: str) -> list[ShardState]:
-        serving = [shard for shard in self._shards if shard.serves(model)]
+    def _serving(self, model: str, tokenizer_hash: str = "") -> list[ShardState]:
+        serving = [shard for shard in self._shards if shard.serves(model, tokenizer_hash)]
         if serving:
             return serving
+        if any(shard.serves(model) for shard in self._shards):
+            raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
         ready = [shard.info.model for shard in self._shards if shard.ready and shard.info]
         if ready:
             raise InvalidRequest(
@@ -215,6 +225,7 @@ class Fleet:
 
     def _lost(self, shard: ShardState, error: PenstockError | TimeoutError) -> None:
         problem = str(error) or f"no load report for {_REPORT_TIMEOUT_S:g} s"
+        problem = problem.removeprefix(f"shard {shard.address}: ")
         if problem != shard.problem:
             level = logging.ERROR if isinstance(error, IncompatibleShard) else logging.WARNING
             logger.log(level, "shard %s: %s", shard.address, problem)

@@ -18,7 +18,7 @@ from typing import Any, Self
 import grpc
 
 from penstock_client import _wire
-from penstock_client.errors import PenstockError, ShardUnavailable
+from penstock_client.errors import InvalidRequest, PenstockError, ShardUnavailable
 from penstock_client.stream import GenerationStream
 from penstock_client.tokenizer_files import FileAssembler
 from penstock_client.types import DrainProgress, GenerationRequest, LoadReport, Output, ShardInfo
@@ -29,6 +29,7 @@ _PROCESS_ID = uuid.uuid4().hex
 _counter = itertools.count()
 
 _UNARY_TIMEOUT_S = 10.0
+_TOKENIZER_TIMEOUT_S = 60.0
 # Aborts that wait for the RPC before them go together in the next; this many at most.
 _MAX_ABORTS_IN_RPC = 4096
 
@@ -52,7 +53,8 @@ class ShardClient:
         self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         self._stub = _wire.stub(self._channel)
         self._call: _SharedCall | None = None
-        self._aborts: deque[str] = deque()
+        self._closed = False
+        self._aborts: deque[tuple[str, int]] = deque()
         self._abort_task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -68,6 +70,7 @@ class ShardClient:
 
     async def close(self) -> None:
         """End every stream and the connection."""
+        self._closed = True
         if self._call is not None:
             self._call.close()
         if self._abort_task is not None:
@@ -87,9 +90,13 @@ class ShardClient:
     ) -> GenerationStream:
         """Send a request over the shared call and return its stream at once.
 
+        A higher attempt of an id in use ends the lower one.
+
         Raises:
-            InvalidRequest: a value does not fit the wire.
+            InvalidRequest: a value does not fit the wire, or the attempt is in use.
+            ShardUnavailable: the client was closed.
         """
+        self._require_open()
         request_id = request_id or new_request_id()
         message = _wire.generate_request(request, request_id, attempt)
         stream = GenerationStream(
@@ -100,6 +107,10 @@ class ShardClient:
         self._call.submit(stream, message)
         return stream
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ShardUnavailable(f"the client of shard {self.address} was closed")
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """The outputs of one request; leaving the iteration early aborts it."""
         async with self.submit(request) as stream:
@@ -108,8 +119,8 @@ class ShardClient:
 
     def _cancelled(self, stream: GenerationStream) -> None:
         if self._call is not None:
-            self._call.streams.pop(stream.request_id, None)
-        self._aborts.append(stream.request_id)
+            self._call.forget(stream)
+        self._aborts.append((stream.request_id, stream.attempt))
         if self._abort_task is None or self._abort_task.done():
             self._abort_task = asyncio.get_running_loop().create_task(self._send_aborts())
 
@@ -117,20 +128,26 @@ class ShardClient:
         """Send queued aborts, many to an RPC, until none is left."""
         while self._aborts:
             count = min(len(self._aborts), _MAX_ABORTS_IN_RPC)
-            await self.abort([self._aborts.popleft() for _ in range(count)])
+            ids, attempts = zip(*(self._aborts.popleft() for _ in range(count)), strict=True)
+            await self._abort(_wire.abort_request(ids, attempts))
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Abort by id. A shard that cannot be reached has nothing of ours to abort."""
-        request = _wire.abort_request(request_ids)
+        """Abort all attempts of these ids. An unknown id is no error, nor is a shard that is gone:
+        it has nothing of ours to abort.
+        """
+        await self._abort(_wire.abort_request(request_ids))
+
+    async def _abort(self, request: Any) -> None:
         try:
             await self._stub.Abort(request, metadata=self._metadata, timeout=_UNARY_TIMEOUT_S)
-        except grpc.RpcError:
+        except (grpc.RpcError, grpc.aio.UsageError):
             return
 
     # ---- the other calls ----
 
     async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """What the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
+        self._require_open()
         try:
             message = await self._stub.GetInfo(
                 _wire.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
@@ -141,8 +158,11 @@ class ShardClient:
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
+        self._require_open()
         assembler = FileAssembler()
-        call = self._stub.GetTokenizer(_wire.TOKENIZER_REQUEST, metadata=self._metadata)
+        call = self._stub.GetTokenizer(
+            _wire.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
+        )
         try:
             async for chunk in call:
                 assembler.add(chunk)
@@ -152,6 +172,7 @@ class ShardClient:
 
     async def watch_load(self) -> AsyncGenerator[LoadReport, None]:
         """Load reports, on change and at least one a second, until the shard goes away."""
+        self._require_open()
         call = self._stub.WatchLoad(_wire.WATCH_LOAD_REQUEST, metadata=self._metadata)
         try:
             async for message in call:
@@ -163,12 +184,15 @@ class ShardClient:
 
     async def drain(self, *, limit_s: float = 0.0) -> AsyncGenerator[DrainProgress, None]:
         """Ask the shard to admit nothing more; what is left, until nothing is."""
+        self._require_open()
         call = self._stub.Drain(_wire.drain_request(limit_s), metadata=self._metadata)
         try:
             async for message in call:
                 yield _wire.drain_progress(message)
         except grpc.RpcError as error:
             raise _wire.call_error(error, self.address) from None
+        finally:
+            call.cancel()
 
 
 class _SharedCall:
@@ -186,8 +210,22 @@ class _SharedCall:
         self._reader = loop.create_task(self._read())
 
     def submit(self, stream: GenerationStream, message: Any) -> None:
+        present = self.streams.get(stream.request_id)
+        if present is not None:
+            if present.attempt >= stream.attempt:
+                raise InvalidRequest(
+                    f"attempt {present.attempt} of request {stream.request_id} is running",
+                    field="attempt",
+                    value=str(stream.attempt),
+                )
+            present.fail(ShardUnavailable("a higher attempt took over"))
         self.streams[stream.request_id] = stream
         self._outgoing.put_nowait(message)
+
+    def forget(self, stream: GenerationStream) -> None:
+        """The stream is over; another attempt of its id may have taken its place."""
+        if self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]
 
     def close(self) -> None:
         self._end(ShardUnavailable(f"the connection to shard {self._address} was closed"))
@@ -197,7 +235,8 @@ class _SharedCall:
             while True:
                 message = await self._outgoing.get()
                 # Cancelled while it waited in the queue: the shard need not see it.
-                if message.request_id in self.streams:
+                stream = self.streams.get(message.request_id)
+                if stream is not None and stream.attempt == message.attempt:
                     await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             # The reader learns of the same end, with its status.
@@ -224,7 +263,7 @@ class _SharedCall:
             else:
                 stream.feed(result)
             if stream.ended:
-                del self.streams[message.request_id]
+                self.forget(stream)
 
     def _end(self, error: PenstockError) -> None:
         if self.ended:

@@ -126,12 +126,10 @@ class GenerationStream:
 
     def _align(self, output: Output) -> bool:
         """Cut off tokens that are known; False when some are missing."""
-        if not output.token_ids:
-            return True
         known = self._next_position - output.first_position
         if known < 0:
             return False
-        if known > 0:
+        if known > 0 and output.token_ids:
             del output.token_ids[:known]
             output.first_position += known
             if output.logprobs is not None:

@@ -12,7 +12,7 @@ from typing import Self
 import grpc
 
 from penstock_client import _wire
-from penstock_client.errors import PenstockError
+from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.shard_client import call_metadata, new_request_id
 from penstock_client.tokenizer_files import FileAssembler
 from penstock_client.types import GenerationRequest, Output, ShardInfo
@@ -65,6 +65,9 @@ class SyncShardClient:
                     if isinstance(result, PenstockError):
                         raise result
                     yield result
+                    if result.finish_reason is not None:
+                        return
+            raise ShardUnavailable(f"shard {self.address} ended the call before the request")
         except grpc.RpcError as error:
             raise _wire.call_error(error, self.address) from None
         finally:

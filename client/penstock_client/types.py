@@ -90,6 +90,9 @@ class GenerationRequest:
     constraint: Constraint | None = None
     objective: Objective = Objective()
     model: str = ""
+    # Of the tokenizer that made the ids (`ShardInfo.tokenizer_hash`): a fleet sends the request to
+    # no shard with another one. Empty: whichever.
+    tokenizer_hash: str = ""
     adapter: str = ""
     cache_salt: str = ""
     label: str = ""

@@ -13,6 +13,8 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
 _KEEPALIVE_S: Final = 30
 _KEEPALIVE_TIMEOUT_S: Final = 10
+# Also how long a connection attempt may take: a peer behind a slow network must be reachable.
+_CONNECT_TIMEOUT_S: Final = 5
 
 Options = list[tuple[str, int]]
 
@@ -21,6 +23,8 @@ _COMMON: Final[Options] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", _KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_S * 1000),
+    # gRPC's own pings have a timeout of their own, a minute unless told otherwise.
+    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_S * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -32,7 +36,7 @@ def channel_options() -> Options:
         *_COMMON,
         # A shard that comes back is found at once: the default back-off grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_S * 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         # Channels of one process must not share a connection: a slow shared call would hold up
         # health probes of the same address.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 
 from penstock_shard.config import LOG_FORMAT, parse_config
@@ -11,6 +12,8 @@ from penstock_shard.config import LOG_FORMAT, parse_config
 
 def main() -> int:
     """Parse, serve, exit."""
+    # Until the server's own handlers are there, Ctrl-C ends us without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = parse_config(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     # After parsing, so that --help and bad flags answer at once.

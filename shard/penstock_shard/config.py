@@ -80,6 +80,12 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
             f"--tensor-parallel-size {args.tensor_parallel_size}: "
             "only 1 is served; start one shard a device"
         )
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
+        parser.error("--api-key: must be printable ASCII")
+    if args.api_key == "":
+        parser.error("--api-key: is empty; leave it out (and PENSTOCK_API_KEY) to serve without")
+    if not args.enable_chunked_prefill:
+        parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
     if args.kv_blocks is not None and args.kv_memory is not None:
         parser.error("--kv-blocks and --kv-memory exclude each other; give one")
     if args.max_num_batched_tokens < args.max_num_seqs:
@@ -99,7 +105,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         chat_template=args.chat_template,
         host=args.host,
         port=args.port,
-        api_key=args.api_key or os.environ.get("PENSTOCK_API_KEY") or None,
+        api_key=args.api_key,
         runner=args.runner,
         device=args.device,
         dtype=args.dtype,
@@ -193,7 +199,10 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
     group.add_argument("--port", type=_port, default=50051, help="port (default: %(default)s)")
     group.add_argument(
-        "--api-key", metavar="KEY", help="refuse calls without it (default: PENSTOCK_API_KEY)"
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("PENSTOCK_API_KEY"),
+        help="refuse calls without it (default: PENSTOCK_API_KEY)",
     )
     group.add_argument(
         "--stall-timeout",
@@ -341,29 +350,43 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
+
+
 def _positive_int(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return value
 
 
 def _port(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 65535")
     return value
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
+
+
 def _non_negative_float(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be a finite number, at least 0")
     return value
 
 
 def _fraction(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
     return value

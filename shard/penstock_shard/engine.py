@@ -5,19 +5,16 @@ Every request that is submitted ends with exactly one output that is last: a fin
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output
 from penstock_shard.request import FinishReason, Request
 from penstock_shard.runner.base import Logprobs, RowResult, Runner, ScheduledRequest, StepPlan
-from penstock_shard.scheduler import QueueFull, Scheduler
+from penstock_shard.scheduler import Scheduler
 
 # google.rpc.Code
-_DEADLINE_EXCEEDED = 4
-_RESOURCE_EXHAUSTED = 8
 _INTERNAL = 13
 
 
@@ -29,26 +26,21 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         blocks: BlockManager,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = blocks
-        self._clock = clock
         self._requests: dict[str, Request] = {}
-        # (when, tie-breaker, request); requests that ended before are skipped when they surface.
-        self._deadlines: list[tuple[float, int, Request]] = []
         self._outputs: list[Output] = []
         self.steps_total = 0
-        # When the step in progress began, by the clock; None between steps.
+        # When the step in progress began, by the monotonic clock; None between steps.
         self.step_started_s: float | None = None
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def submit(self, request: Request, deadline_s: float | None = None) -> None:
+    def submit(self, request: Request) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over."""
         present = self._requests.get(request.request_id)
         if present is not None:
@@ -56,28 +48,20 @@ class Engine:
                 self._outputs.append(_ending(request, finish=FinishReason.ABORTED))
                 return
             self._end(present, finish=FinishReason.ABORTED)
-        try:
-            self._scheduler.add(request)
-        except QueueFull as full:
-            self._outputs.append(_ending(request, error=Error(_RESOURCE_EXHAUSTED, str(full))))
-            return
+        self._scheduler.add(request)
         self._requests[request.request_id] = request
-        if deadline_s is not None:
-            when_s = self._clock() + deadline_s
-            heapq.heappush(self._deadlines, (when_s, request.arrival, request))
 
-    def abort(self, request_id: str) -> None:
-        """End a request before the next step. An unknown id is no error."""
+    def abort(self, request_id: str, attempt: int) -> None:
+        """End this attempt of a request before the next step, if it has not ended."""
         request = self._requests.get(request_id)
-        if request is not None:
+        if request is not None and request.attempt == attempt:
             self._end(request, finish=FinishReason.ABORTED)
 
     def step(self) -> list[Output]:
         """Run one step, if there is anything to run; all outputs since the last call."""
-        self._end_overdue()
         plan = self._scheduler.schedule()
         if plan.rows:
-            self.step_started_s = self._clock()
+            self.step_started_s = time.monotonic()
             self._runner.launch(plan)
             results = self._runner.collect()
             self.step_started_s = None
@@ -150,18 +134,6 @@ class Engine:
             output.stop_token_id = token_id
         elif request.num_output_tokens >= request.max_tokens:
             output.finish = FinishReason.LENGTH
-
-    def _end_overdue(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, _, request = heapq.heappop(self._deadlines)
-            if self._requests.get(request.request_id) is request:
-                self._end(
-                    request,
-                    error=Error(
-                        _DEADLINE_EXCEEDED,
-                        f"the deadline passed after {request.num_output_tokens} output tokens",
-                    ),
-                )
 
     def _end(
         self, request: Request, *, finish: FinishReason | None = None, error: Error | None = None

@@ -35,6 +35,7 @@ from penstock_shard.link import (
 from penstock_shard.loading import LoadedModel, ModelError, load_model
 from penstock_shard.request import Request
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.tokenizer_files import tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ _BEAT_S = 0.25
 
 def main() -> None:
     """Run until the server is gone. The socket's file descriptor is the only argument."""
-    # Ctrl-C in a terminal reaches the whole process group; the server decides when we end.
+    # Service managers tell all processes at once; the server decides when we end, and drains.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     start = link.receive()
@@ -62,7 +64,8 @@ def main() -> None:
     # What was made so far lives for ever: keep the collector from walking it between steps.
     gc.collect()
     gc.freeze()
-    link.send(Ready(loaded.runner.info, loaded.tokenizer_files, loaded.revision))
+    files = loaded.tokenizer_files
+    link.send(Ready(loaded.runner.info, files, tokenizer_hash(files), loaded.revision))
     _run(link, engine, inbox)
 
 
@@ -77,8 +80,6 @@ def _build_engine(loaded: LoadedModel, config: ShardConfig) -> Engine:
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
     )
     return Engine(loaded.runner, Scheduler(limits, blocks), blocks)
 
@@ -101,9 +102,9 @@ def _take_inbox(engine: Engine, inbox: queue.SimpleQueue[Inbox], *, wait: bool) 
             message = inbox.get(block=wait)
             wait = False
             for submit in message.submits:
-                engine.submit(_request(submit), submit.deadline_s)
-            for request_id in message.aborts:
-                engine.abort(request_id)
+                engine.submit(_request(submit))
+            for request_id, attempt in message.aborts:
+                engine.abort(request_id, attempt)
     except queue.Empty:
         return
 
@@ -127,7 +128,7 @@ def _request(submit: Submit) -> Request:
 
 
 def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
-    """Queue what the server sends. Its bound is the server's: live requests, and their aborts."""
+    """Queue what the server sends, which bounds the requests that are live."""
     while isinstance(message := link.receive(), Inbox):
         inbox.put(message)
     # The server is gone. The step in progress is worth nothing to anybody.

@@ -17,18 +17,24 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from penstock_shard import link
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import FinishReason
+from penstock_shard.validation import MAX_ID_CHARACTERS
 
 logger = logging.getLogger(__name__)
 
 # google.rpc.Code
-UNAVAILABLE = 14
+_DEADLINE_EXCEEDED = 4
+_RESOURCE_EXHAUSTED = 8
+_UNAVAILABLE = 14
 
 _FIRST_BACK_OFF_S = 0.25
 _MAX_BACK_OFF_S = 10.0
+# An engine that served this long has recovered: its death is not a failed start.
+_STEADY_S = 10.0
 # An abort of an unknown id is remembered this long: its submit may still be on the way.
 _ABORT_MEMORY_S = 30.0
 _ABORT_MEMORY_IDS = 200_000
@@ -44,6 +50,17 @@ class ModelRefused(EngineFailed):
     """The engine says that it cannot load what it was told to; trying again changes nothing."""
 
 
+@dataclass(eq=False, slots=True)
+class _Route:
+    """A live request: where its outputs go, and what it weighs."""
+
+    request_id: str
+    attempt: int
+    deliver: Deliver
+    num_tokens: int
+    deadline: asyncio.TimerHandle | None = None
+
+
 class EngineSupervisor:
     """Owns the engine process and the routes of its live requests."""
 
@@ -52,11 +69,12 @@ class EngineSupervisor:
         self._ready: link.Ready | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
-        # request id -> (attempt, where its outputs go)
-        self._routes: dict[str, tuple[int, Deliver]] = {}
-        self._early_aborts: OrderedDict[str, float] = OrderedDict()
+        self._routes: dict[str, _Route] = {}
+        self._live_tokens = 0
+        # request id -> (until when it is remembered, the highest attempt that was aborted)
+        self._early_aborts: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._submits: list[link.Submit] = []
-        self._aborts: list[str] = []
+        self._aborts: list[tuple[str, int]] = []
         self._flush_scheduled = False
         self._listeners: set[asyncio.Event] = set()
         self._beat = link.Beat(0.0, 0)
@@ -93,6 +111,16 @@ class EngineSupervisor:
         """Requests that have not ended."""
         return len(self._routes)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run, those included that the engine has not looked at yet."""
+        return max(self.load.waiting, self.num_live - self.load.running)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of requests that do not run; an estimate while a step is in progress."""
+        return max(self.load.queued_tokens, self._live_tokens - self.load.running_tokens)
+
     def listen(self) -> asyncio.Event:
         """An event that is set whenever the load or the state changes; `unlisten` it later."""
         event = asyncio.Event()
@@ -104,46 +132,106 @@ class EngineSupervisor:
 
     # ---- requests ----
 
-    def submit(self, submit: link.Submit, deliver: Deliver) -> None:
+    def submit(
+        self, submit: link.Submit, deliver: Deliver, *, deadline_s: float | None = None
+    ) -> None:
         """Hand a request to the engine. `deliver` gets its outputs, exactly one of them last."""
-        request_id = submit.request_id
-        if self._early_aborts.pop(request_id, 0.0) > time.monotonic():
-            deliver(_ending(request_id, submit.attempt, finish=FinishReason.ABORTED))
+        key = (submit.request_id, submit.attempt)
+        _, last_aborted = self._early_aborts.get(submit.request_id, (0.0, -1))
+        if submit.attempt <= last_aborted:
+            deliver(_ending(*key, finish=FinishReason.ABORTED))
             return
-        # A hung engine takes nothing from the socket: what is sent to it would pile up here.
-        if self.draining or not self.serving:
-            reason = (
-                "the shard is draining" if self.draining else "the shard's engine is not serving"
-            )
-            deliver(_unavailable(request_id, submit.attempt, reason))
+        refusal = self._refusal_of(submit)
+        if refusal is not None:
+            deliver(_ending(*key, error=refusal))
             return
-        present = self._routes.get(request_id)
+        present = self._routes.get(submit.request_id)
         if present is not None:
-            present[1](_ending(request_id, present[0], finish=FinishReason.ABORTED))
-        self._routes[request_id] = (submit.attempt, deliver)
+            self._end_route(present, finish=FinishReason.ABORTED)
+        route = _Route(*key, deliver, submit.num_tokens)
+        if deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            route.deadline = loop.call_later(deadline_s, self._overdue, route)
+        self._routes[submit.request_id] = route
+        self._live_tokens += route.num_tokens
         self._submits.append(submit)
         self._schedule_flush()
+
+    def _refusal_of(self, submit: link.Submit) -> link.Error | None:
+        """Why nothing more is taken; None when it is."""
+        if self.draining:
+            return link.Error(_UNAVAILABLE, "the shard is draining")
+        # A hung engine takes nothing from the socket: what is sent to it would pile up here.
+        if not self.serving:
+            return link.Error(_UNAVAILABLE, "the shard's engine is not serving")
+        config = self._config
+        if self.num_live >= config.max_num_seqs + config.max_queued_requests:
+            return link.Error(
+                _RESOURCE_EXHAUSTED,
+                f"{self.num_live} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
+                f"--max-queued-requests {config.max_queued_requests}",
+            )
+        # One request always fits: it was checked against the context length.
+        if self.num_waiting and self.queued_tokens + submit.num_tokens > config.max_queued_tokens:
+            return link.Error(
+                _RESOURCE_EXHAUSTED,
+                f"{self.queued_tokens} prompt tokens wait; --max-queued-tokens is "
+                f"{config.max_queued_tokens}",
+            )
+        return None
 
     def live_attempt(self, request_id: str) -> int | None:
         """The attempt of this id that has not ended; None when there is none."""
         route = self._routes.get(request_id)
-        return None if route is None else route[0]
+        return None if route is None else route.attempt
 
-    def abort(self, request_id: str) -> None:
-        """End a request before the next step; remember an id that is not known yet."""
-        if request_id in self._routes:
-            self._aborts.append(request_id)
-            self._schedule_flush()
+    def abort(self, request_id: str, attempt: int) -> None:
+        """End a request before the next step, if this attempt or one before it is live; remember
+        an attempt that is not known yet.
+        """
+        route = self._routes.get(request_id)
+        if route is not None:
+            if route.attempt <= attempt:
+                self._aborts.append((request_id, route.attempt))
+                self._schedule_flush()
             return
-        self._early_aborts[request_id] = time.monotonic() + _ABORT_MEMORY_S
+        if len(request_id) > MAX_ID_CHARACTERS:
+            return
+        now_s = time.monotonic()
+        self._early_aborts[request_id] = (now_s + _ABORT_MEMORY_S, attempt)
         self._early_aborts.move_to_end(request_id)
-        while len(self._early_aborts) > _ABORT_MEMORY_IDS:
+        while next(iter(self._early_aborts.values()))[0] <= now_s:
+            self._early_aborts.popitem(last=False)
+        if len(self._early_aborts) > _ABORT_MEMORY_IDS:
             self._early_aborts.popitem(last=False)
 
-    def abandon(self, request_id: str, attempt: int) -> None:
-        """The reader of this attempt is gone: abort it, unless another attempt took over."""
-        if self.live_attempt(request_id) == attempt:
-            self.abort(request_id)
+    def end_all(self, reason: str) -> None:
+        """End every live request as retryable."""
+        for route in list(self._routes.values()):
+            self._end_route(route, error=link.Error(_UNAVAILABLE, reason))
+
+    def _overdue(self, route: _Route) -> None:
+        self._aborts.append((route.request_id, route.attempt))
+        self._schedule_flush()
+        error = link.Error(_DEADLINE_EXCEEDED, "the request's deadline passed")
+        self._end_route(route, error=error)
+
+    def _end_route(
+        self,
+        route: _Route,
+        *,
+        finish: FinishReason | None = None,
+        error: link.Error | None = None,
+    ) -> None:
+        """Give a request its last output here; what the engine still says of it is dropped."""
+        self._forget(route)
+        route.deliver(_ending(route.request_id, route.attempt, finish=finish, error=error))
+
+    def _forget(self, route: _Route) -> None:
+        del self._routes[route.request_id]
+        self._live_tokens -= route.num_tokens
+        if route.deadline is not None:
+            route.deadline.cancel()
 
     def _schedule_flush(self) -> None:
         """Send once after everything of this turn of the event loop has been queued."""
@@ -160,6 +248,11 @@ class EngineSupervisor:
 
     # ---- the process ----
 
+    def drain(self) -> None:
+        """Take nothing new."""
+        self.draining = True
+        self._notify()
+
     async def run(self) -> None:
         """Keep an engine running until cancelled.
 
@@ -171,25 +264,25 @@ class EngineSupervisor:
         back_off_s = _FIRST_BACK_OFF_S
         try:
             while True:
-                was_ready = await self._run_once()
+                was_steady = await self._run_once()
                 if self._refusal and not self.instance_id:
                     raise ModelRefused(self._refusal)
-                failures = 0 if was_ready else failures + 1
+                failures = 0 if was_steady else failures + 1
                 if failures >= self._config.max_restarts:
                     reason = self._refusal or "it exited without a word"
-                    raise EngineFailed(f"{failures} engine starts failed in a row: {reason}")
-                back_off_s = (
-                    _FIRST_BACK_OFF_S if was_ready else min(2 * back_off_s, _MAX_BACK_OFF_S)
-                )
+                    raise EngineFailed(f"{failures} engines failed in a row: {reason}")
+                if was_steady:
+                    back_off_s = _FIRST_BACK_OFF_S
                 logger.warning("starting the engine again in %.2f s", back_off_s)
                 await asyncio.sleep(back_off_s)
+                back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
         finally:
             await self._stop()
 
     async def _run_once(self) -> bool:
-        """One life of an engine; whether it ever became ready."""
+        """One life of an engine; whether it served for a while."""
         reader = await self._start()
-        was_ready = False
+        ready_at_s: float | None = None
         while (message := await link.receive_from_engine(reader)) is not None:
             self._beat_at_s = time.monotonic()
             match message:
@@ -198,15 +291,15 @@ class EngineSupervisor:
                 case link.Beat():
                     self._beat = message
                 case link.Ready():
-                    was_ready = True
+                    ready_at_s = time.monotonic()
                     self._became_ready(message)
                 case link.Progress():
                     logger.info("%s", message.text)
                 case link.LoadFailed():
                     self._refusal = message.message
-        await self._stop()
         self._died()
-        return was_ready
+        await self._stop()
+        return ready_at_s is not None and time.monotonic() - ready_at_s > _STEADY_S
 
     async def _start(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
@@ -218,10 +311,11 @@ class EngineSupervisor:
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
+                # What a terminal sends to its process group is for the server, which drains.
+                start_new_session=True,
                 env=_engine_environment(),
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        # The engine has no use for the key, and must not be able to leak it.
         config = dataclasses.replace(self._config, api_key=None)
         self._writer.write(link.encode_frame(link.Start(config)))
         self._beat_at_s = time.monotonic()
@@ -249,11 +343,11 @@ class EngineSupervisor:
     def _take_step(self, step: link.StepOutputs) -> None:
         for output in step.outputs:
             route = self._routes.get(output.request_id)
-            if route is None or route[0] != output.attempt:
+            if route is None or route.attempt != output.attempt:
                 continue
             if output.is_last:
-                del self._routes[output.request_id]
-            route[1](output)
+                self._forget(route)
+            route.deliver(output)
         if step.load != self.load:
             self.load = step.load
             self._notify()
@@ -266,9 +360,7 @@ class EngineSupervisor:
         self.load = link.Load()
         self._beat = link.Beat(0.0, 0)
         self._submits, self._aborts = [], []
-        routes, self._routes = self._routes, {}
-        for request_id, (attempt, deliver) in routes.items():
-            deliver(_unavailable(request_id, attempt, "the shard's engine died"))
+        self.end_all("the shard's engine died")
         self._notify()
 
     def _notify(self) -> None:
@@ -277,8 +369,13 @@ class EngineSupervisor:
 
 
 def _engine_environment() -> dict[str, str]:
-    """OpenMP threads that spin while they wait take the processor from everybody beside them."""
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    """Ours without the API key, which the engine has no use for and must not be able to leak.
+
+    OpenMP threads that spin while they wait take the processor from everybody beside them.
+    """
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    environment.pop("PENSTOCK_API_KEY", None)
+    return environment
 
 
 def _ending(
@@ -289,7 +386,3 @@ def _ending(
     error: link.Error | None = None,
 ) -> link.Output:
     return link.Output(request_id, attempt, 0, [], finish=finish, error=error)
-
-
-def _unavailable(request_id: str, attempt: int, reason: str) -> link.Output:
-    return _ending(request_id, attempt, error=link.Error(UNAVAILABLE, reason))

@@ -43,15 +43,20 @@ class Submit(msgspec.Struct, array_like=True):
     logprobs: int | None
     prompt_logprobs: int | None
     cache_salt: str
-    # From now; None for no deadline.
-    deadline_s: float | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output so far: four bytes each."""
+        return (len(self.prompt) + len(self.output)) // 4
 
 
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
-    """Everything that came in since the last one. Aborts act after the submits beside them."""
+    """Everything that came in since the last one. Aborts act after the submits beside them; each
+    is a request id and the attempt that is meant.
+    """
 
     submits: list[Submit]
-    aborts: list[str]
+    aborts: list[tuple[str, int]]
 
 
 ToEngine = Start | Inbox
@@ -77,6 +82,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
     info: RunnerInfo
     tokenizer_files: dict[str, bytes]
+    tokenizer_hash: str
     # The commit of a hub model; empty for a directory.
     revision: str
 

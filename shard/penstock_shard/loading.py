@@ -64,16 +64,21 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
     try:
         tokenizer = json.loads(files["tokenizer.json"])
         model_config = json.loads((model_dir / "config.json").read_bytes())
-    except (KeyError, OSError, ValueError) as error:
-        raise ModelError(f"{model_dir}: no readable tokenizer.json and config.json") from error
-    special = {token["id"] for token in tokenizer.get("added_tokens", [])}
-    vocab = tokenizer["model"]["vocab"]
-    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-    ordinary = sorted(set(ids) - special)
+        special = {token["id"] for token in tokenizer.get("added_tokens", [])}
+        vocab = tokenizer["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        ordinary = sorted(set(ids) - special)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ModelError(f"{model_dir}: no usable tokenizer.json and config.json") from error
     eos = model_config.get("eos_token_id")
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     max_model_len = config.max_model_len or model_config.get("max_position_embeddings", 2048)
     block_size = config.block_size or _FAKE_BLOCK_SIZE
+    needed = -(-max_model_len // block_size)
+    if config.kv_blocks is not None and config.kv_blocks < needed:
+        raise ModelError(
+            f"--kv-blocks {config.kv_blocks}: one sequence of {max_model_len} tokens needs {needed}"
+        )
     info = RunnerInfo(
         architecture="FakeRunner",
         weights_hash="fake",
@@ -82,7 +87,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         eos_token_ids=tuple(eos_ids),
         default_sampling={},
         block_size=block_size,
-        num_blocks=max(config.kv_blocks or _FAKE_BLOCKS, -(-max_model_len // block_size)),
+        num_blocks=config.kv_blocks or max(_FAKE_BLOCKS, needed),
         dtype="none",
         kv_dtype="none",
         device="none",

@@ -19,16 +19,10 @@ from penstock_shard.runner.base import ScheduledRequest, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step and of the queue."""
+    """Bounds of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_queued_requests: int
-    max_queued_tokens: int
-
-
-class QueueFull(Exception):
-    """The waiting queue has no room; the text names the bound."""
 
 
 class Scheduler:
@@ -42,6 +36,8 @@ class Scheduler:
         self._running: dict[Request, None] = {}
         self._queued_tokens = 0
         self._arrivals = 0
+        # The request that found too few free blocks, and how many there were.
+        self._turned_away: tuple[Request, int] | None = None
         self.preemptions_total = 0
 
     @property
@@ -67,23 +63,7 @@ class Scheduler:
         return [*self._running, *self._waiting]
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            QueueFull: `max_queued_requests` or `max_queued_tokens` is reached.
-        """
-        limits = self._limits
-        if len(self._waiting) >= limits.max_queued_requests:
-            raise QueueFull(
-                f"{len(self._waiting)} requests are queued, --max-queued-requests is "
-                f"{limits.max_queued_requests}"
-            )
-        # A request alone always fits: it was checked against the context length.
-        if self._waiting and self._queued_tokens + request.num_tokens > limits.max_queued_tokens:
-            raise QueueFull(
-                f"{self._queued_tokens} prompt tokens are queued, --max-queued-tokens is "
-                f"{limits.max_queued_tokens}"
-            )
+        """Queue a request. Whoever submits bounds the queue."""
         request.arrival = self._arrivals
         self._arrivals += 1
         self._waiting[request] = None
@@ -157,10 +137,13 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
             return None
         request = next(iter(self._waiting))
+        if self._turned_away == (request, self._blocks.num_free):
+            return None
         if not request.needs_prompt_logprobs:
             self._blocks.acquire_prefix(request)
         if not self._blocks.grow(request, request.num_tokens):
             self._blocks.release(request)
+            self._turned_away = (request, self._blocks.num_free)
             return None
         if request.cached_tokens is None:
             request.cached_tokens = min(request.num_computed, request.num_prompt_tokens)

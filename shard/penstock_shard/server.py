@@ -33,9 +33,11 @@ async def serve(config: ShardConfig) -> int:
     """Serve until a signal or until the engine cannot be started; the exit status."""
     engine = EngineSupervisor(config)
     health_servicer = health.aio.HealthServicer()
-    server = _build_server(engine, health_servicer, config)
+    servicer = ShardServicer(engine, config)
+    server = _build_server(servicer, health_servicer)
+    host = f"[{config.host}]" if ":" in config.host else config.host
     try:
-        port = server.add_insecure_port(f"{config.host}:{config.port}")
+        port = server.add_insecure_port(f"{host}:{config.port}")
     except RuntimeError:
         _complain(
             f"cannot listen on {config.host}:{config.port}: the port is in use or the address is "
@@ -49,7 +51,7 @@ async def serve(config: ShardConfig) -> int:
             background.create_task(_report_health(engine, health_servicer)),
             background.create_task(_announce(engine, config, port)),
         ]
-        status = await _run_until_stopped(engine, config)
+        status = await _run_until_stopped(engine, servicer, config)
         await server.stop(grace=0.5)
         for task in reporting:
             task.cancel()
@@ -57,17 +59,19 @@ async def serve(config: ShardConfig) -> int:
 
 
 def _build_server(
-    engine: EngineSupervisor, health_servicer: health.aio.HealthServicer, config: ShardConfig
+    servicer: ShardServicer, health_servicer: health.aio.HealthServicer
 ) -> grpc.aio.Server:
     server = grpc.aio.server(options=server_options())
-    wire.add_servicer(ShardServicer(engine, config), server)
+    wire.add_servicer(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (wire.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 
 
-async def _run_until_stopped(engine: EngineSupervisor, config: ShardConfig) -> int:
+async def _run_until_stopped(
+    engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig
+) -> int:
     """Keep the engine running until a signal, then drain; the exit status."""
     stopped = asyncio.create_task(_stop_on_signals().wait())
     running = asyncio.create_task(engine.run())
@@ -75,7 +79,7 @@ async def _run_until_stopped(engine: EngineSupervisor, config: ShardConfig) -> i
     try:
         if running.done():
             await running
-        await _drain(engine, config.drain_timeout_s)
+        await _drain(engine, servicer, config.drain_timeout_s)
     except ModelRefused as refusal:
         _complain(str(refusal))
         return _USAGE_STATUS
@@ -143,12 +147,13 @@ async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) ->
         changed.clear()
 
 
-async def _drain(engine: EngineSupervisor, limit_s: float) -> None:
-    """Admit nothing more and let running requests finish, up to the limit."""
-    engine.draining = True
+async def _drain(engine: EngineSupervisor, servicer: ShardServicer, limit_s: float) -> None:
+    """Admit nothing more and let running requests finish and be read, up to the limit."""
+    engine.drain()
     if engine.num_live:
         logger.info("draining %d requests, at most %g s", engine.num_live, limit_s)
     loop = asyncio.get_running_loop()
     end_s = loop.time() + limit_s
-    while engine.num_live and loop.time() < end_s:
+    while (engine.num_live or servicer.num_unread) and loop.time() < end_s:
         await asyncio.sleep(0.05)
+    engine.end_all("the shard is shutting down")

@@ -17,10 +17,9 @@ import grpc
 
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_supervisor import UNAVAILABLE, EngineSupervisor
+from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.link import Error, Output, Ready
-from penstock_shard.tokenizer_files import tokenizer_hash
-from penstock_shard.validation import Refusal, check
+from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check
 
 if TYPE_CHECKING:
     # Generic in its type stubs only.
@@ -30,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
+# google.rpc.Code
 _ALREADY_EXISTS = 6
+_UNAVAILABLE = 14
+# A caller that reads nothing gets no more refusals than this: its requests wait unread.
+_MAX_UNREAD_OUTPUTS = 4096
+_MAX_ABORTS_IN_RPC = 65_536
 
 
 class Outbox:
@@ -42,7 +46,11 @@ class Outbox:
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], Output] = {}
         self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
         self._closed = False
+        self._num_being_written = 0
+        # What went wrong with the call itself; empty while nothing did.
+        self.broken = ""
         # Requests of this call that have not ended, by id: the attempt.
         self.live: dict[str, int] = {}
         self.requests_total = 0
@@ -61,19 +69,36 @@ class Outbox:
                 del self.live[output.request_id]
         self._changed.set()
 
-    def close(self) -> None:
-        """No more requests will come: the call ends when the live ones have."""
+    def close(self, broken: str = "") -> None:
+        """No more requests will come: the call ends when the live ones have, or at once if it is
+        `broken`.
+        """
         self._closed = True
+        self.broken = broken
         self._changed.set()
+
+    async def wait_for_room(self) -> None:
+        """Return when the caller has read enough to be given more."""
+        while len(self._outputs) >= _MAX_UNREAD_OUTPUTS:
+            self._taken.clear()
+            await self._taken.wait()
+
+    @property
+    def num_unread(self) -> int:
+        """Outputs that the caller has not been sent yet."""
+        return len(self._outputs) + self._num_being_written
 
     async def take(self) -> list[Output]:
         """Everything that waits; empty when the call is over."""
+        self._num_being_written = 0
         while not self._outputs:
-            if self._closed and not self.live:
+            if self.broken or (self._closed and not self.live):
                 return []
             self._changed.clear()
             await self._changed.wait()
         outputs, self._outputs = self._outputs, {}
+        self._num_being_written = len(outputs)
+        self._taken.set()
         return list(outputs.values())
 
 
@@ -84,6 +109,13 @@ class ShardServicer(wire.Servicer):
         self._engine = engine
         self._config = config
         self._key = f"Bearer {config.api_key}" if config.api_key else None
+        # Of the Generate calls that are open.
+        self._outboxes: set[Outbox] = set()
+
+    @property
+    def num_unread(self) -> int:
+        """Outputs that callers have not been sent yet."""
+        return sum(outbox.num_unread for outbox in self._outboxes)
 
     # ---- generation ----
 
@@ -93,33 +125,45 @@ class ShardServicer(wire.Servicer):
         await self._authorize(context)
         outbox = Outbox()
         reader = asyncio.create_task(self._read(request_iterator, outbox))
+        self._outboxes.add(outbox)
         try:
             while outputs := await outbox.take():
                 for response in wire.responses(outputs):
                     yield response
+            if outbox.broken:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, outbox.broken)
             if outbox.requests_total == 1 and outbox.last_error is not None:
                 error = outbox.last_error
                 await context.abort(wire.status(error), error.message)
         finally:
+            self._outboxes.discard(outbox)
             reader.cancel()
             for request_id, attempt in outbox.live.items():
-                self._engine.abandon(request_id, attempt)
+                self._engine.abort(request_id, attempt)
 
     async def _read(self, request_iterator: AsyncIterator[Any], outbox: Outbox) -> None:
         try:
             async for message in request_iterator:
                 self._submit(message, outbox)
-        finally:
+                await outbox.wait_for_room()
+        except wire.UnreadableMessage as error:
+            logger.warning("a call ends: %s", error)
+            outbox.close(broken=f"a message of this call cannot be read: {error}")
+        else:
             outbox.close()
 
     def _submit(self, message: Any, outbox: Outbox) -> None:
         outbox.requests_total += 1
         incoming = wire.incoming(message)
-        request_id, attempt = incoming.request_id, incoming.attempt
+        request_id, attempt = incoming.request_id[:MAX_ID_CHARACTERS], incoming.attempt
+        if outbox.live.get(request_id) == attempt:
+            # Sent twice on one call. A refusal would read as the end of the one that runs.
+            logger.warning("attempt %d of request %s came twice", attempt, request_id)
+            return
         ready = self._engine.ready
         try:
             if ready is None:
-                raise Refusal(UNAVAILABLE, "the shard's engine is not ready")
+                raise Refusal(_UNAVAILABLE, "the shard's engine is not ready")
             live_attempt = self._engine.live_attempt(request_id)
             if live_attempt is not None and live_attempt >= attempt:
                 raise Refusal(
@@ -133,12 +177,18 @@ class ShardServicer(wire.Servicer):
             outbox.put(Output(request_id, attempt, 0, [], error=refusal.error))
             return
         outbox.live[request_id] = attempt
-        self._engine.submit(submit, outbox.put)
+        deadline_ms = incoming.deadline_ms
+        deadline_s = None if deadline_ms is None else deadline_ms / 1000
+        self._engine.submit(submit, outbox.put, deadline_s=deadline_s)
 
     async def Abort(self, request: Any, context: Context) -> Any:
         await self._authorize(context)
-        for request_id in request.request_ids:
-            self._engine.abort(request_id)
+        count = len(request.request_ids)
+        if count > _MAX_ABORTS_IN_RPC:
+            message = f"request_ids: {count} ids in one call; at most {_MAX_ABORTS_IN_RPC}"
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
+        for request_id, attempt in wire.aborts(request):
+            self._engine.abort(request_id, attempt)
         return wire.abort_response()
 
     # ---- what the shard is ----
@@ -151,14 +201,15 @@ class ShardServicer(wire.Servicer):
             self._config,
             instance_id=self._engine.instance_id,
             revision=ready.revision,
-            tokenizer_hash=tokenizer_hash(ready.tokenizer_files),
+            tokenizer_hash=ready.tokenizer_hash,
             version=version("penstock"),
         )
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
         await self._authorize(context)
         ready = await self._ready(context)
-        for chunk in wire.file_chunks(ready.tokenizer_files):
+        # Hashing a large vocabulary takes many milliseconds.
+        for chunk in await asyncio.to_thread(list, wire.file_chunks(ready.tokenizer_files)):
             yield chunk
 
     async def WatchLoad(self, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -181,6 +232,8 @@ class ShardServicer(wire.Servicer):
         engine = self._engine
         return wire.load_report(
             engine.load,
+            waiting=engine.num_waiting,
+            queued_tokens=engine.queued_tokens,
             instance_id=engine.instance_id,
             num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
             step_running_s=engine.step_running_s,
@@ -191,13 +244,13 @@ class ShardServicer(wire.Servicer):
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
         await self._authorize(context)
-        self._engine.draining = True
+        self._engine.drain()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
         while True:
-            load = self._engine.load
-            yield wire.drain_progress(load.running, load.waiting)
-            if self._engine.num_live == 0 or loop.time() >= end_s:
+            engine = self._engine
+            yield wire.drain_progress(engine.num_live - engine.num_waiting, engine.num_waiting)
+            if engine.num_live == 0 or loop.time() >= end_s:
                 return
             await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )

@@ -28,7 +28,7 @@ FAILED_PRECONDITION = 9
 # Below this a temperature means greedy.
 GREEDY_TEMPERATURE = 1e-5
 _MAX_TEMPERATURE = 100.0
-_MAX_ID_CHARACTERS = 256
+MAX_ID_CHARACTERS = 256
 _MAX_STOP_TOKEN_IDS = 1024
 
 
@@ -40,6 +40,10 @@ class Refusal(Exception):
     ) -> None:
         super().__init__(message)
         self.error = Error(code, message, field, _short(value), bound)
+
+
+def _no_ids() -> TokenIds:
+    return np.array([], dtype="<u4")
 
 
 @dataclass(slots=True)
@@ -60,9 +64,9 @@ class IncomingRequest:
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: TokenIds = field(default_factory=_no_ids)
     max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: TokenIds = field(default_factory=_no_ids)
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -80,16 +84,21 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
     """
     _check_model(incoming.model, config)
     _check_features(incoming, info.capabilities)
-    if not 1 <= len(incoming.request_id) <= _MAX_ID_CHARACTERS:
-        _refuse("request_id", len(incoming.request_id), f"1..{_MAX_ID_CHARACTERS} characters")
+    if not 1 <= len(incoming.request_id) <= MAX_ID_CHARACTERS:
+        _refuse("request_id", len(incoming.request_id), f"1..{MAX_ID_CHARACTERS} characters")
     max_tokens = _check_lengths(incoming, info.max_model_len)
-    for name, ids in (("prompt_token_ids", incoming.prompt), ("output_token_ids", incoming.output)):
+    if incoming.stop_token_ids.size > _MAX_STOP_TOKEN_IDS:
+        _refuse("stop_token_ids", incoming.stop_token_ids.size, f"at most {_MAX_STOP_TOKEN_IDS}")
+    if incoming.allowed_token_ids.size > info.vocab_size:
+        _refuse("allowed_token_ids", incoming.allowed_token_ids.size, f"{info.vocab_size} ids")
+    for name, ids in (
+        ("prompt_token_ids", incoming.prompt),
+        ("output_token_ids", incoming.output),
+        ("stop_token_ids", incoming.stop_token_ids),
+        ("allowed_token_ids", incoming.allowed_token_ids),
+    ):
         if ids.size and int(ids.max()) >= info.vocab_size:
             _refuse(name, int(ids.max()), f"0..{info.vocab_size - 1} (the vocabulary)")
-    _check_ids("stop_token_ids", incoming.stop_token_ids, info.vocab_size)
-    _check_ids("allowed_token_ids", incoming.allowed_token_ids, info.vocab_size)
-    if len(incoming.stop_token_ids) > _MAX_STOP_TOKEN_IDS:
-        _refuse("stop_token_ids", len(incoming.stop_token_ids), f"at most {_MAX_STOP_TOKEN_IDS}")
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(incoming, name)
         if asked is not None and asked > config.max_logprobs:
@@ -102,12 +111,11 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         output=incoming.output.tobytes(),
         sampling=_sampling(incoming, info.default_sampling),
         max_tokens=max_tokens,
-        stop_token_ids=[*incoming.stop_token_ids, *eos],
+        stop_token_ids=[*incoming.stop_token_ids.tolist(), *eos],
         logprobs=incoming.logprobs,
         # Those of a continued request were delivered before its first token was.
         prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
         cache_salt=incoming.cache_salt,
-        deadline_s=None if incoming.deadline_ms is None else incoming.deadline_ms / 1000,
     )
 
 
@@ -127,8 +135,8 @@ def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> 
     for name in ("prompt_logprobs", "logprobs"):
         if getattr(incoming, name) is not None:
             asked[name] = getattr(incoming, name)
-    if incoming.allowed_token_ids:
-        asked["allowed_token_ids"] = f"{len(incoming.allowed_token_ids)} ids"
+    if incoming.allowed_token_ids.size:
+        asked["allowed_token_ids"] = f"{incoming.allowed_token_ids.size} ids"
     for name, value in asked.items():
         if name not in capabilities:
             raise Refusal(
@@ -162,11 +170,6 @@ def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:
     return max_tokens
 
 
-def _check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    if ids and max(ids) >= vocab_size:
-        _refuse(name, max(ids), f"0..{vocab_size - 1} (the vocabulary)")
-
-
 def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> SamplingParams:
     def value(name: str, neutral: float) -> Any:
         given = getattr(incoming, name)
@@ -182,16 +185,17 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         _refuse("min_p", min_p, "0..1")
     if top_k < -1:
         _refuse("top_k", top_k, "at least -1")
+    allowed = tuple(incoming.allowed_token_ids.tolist())
     if temperature < GREEDY_TEMPERATURE:
         # Greedy leaves nothing to draw: two requests that only differ there are the same.
-        return SamplingParams(temperature=0.0, allowed_token_ids=incoming.allowed_token_ids)
+        return SamplingParams(temperature=0.0, allowed_token_ids=allowed)
     return SamplingParams(
         temperature=temperature,
         top_k=max(0, top_k),
         top_p=top_p,
         min_p=min_p,
         seed=incoming.seed or 0,
-        allowed_token_ids=incoming.allowed_token_ids,
+        allowed_token_ids=allowed,
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any, Final
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
@@ -21,7 +23,11 @@ from penstock_shard.validation import IncomingRequest
 # What `server.py` needs of the generated code, so that it need not touch it.
 Servicer = ShardServicer
 add_servicer: Callable[[ShardServicer, grpc.aio.Server], None] = add_ShardServicer_to_server
+# What reading a call raises for bytes that are no message of ours.
+UnreadableMessage = DecodeError
 SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["Shard"].full_name
+
+_EVERY_ATTEMPT = 2**32
 
 _FILE_CHUNK_BYTES = 64 * 1024
 # A response is cut where it would outgrow this, so that one slow frame delays no other request.
@@ -62,9 +68,9 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         top_p=_optional(sampling, "top_p"),
         min_p=_optional(sampling, "min_p"),
         seed=_optional(sampling, "seed"),
-        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        allowed_token_ids=np.array(sampling.allowed_token_ids, dtype="<u4"),
         max_tokens=_optional(stop, "max_tokens"),
-        stop_token_ids=tuple(stop.stop_token_ids),
+        stop_token_ids=np.array(stop.stop_token_ids, dtype="<u4"),
         ignore_eos=stop.ignore_eos,
         logprobs=_optional(output, "logprobs"),
         prompt_logprobs=_optional(output, "prompt_logprobs"),
@@ -104,17 +110,50 @@ def _features(message: pb.GenerateRequest) -> Iterator[tuple[str, object]]:
 
 
 def responses(outputs: Iterable[Output]) -> Iterator[pb.GenerateResponse]:
-    """Outputs as responses of bounded size."""
+    """Outputs as responses of bounded size; an output that was merged for long is cut again."""
     response = pb.GenerateResponse()
     size = 0
     for output in outputs:
-        _set_output(response.outputs.add(), output)
-        size += response.outputs[-1].ByteSize()
-        if size > _RESPONSE_BYTES:
-            yield response
-            response, size = pb.GenerateResponse(), 0
+        for piece in _pieces(output):
+            _set_output(response.outputs.add(), piece)
+            size += response.outputs[-1].ByteSize()
+            if size > _RESPONSE_BYTES:
+                yield response
+                response, size = pb.GenerateResponse(), 0
     if response.outputs:
         yield response
+
+
+def _pieces(output: Output) -> Iterator[Output]:
+    """The output in pieces of few enough tokens; its end is on the last one."""
+    scores, prompt_scores = output.logprobs, output.prompt_logprobs
+    while prompt_scores is not None and len(prompt_scores.chosen) > (rows := _rows(prompt_scores)):
+        head = Output(output.request_id, output.attempt, output.first_position, [])
+        head.prompt_logprobs = prompt_scores.first(rows)
+        head.prompt_logprobs_start = output.prompt_logprobs_start
+        yield head
+        output.prompt_logprobs = prompt_scores = prompt_scores.without_first(rows)
+        output.prompt_logprobs_start += rows
+    while len(output.token_ids) > (rows := _rows(scores)):
+        head = Output(
+            output.request_id, output.attempt, output.first_position, output.token_ids[:rows]
+        )
+        head.cached_tokens, output.cached_tokens = output.cached_tokens, None
+        head.prompt_logprobs, output.prompt_logprobs = output.prompt_logprobs, None
+        head.prompt_logprobs_start = output.prompt_logprobs_start
+        if scores is not None:
+            head.logprobs = scores.first(rows)
+            output.logprobs = scores = scores.without_first(rows)
+        yield head
+        output.token_ids = output.token_ids[rows:]
+        output.first_position += rows
+    yield output
+
+
+def _rows(logprobs: Logprobs | None) -> int:
+    """How many tokens go into one piece."""
+    bytes_each = 12 + (0 if logprobs is None else 8 * logprobs.top_n)
+    return _RESPONSE_BYTES // bytes_each
 
 
 def _set_output(message: pb.Output, output: Output) -> None:
@@ -225,6 +264,8 @@ def file_chunks(files: Mapping[str, bytes]) -> Iterator[pb.FileChunk]:
 def load_report(
     load: Load,
     *,
+    waiting: int,
+    queued_tokens: int,
     instance_id: str,
     num_blocks: int,
     step_running_s: float,
@@ -235,8 +276,8 @@ def load_report(
     return pb.LoadReport(
         instance_id=instance_id,
         running=load.running,
-        waiting=load.waiting,
-        queued_prompt_tokens=load.queued_tokens,
+        waiting=waiting,
+        queued_prompt_tokens=queued_tokens,
         running_tokens=load.running_tokens,
         referenced_blocks=load.referenced_blocks,
         num_blocks=num_blocks,
@@ -247,6 +288,12 @@ def load_report(
         serving=serving,
         draining=draining,
     )
+
+
+def aborts(message: pb.AbortRequest) -> Iterator[tuple[str, int]]:
+    """Request ids, each with the highest attempt that is meant."""
+    attempts = chain(message.attempts, repeat(_EVERY_ATTEMPT))
+    return zip(message.request_ids, attempts, strict=False)
 
 
 def abort_response() -> pb.AbortResponse:

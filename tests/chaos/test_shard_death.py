@@ -157,3 +157,42 @@ async def test_a_broken_connection_ends_every_stream_with_a_retryable_error(tmp_
             errors = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(error, PenstockError) for error in errors)
             assert {type(error) for error in errors} == {ShardUnavailable}
+
+
+async def test_a_hung_server_ends_its_streams_within_the_keepalive(tmp_path: Path) -> None:
+    service = Shard(tmp_path / "log", "--step-ms", "10")
+    with running(service):
+        async with ShardClient(service.address) as client:
+            task = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=2000)))
+            await asyncio.sleep(0.3)
+            service.process.send_signal(signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(45):
+                    (error,) = await asyncio.gather(task, return_exceptions=True)
+                assert isinstance(error, ShardUnavailable)
+            finally:
+                service.process.send_signal(signal.SIGCONT)
+
+
+async def test_a_signal_to_the_whole_process_group_lets_requests_finish(tmp_path: Path) -> None:
+    service = Shard(tmp_path / "log", "--step-ms", "10")
+    with running(service):
+        async with ShardClient(service.address) as client:
+            tokens = asyncio.create_task(_tokens(client, GenerationRequest([1], max_tokens=60)))
+            await asyncio.sleep(0.2)
+            service.engine.terminate()
+            service.process.terminate()
+            assert len(await tokens) == 60
+        assert await asyncio.to_thread(service.process.wait, 10) == 0
+
+
+async def test_a_slow_reader_gets_its_answers_while_the_shard_goes_down(tmp_path: Path) -> None:
+    service = Shard(tmp_path / "log", "--step-ms", "1")
+    with running(service):
+        async with ShardClient(service.address) as client:
+            streams = [client.submit(GenerationRequest([i], max_tokens=500)) for i in range(16)]
+            await asyncio.sleep(0.2)
+            service.process.terminate()
+            await asyncio.sleep(0.5)
+            for stream in streams:
+                assert sum([len(output.token_ids) async for output in stream]) == 500

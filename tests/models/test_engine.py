@@ -32,9 +32,7 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     # Room for the longest sequence and little more, so that requests are put down.
     runner = load(directory, kv_blocks=16, max_model_len=120)
     blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
-    limits = SchedulerLimits(
-        max_num_seqs=6, max_num_batched_tokens=24, max_queued_requests=99, max_queued_tokens=9999
-    )
+    limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24)
     scheduler = Scheduler(limits, blocks)
     engine = Engine(runner, scheduler, blocks)
     requests = [make_request(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]

@@ -75,8 +75,6 @@ def make_engine(
     max_model_len: int = 512,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
-    max_queued_requests: int = 1000,
-    max_queued_tokens: int = 1_000_000,
     eos_rate: float = 0.0,
     prefix_caching: bool = True,
 ) -> EngineUnderTest:
@@ -85,9 +83,7 @@ def make_engine(
     blocks = BlockManager(
         num_blocks, block_size, weights_hash="fake", enable_prefix_caching=prefix_caching
     )
-    limits = SchedulerLimits(
-        max_num_seqs, max_num_batched_tokens, max_queued_requests, max_queued_tokens
-    )
+    limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
     scheduler = Scheduler(limits, blocks)
     return EngineUnderTest(Engine(runner, scheduler, blocks), scheduler, blocks, [])
 

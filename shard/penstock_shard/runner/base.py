@@ -49,6 +49,17 @@ class Logprobs:
     top_token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
 
+    def first(self, count: int) -> Logprobs:
+        """Those of the first `count` tokens."""
+        keep = count * self.top_n
+        return Logprobs(
+            self.chosen[:count],
+            self.ranks[:count],
+            self.top_n,
+            self.top_token_ids[:keep],
+            self.top_logprobs[:keep],
+        )
+
     def without_first(self, count: int) -> Logprobs:
         """The same without the first `count` tokens."""
         skip = count * self.top_n

@@ -38,11 +38,14 @@ async def test_a_model_that_no_ready_shard_serves_is_named_with_those_that_are(
     class Info:
         model = "served"
         model_aliases = ("alias",)
+        tokenizer_hash = "one"
 
     async with Fleet(["127.0.0.1:1"]) as fleet:
         (shard,) = fleet.shards
         monkeypatch.setattr(shard, "info", Info())
         monkeypatch.setattr(shard, "load", LoadReport(serving=True))
         assert shard.serves("alias")
+        with pytest.raises(NoShardAvailable, match="tokenizer"):
+            fleet.submit(GenerationRequest([1], tokenizer_hash="two"))
         with pytest.raises(InvalidRequest, match="'other' is not served; served: served"):
             fleet.submit(GenerationRequest([1], model="other"))

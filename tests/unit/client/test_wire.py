@@ -90,7 +90,9 @@ def test_every_field_of_a_request_is_set_on_the_wire() -> None:
 def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object]) -> None:
     message = _wire.generate_request(GenerationRequest([1]), "id", 0).sampling
     descriptor = message.DESCRIPTOR.fields_by_name[field.name]
-    if descriptor.has_presence:
+    if field.name == "seed":
+        assert message.seed != _wire.generate_request(GenerationRequest([1]), "id", 0).sampling.seed
+    elif descriptor.has_presence:
         assert not message.HasField(field.name)
     else:
         assert len(getattr(message, field.name)) == 0
@@ -115,6 +117,9 @@ def test_choices_and_any_object_are_constraints_too() -> None:
     assert message.constraint.json_object
 
 
+ODD_CHOICE = Constraint(ConstraintKind.CHOICE, options=[1])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
@@ -125,6 +130,10 @@ def test_choices_and_any_object_are_constraints_too() -> None:
         (GenerationRequest([1], SamplingParams(seed=-1)), "seed"),
         (GenerationRequest([1], SamplingParams(top_k=2**40)), "top_k"),
         (GenerationRequest([1], SamplingParams(logit_bias={-1: 0.0})), "logit_bias"),
+        (GenerationRequest([1], label="\ud800"), "label"),
+        (GenerationRequest([1], objective=Objective(deadline_s=float("inf"))), "deadline_s"),
+        (GenerationRequest([1], objective=Objective(deadline_s=float("nan"))), "deadline_s"),
+        (GenerationRequest([1], constraint=ODD_CHOICE), "choice"),
     ],
 )
 def test_a_value_that_does_not_fit_the_wire_names_its_field(

@@ -86,7 +86,6 @@ def test_every_request_of_random_traffic_ends_exactly_once() -> None:
             num_blocks=rng.randint(10, 24),
             max_model_len=160,
             max_num_seqs=rng.randint(1, 6),
-            max_queued_requests=rng.randint(2, 8),
             eos_rate=0.05,
         )
         names = [str(number) for number in range(40)]
@@ -94,10 +93,9 @@ def test_every_request_of_random_traffic_ends_exactly_once() -> None:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 100))]
             under_test.engine.submit(
                 make_request(name, prompt, max_tokens=rng.randint(1, 50), seed=rng.randrange(9)),
-                deadline_s=rng.choice((None, None, 0.0)),
             )
             if rng.random() < 0.3:
-                under_test.engine.abort(rng.choice(names))
+                under_test.engine.abort(rng.choice(names), 0)
             if rng.random() < 0.6:
                 under_test.step()
         under_test.run()
@@ -111,7 +109,7 @@ def test_an_abort_frees_all_blocks_before_the_next_step() -> None:
     under_test.engine.submit(make_request(prompt=range(100), max_tokens=50))
     under_test.step()
     assert under_test.blocks.num_referenced > 0
-    under_test.engine.abort("r")
+    under_test.engine.abort("r", 0)
     assert under_test.blocks.num_referenced == 0
     under_test.step()
     assert [o.finish for o in under_test.endings("r")] == [FinishReason.ABORTED]
@@ -122,18 +120,18 @@ def test_an_abort_works_while_queued_and_in_the_middle_of_a_prompt() -> None:
     under_test.engine.submit(make_request("half-way", range(100)))
     under_test.engine.submit(make_request("queued", range(100)))
     under_test.step()
-    under_test.engine.abort("queued")
-    under_test.engine.abort("half-way")
+    under_test.engine.abort("queued", 0)
+    under_test.engine.abort("half-way", 0)
     under_test.run()
     assert [o.finish for o in under_test.outputs] == [FinishReason.ABORTED] * 2
 
 
 def test_aborting_an_unknown_or_ended_id_does_nothing() -> None:
     under_test = make_engine()
-    under_test.engine.abort("nobody")
+    under_test.engine.abort("nobody", 0)
     under_test.engine.submit(make_request(max_tokens=1))
     under_test.run()
-    under_test.engine.abort("r")
+    under_test.engine.abort("r", 0)
     under_test.step()
     assert len(under_test.endings("r")) == 1
 
@@ -152,35 +150,6 @@ def test_a_higher_attempt_ends_the_lower_and_takes_over() -> None:
     assert endings == {0: FinishReason.ABORTED, 1: FinishReason.LENGTH}
     second = [i for o in under_test.outputs if o.attempt == 1 for i in o.token_ids]
     assert second == whole[2:]
-
-
-def test_a_passed_deadline_ends_a_request_with_an_error() -> None:
-    now_s = 0.0
-    under_test = make_engine()
-    engine = Engine(
-        under_test.engine._runner,
-        under_test.scheduler,
-        under_test.blocks,
-        clock=lambda: now_s,
-    )
-    engine.submit(make_request(max_tokens=100), deadline_s=5.0)
-    assert not engine.step()[0].is_last
-    now_s = 5.0
-    (ending,) = engine.step()
-    assert ending.error is not None
-    assert ending.error.code == 4
-    assert "after 1 output tokens" in ending.error.message
-    assert under_test.blocks.num_referenced == 0
-
-
-def test_a_full_queue_ends_the_request_with_resource_exhausted() -> None:
-    under_test = make_engine(max_num_seqs=1, max_queued_requests=1)
-    under_test.engine.submit(make_request("a"))
-    under_test.engine.submit(make_request("b"))
-    (ending,) = [output for output in under_test.step() if output.is_last]
-    assert ending.request_id == "b"
-    assert ending.error is not None
-    assert ending.error.code == 8
 
 
 class _FailingRow:

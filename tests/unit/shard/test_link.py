@@ -14,7 +14,7 @@ from penstock_shard.runner.base import Logprobs
 
 SUBMIT = link.Submit(
     "id", 2, b"\x01\x00\x00\x00", b"", SamplingParams(0.5, 3, 0.25, 0.1, 2**64 - 1, (1, 2)),
-    7, [5], 0, None, "salt", 1.5,
+    7, [5], 0, None, "salt",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def test_messages_to_the_engine_arrive_as_they_were_sent() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine_end = link.EngineEnd(theirs)
-        for message in (link.Start(ShardConfig(model="m")), link.Inbox([SUBMIT], ["other"])):
+        for message in (link.Start(ShardConfig(model="m")), link.Inbox([SUBMIT], [("other", 1)])):
             ours.sendall(link.encode_frame(message))
             assert engine_end.receive() == message
 
@@ -42,7 +42,7 @@ async def test_messages_from_the_engine_arrive_as_they_were_sent() -> None:
     failed = link.Output("other", 0, 0, [], error=link.Error(3, "why", "f", "v", "b"))
     messages: list[link.FromEngine] = [
         link.Progress("loading"),
-        link.Ready(runner_info(), {"tokenizer.json": b"{}"}, "abc"),
+        link.Ready(runner_info(), {"tokenizer.json": b"{}"}, "hash", "abc"),
         link.StepOutputs([output, failed], link.Load(running=1, steps_total=9)),
         link.Beat(0.5, 3),
         link.LoadFailed("no"),

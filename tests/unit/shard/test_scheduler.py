@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from support.engines import make_engine, make_request
-
-from penstock_shard.scheduler import QueueFull
 
 
 def _rows(plan) -> list[tuple[str, int, int, bool]]:
@@ -44,21 +41,6 @@ def test_no_more_requests_run_than_max_num_seqs() -> None:
         scheduler.add(make_request(str(number)))
     assert len(scheduler.schedule().rows) == 3
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
-
-
-def test_a_full_queue_refuses_with_its_bound() -> None:
-    scheduler = make_engine(max_queued_requests=2).scheduler
-    scheduler.add(make_request("a"))
-    scheduler.add(make_request("b"))
-    with pytest.raises(QueueFull, match="--max-queued-requests is 2"):
-        scheduler.add(make_request("c"))
-
-
-def test_queued_tokens_are_bounded_but_one_request_always_fits() -> None:
-    scheduler = make_engine(max_queued_tokens=10).scheduler
-    scheduler.add(make_request("a", range(100)))
-    with pytest.raises(QueueFull, match="--max-queued-tokens is 10"):
-        scheduler.add(make_request("b"))
 
 
 def test_the_latest_arrival_is_put_down_when_blocks_run_out() -> None:

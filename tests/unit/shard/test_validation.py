@@ -18,6 +18,9 @@ CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5)
 def _incoming(**fields: Any) -> IncomingRequest:
     prompt = np.array(fields.pop("prompt", [1, 2]), dtype="<u4")
     output = np.array(fields.pop("output", []), dtype="<u4")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if name in fields:
+            fields[name] = np.array(fields[name], dtype="<u4")
     return IncomingRequest("id", 0, prompt, output, **fields)
 
 

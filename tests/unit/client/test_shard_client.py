@@ -1,0 +1,126 @@
+"""The shared call's bookkeeping, against a scripted shard in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from penstock_client import (
+    Fleet,
+    GenerationRequest,
+    InvalidRequest,
+    NoShardAvailable,
+    ShardClient,
+    ShardFailed,
+    ShardUnavailable,
+    SyncShardClient,
+)
+from penstock_proto import shard_pb2 as pb
+from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
+
+
+class _Scripted(ShardServicer):
+    """Answers each request with what its label names."""
+
+    def __init__(self) -> None:
+        self.aborts: list[tuple[str, int]] = []
+
+    async def Generate(self, requests, context):
+        async for request in requests:
+            output = pb.Output(request_id=request.request_id, attempt=request.attempt)
+            if request.label == "gap":
+                output.first_position, output.token_ids[:] = 5, [9]
+            elif request.label == "silent":
+                continue
+            elif request.label == "end the call":
+                return
+            else:
+                output.token_ids[:] = [1]
+                output.finish.reason = pb.Finish.REASON_STOP
+            yield pb.GenerateResponse(outputs=[output])
+
+    async def Abort(self, request, context):
+        self.aborts += zip(request.request_ids, request.attempts, strict=True)
+        return pb.AbortResponse()
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[tuple[_Scripted, str]]:
+    server = grpc.aio.server()
+    servicer = _Scripted()
+    add_ShardServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+def _request(label: str) -> GenerationRequest:
+    return GenerationRequest([1], label=label)
+
+
+async def test_a_gap_in_one_stream_ends_no_other(scripted: tuple[_Scripted, str]) -> None:
+    servicer, address = scripted
+    async with ShardClient(address) as client:
+        gap, good = client.submit(_request("gap")), client.submit(_request("silent"))
+        with pytest.raises(ShardFailed, match="position 5"):
+            await anext(gap)
+        later = client.submit(_request("finish"))
+        assert [output.token_ids async for output in later] == [[1]]
+        assert not good.ended
+        good.cancel()
+        await asyncio.sleep(0.05)
+    assert set(servicer.aborts) == {(gap.request_id, 0), (good.request_id, 0)}
+
+
+async def test_a_higher_attempt_takes_over_and_outlives_the_lower_ones_cancel(
+    scripted: tuple[_Scripted, str],
+) -> None:
+    _, address = scripted
+    async with ShardClient(address) as client:
+        first = client.submit(_request("silent"), request_id="x")
+        with pytest.raises(InvalidRequest, match="attempt 0"):
+            client.submit(_request("silent"), request_id="x", attempt=0)
+        second = client.submit(_request("finish"), request_id="x", attempt=1)
+        with pytest.raises(ShardUnavailable, match="higher attempt"):
+            await anext(first)
+        first.cancel()
+        assert [output.token_ids async for output in second] == [[1]]
+
+
+async def test_use_after_close_is_an_error_of_ours(scripted: tuple[_Scripted, str]) -> None:
+    _, address = scripted
+    client = ShardClient(address)
+    await client.close()
+    with pytest.raises(ShardUnavailable, match="closed"):
+        client.submit(_request("finish"))
+    with pytest.raises(ShardUnavailable, match="closed"):
+        await client.info()
+    with pytest.raises(ShardUnavailable, match="closed"):
+        await client.tokenizer_files()
+    await client.abort(["x"])
+
+
+async def test_waiting_for_a_fleet_ends_when_it_is_closed() -> None:
+    fleet = Fleet(["127.0.0.1:1"])
+    waiting = asyncio.create_task(fleet.wait_ready())
+    await asyncio.sleep(0.01)
+    await fleet.close()
+    with pytest.raises(NoShardAvailable, match="closed"):
+        await waiting
+
+
+async def test_a_synchronous_call_that_ends_too_early_is_an_error(
+    scripted: tuple[_Scripted, str],
+) -> None:
+    _, address = scripted
+
+    def read() -> None:
+        with SyncShardClient(address) as client:
+            list(client.generate(_request("end the call")))
+
+    with pytest.raises(ShardUnavailable, match="ended the call"):
+        await asyncio.to_thread(read)

@@ -1,0 +1,188 @@
+"""What stands between the engine and a call: outbox, responses of bounded size, routes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from support.engines import runner_info
+
+from penstock_client import Output as ClientOutput
+from penstock_client import _wire
+from penstock_proto import shard_pb2 as pb
+from penstock_shard import link, wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine_supervisor import EngineSupervisor
+from penstock_shard.request import FinishReason, SamplingParams
+from penstock_shard.runner.base import Logprobs
+from penstock_shard.servicer import Outbox
+
+
+def _output(request_id: str = "r", attempt: int = 0, **fields: object) -> link.Output:
+    return link.Output(request_id, attempt, 0, [], **fields)  # type: ignore[arg-type]
+
+
+def _logprobs(count: int, top_n: int) -> Logprobs:
+    return Logprobs(
+        [-float(i) for i in range(count)],
+        [1] * count,
+        top_n,
+        list(range(count * top_n)),
+        [-1.0] * (count * top_n),
+    )
+
+
+# ---- responses ----
+
+
+def test_an_output_merged_for_long_is_cut_into_responses_of_bounded_size() -> None:
+    count, top_n = 40_000, 20
+    output = link.Output(
+        "r", 0, 7, list(range(count)), logprobs=_logprobs(count, top_n), cached_tokens=3,
+        prompt_logprobs=_logprobs(20_000, top_n), finish=FinishReason.LENGTH,
+    )  # fmt: skip
+    responses = list(wire.responses([output]))
+    assert max(response.ByteSize() for response in responses) < 600_000
+    merged: ClientOutput | None = None
+    for response in responses:
+        for message in response.outputs:
+            piece = _wire.output(pb.Output.FromString(message.SerializeToString()))
+            assert isinstance(piece, ClientOutput)
+            if merged is None:
+                merged = piece
+            else:
+                if piece.token_ids:
+                    assert piece.first_position == 7 + len(merged.token_ids)
+                merged.merge(piece)
+    assert merged is not None
+    assert merged.token_ids == list(range(count))
+    assert merged.logprobs is not None
+    assert merged.logprobs.top_token_ids == list(range(count * top_n))
+    assert merged.prompt_logprobs is not None
+    assert len(merged.prompt_logprobs.chosen) == 20_000
+    assert merged.cached_tokens == 3
+
+
+async def test_a_caller_that_reads_nothing_is_given_no_room_for_more() -> None:
+    outbox = Outbox()
+    for number in range(4096):
+        outbox.put(_output(str(number), error=link.Error(3, "no")))
+    waiting = asyncio.create_task(outbox.wait_for_room())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert len(await outbox.take()) == 4096
+    await waiting
+
+
+async def test_what_is_being_written_counts_as_unread() -> None:
+    outbox = Outbox()
+    outbox.put(_output())
+    assert outbox.num_unread == 1
+    await outbox.take()
+    assert outbox.num_unread == 1
+    outbox.close()
+    assert await outbox.take() == []
+    assert outbox.num_unread == 0
+
+
+# ---- routes, without an engine process ----
+
+
+class _Supervisor(EngineSupervisor):
+    """Says that its engine is up, and keeps what would be sent to it."""
+
+    def __init__(self, **settings: int) -> None:
+        super().__init__(ShardConfig(**settings))  # type: ignore[arg-type]
+        self.sent: list[link.Inbox] = []
+        self._became_ready(link.Ready(runner_info(), {}, "", ""))
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        self.sent.append(link.Inbox(self._submits, self._aborts))
+        self._submits, self._aborts = [], []
+
+
+def _submit(request_id: str, attempt: int = 0, num_tokens: int = 3) -> link.Submit:
+    prompt = np.zeros(num_tokens, dtype="<u4").tobytes()
+    return link.Submit(request_id, attempt, prompt, b"", SamplingParams(), 8, [], None, None, "")
+
+
+async def test_more_requests_than_seats_and_queue_are_refused_while_the_engine_steps() -> None:
+    supervisor = _Supervisor(max_num_seqs=2, max_queued_requests=3)
+    delivered: list[link.Output] = []
+    for number in range(10):
+        supervisor.submit(_submit(str(number)), delivered.append)
+    assert [output.request_id for output in delivered] == ["5", "6", "7", "8", "9"]
+    assert delivered[0].error is not None
+    assert delivered[0].error.code == 8
+    assert "--max-queued-requests 3" in delivered[0].error.message
+
+
+async def test_an_idle_shard_fills_its_seats_before_its_queue_counts() -> None:
+    supervisor = _Supervisor(max_num_seqs=8, max_queued_requests=1)
+    delivered: list[link.Output] = []
+    for number in range(9):
+        supervisor.submit(_submit(str(number)), delivered.append)
+    assert delivered == []
+
+
+async def test_queued_tokens_are_bounded_but_one_request_always_fits() -> None:
+    supervisor = _Supervisor(max_queued_tokens=100)
+    delivered: list[link.Output] = []
+    supervisor.submit(_submit("long", num_tokens=500), delivered.append)
+    assert delivered == []
+    supervisor.submit(_submit("next"), delivered.append)
+    assert delivered[0].error is not None
+    assert "--max-queued-tokens is 100" in delivered[0].error.message
+
+
+async def test_an_abort_of_a_lower_attempt_leaves_the_one_that_took_over() -> None:
+    supervisor = _Supervisor()
+    delivered: list[link.Output] = []
+    supervisor.submit(_submit("x"), delivered.append)
+    supervisor.submit(_submit("x", attempt=1), delivered.append)
+    supervisor.abort("x", 0)
+    await asyncio.sleep(0)
+    assert [(o.attempt, o.finish) for o in delivered] == [(0, FinishReason.ABORTED)]
+    assert [abort for inbox in supervisor.sent for abort in inbox.aborts] == []
+    supervisor.abort("x", 1)
+    await asyncio.sleep(0)
+    assert supervisor.sent[-1].aborts == [("x", 1)]
+
+
+async def test_an_early_abort_is_remembered_for_its_attempt_and_those_before() -> None:
+    supervisor = _Supervisor()
+    delivered: list[link.Output] = []
+    supervisor.abort("x", 0)
+    supervisor.submit(_submit("x", attempt=0), delivered.append)
+    assert [o.finish for o in delivered] == [FinishReason.ABORTED]
+    supervisor.submit(_submit("x", attempt=1), delivered.append)
+    assert len(delivered) == 1
+    assert supervisor.live_attempt("x") == 1
+
+
+async def test_a_deadline_ends_a_request_although_its_engine_says_nothing() -> None:
+    supervisor = _Supervisor()
+    delivered: list[link.Output] = []
+    supervisor.submit(_submit("x"), delivered.append, deadline_s=0.02)
+    await asyncio.sleep(0.05)
+    assert delivered[0].error is not None
+    assert delivered[0].error.code == 4
+    assert supervisor.num_live == 0
+    assert supervisor.sent[-1].aborts == [("x", 0)]
+
+
+async def test_the_load_counts_what_the_engine_has_not_looked_at() -> None:
+    supervisor = _Supervisor()
+    for number in range(5):
+        supervisor.submit(_submit(str(number)), lambda output: None)
+    assert supervisor.load.waiting == 0
+    assert (supervisor.num_waiting, supervisor.queued_tokens) == (5, 15)
+
+
+async def test_the_engine_does_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock_shard.engine_supervisor import _engine_environment
+
+    monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
+    assert "PENSTOCK_API_KEY" not in _engine_environment()
