@@ -1,9 +1,19 @@
-"""What the small tools' command lines have in common."""
+"""What the small tools have in common: their command lines, and how they name an error."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
+import math
+import os
 from typing import NoReturn
+from urllib.parse import urlsplit
+
+CUT_OFF = "the answer was cut off"
+NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
+MAX_PORT = 65535
+_DAY_S = 86400
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -23,17 +33,81 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
+        type=http_url,
         metavar="URL",
         help="address of the router (default: %(default)s)",
     )
+    add_api_key(parser)
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """The key to show; one from the environment is checked as one that is given."""
     parser.add_argument(
-        "--api-key", metavar="KEY", help="the router's API key (default: PENSTOCK_API_KEY)"
+        "--api-key",
+        default=os.getenv("PENSTOCK_API_KEY"),
+        type=api_key,
+        metavar="KEY",
+        help="API key to show (default: PENSTOCK_API_KEY)",
     )
+
+
+def api_key(text: str) -> str:
+    """A key that fits into a header; a wrong one is not repeated, it may be a secret."""
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("a key (or PENSTOCK_API_KEY) must be printable ASCII")
+    return text
+
+
+def http_url(text: str) -> str:
+    """An address to send HTTP to, without a slash at its end."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        # Brackets or a port that make no sense.
+        usable = False
+    if not usable or not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError(
+            f"must be http:// or https:// and a host, as in http://127.0.0.1:8000, not {text!r}"
+        )
+    return text.rstrip("/")
+
+
+def whole_number(text: str) -> int:
+    """An argument of any sign."""
+    return _bounded(text, "a whole number", -math.inf, math.inf)
 
 
 def positive_int(text: str) -> int:
     """An argument that must be at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
+    return _bounded(text, "a whole number, at least 1", 1, math.inf)
+
+
+def port_number(text: str) -> int:
+    """A port to listen on."""
+    return _bounded(text, f"between 1 and {MAX_PORT}", 1, MAX_PORT)
+
+
+def _bounded(text: str, rule: str, low: float, high: float) -> int:
+    # A ValueError of its own would make argparse name the function in front of the user.
+    with contextlib.suppress(ValueError):
+        if low <= (value := int(text)) <= high:
+            return value
+    raise argparse.ArgumentTypeError(f"must be {rule}, not {text!r}")
+
+
+def seconds(text: str) -> float:
+    """How long to wait; more than a clock can count would fail far from here."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= _DAY_S:
+            return value
+    raise argparse.ArgumentTypeError(f"must be above 0 and at most {_DAY_S} seconds, not {text!r}")
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, whatever the other side sent."""
+    # Its text is what came instead of a status line: HTTP/2 frames, mostly.
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+        return NOT_HTTP
+    text = "".join(char if char.isprintable() else " " for char in str(error))
+    return " ".join(text.split()) or type(error).__name__

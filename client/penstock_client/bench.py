@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import statistics
 import sys
@@ -19,7 +18,15 @@ from typing import Any
 
 import aiohttp
 
-from penstock_client.arguments import add_url, parser_for, positive_int
+from penstock_client.arguments import (
+    CUT_OFF,
+    NOT_HTTP,
+    add_url,
+    one_line,
+    parser_for,
+    positive_int,
+    whole_number,
+)
 
 # Short, common and distinct, so that a prompt of n words is about n tokens for most tokenizers.
 _WORDS = (
@@ -30,13 +37,47 @@ _WORDS = (
 
 @dataclass(slots=True)
 class _Request:
-    """What one request looked like from outside. Times are seconds since its start."""
+    """What one request looked like from outside."""
 
+    started_s: float = field(default_factory=time.perf_counter)
+    last_s: float = 0.0
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     prompt_tokens: int = 0
     error: str = ""
+    # What a whole answer has and this one has not had yet.
+    missing: set[str] = field(default_factory=lambda: {"finish_reason", "usage", "[DONE]"})
+
+    def take(self, data: bytes) -> None:
+        """One event of the answer; raises ValueError for what cannot be one."""
+        if data == b"[DONE]":
+            self.missing.discard("[DONE]")
+            return
+        try:
+            self._take_chunk(json.loads(data))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"the answer is no completion: {data[:100]!r}") from None
+
+    def _take_chunk(self, chunk: Any) -> None:
+        if "error" in chunk:
+            self.error = one_line(ValueError(chunk["error"].get("message")))
+        elif chunk["choices"]:
+            self._take_time()
+            if any(choice.get("finish_reason") for choice in chunk["choices"]):
+                self.missing.discard("finish_reason")
+        else:
+            self.output_tokens = int(chunk["usage"]["completion_tokens"])
+            self.prompt_tokens = int(chunk["usage"]["prompt_tokens"])
+            self.missing.discard("usage")
+
+    def _take_time(self) -> None:
+        now_s = time.perf_counter()
+        if self.ttft_s:
+            self.gaps_s.append(now_s - self.last_s)
+        else:
+            self.ttft_s = now_s - self.started_s
+        self.last_s = now_s
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,30 +93,31 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(
             name, type=positive_int, default=default, help=f"{text} (default: {default})"
         )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument("--seed", type=whole_number, default=0, help="of the prompts (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     started_s = time.perf_counter()
-    try:
-        requests = asyncio.run(_load(args))
-    except aiohttp.ClientError as error:
-        print(f"penstock bench: {error}", file=sys.stderr)
-        return 1
+    requests = asyncio.run(_load(args))
     summary = _summarize(requests, time.perf_counter() - started_s)
-    print(json.dumps(summary) if args.json else _table(summary))
+    if args.json:
+        print(json.dumps(summary))
+    elif summary["requests"]:
+        print(_table(summary))
+    else:
+        # Most often nobody is there: a table of zeros would hide it.
+        print(f"penstock bench: no request succeeded: {summary['first_error']}", file=sys.stderr)
     return 1 if summary["failed"] else 0
 
 
 async def _load(args: Any) -> list[_Request]:
     rng = random.Random(args.seed)
     prompts = [" ".join(rng.choices(_WORDS, k=args.prompt_words)) for _ in range(args.requests)]
-    key = args.api_key or os.getenv("PENSTOCK_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     results: list[_Request] = []
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(
-        args.url, headers=headers, connector=connector, timeout=timeout
+        headers=headers, connector=connector, timeout=timeout
     ) as session:
 
         async def worker() -> None:
@@ -87,6 +129,20 @@ async def _load(args: Any) -> list[_Request]:
 
 
 async def _complete(session: aiohttp.ClientSession, prompt: str, args: Any) -> _Request:
+    """One request, whatever becomes of it: one that fails must not end the others."""
+    result = _Request()
+    try:
+        await _stream(session, prompt, args, result)
+    except aiohttp.ClientPayloadError:
+        result.error = CUT_OFF
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        # 400 is what aiohttp's own parser says; one from the router is an answer like others.
+        unreadable = isinstance(error, aiohttp.ClientResponseError) and error.status == 400
+        result.error = NOT_HTTP if unreadable else one_line(error)
+    return result
+
+
+async def _stream(session: aiohttp.ClientSession, prompt: str, args: Any, result: _Request) -> None:
     body = {
         "prompt": prompt,
         "max_tokens": args.output_tokens,
@@ -96,29 +152,16 @@ async def _complete(session: aiohttp.ClientSession, prompt: str, args: Any) -> _
     }
     if args.model:
         body["model"] = args.model
-    result = _Request()
-    started_s = last_s = time.perf_counter()
-    async with session.post("/v1/completions", json=body) as response:
+    async with session.post(args.url + "/v1/completions", json=body) as response:
         if response.status != 200:
-            result.error = f"status {response.status}: {(await response.text())[:200]}"
-            return result
+            text = one_line(ValueError(await response.text(errors="replace")))
+            result.error = f"status {response.status}: {text[:200]}"
+            return
         async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            now_s = time.perf_counter()
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                result.error = str(chunk["error"].get("message"))
-            elif chunk["choices"]:
-                if result.ttft_s:
-                    result.gaps_s.append(now_s - last_s)
-                else:
-                    result.ttft_s = now_s - started_s
-                last_s = now_s
-            else:
-                result.output_tokens = chunk["usage"]["completion_tokens"]
-                result.prompt_tokens = chunk["usage"]["prompt_tokens"]
-    return result
+            if line.startswith(b"data: "):
+                result.take(line.removeprefix(b"data: ").strip())
+    if result.missing and not result.error:
+        result.error = f"{CUT_OFF}: it has no {' and no '.join(sorted(result.missing))}"
 
 
 def _summarize(requests: Sequence[_Request], wall_s: float) -> dict[str, Any]:

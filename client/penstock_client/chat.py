@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
-import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from penstock_client.arguments import add_url, parser_for, positive_int
+from penstock_client.arguments import CUT_OFF, add_url, one_line, parser_for, positive_int
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,14 +26,13 @@ def main(arguments: Sequence[str]) -> int:
         "temperature": args.temperature,
         "max_tokens": args.max_tokens,
     }
-    key = args.api_key or os.getenv("PENSTOCK_API_KEY")
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while text := _read_line():
         messages.append({"role": "user", "content": text})
         body = {"messages": messages, "stream": True, **options}
         try:
-            answer = _print_answer(_deltas(args.url, key, body))
-        except (OSError, ValueError) as error:
+            answer = _print_answer(_deltas(args.url, args.api_key, body))
+        except (OSError, ValueError, http.client.HTTPException) as error:
             print(f"penstock chat: {_reason(error)}", file=sys.stderr)
             return 1
         messages.append({"role": "assistant", "content": answer})
@@ -57,7 +56,8 @@ def _print_answer(deltas: Iterator[str]) -> str:
             answer += delta
     except KeyboardInterrupt:
         print(" [cut]", end="")
-    print()
+    finally:
+        print()
     return answer
 
 
@@ -65,33 +65,52 @@ def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[str]:
     """The text of one streamed answer, piece by piece.
 
     Raises:
-        OSError: no connection, or the router answers with an error status.
-        ValueError: the router reports an error in the stream.
+        OSError: no connection, or an error status, or the stream ends before the answer does.
+        ValueError: the router reports an error in the stream, or sends something else.
+        http.client.HTTPException: what answers does not speak HTTP.
     """
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(
-        url.rstrip("/") + "/v1/chat/completions", json.dumps(body).encode(), headers
+        url + "/v1/chat/completions", json.dumps(body).encode(), headers
     )
     with urllib.request.urlopen(request) as response:
-        for line in response:
-            data = line.strip().removeprefix(b"data: ")
-            if not line.startswith(b"data: ") or data == b"[DONE]":
-                continue
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise ValueError(chunk["error"].get("message", "the stream failed"))
-            for choice in chunk["choices"]:
-                yield choice["delta"].get("content") or ""
+        for data in _events(response):
+            yield _text(data)
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """What each event says, up to the last, which every whole answer has."""
+    try:
+        for line in lines:
+            if line.strip() == b"data: [DONE]":
+                return
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ").strip()
+    except (ConnectionError, http.client.HTTPException) as error:
+        raise ConnectionError(CUT_OFF) from error
+    # A connection that ends between two chunks looks like the end of the body.
+    raise ConnectionError(CUT_OFF)
+
+
+def _text(data: bytes) -> str:
+    try:
+        chunk = json.loads(data)
+        if "error" not in chunk:
+            return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        message = chunk["error"].get("message", "the stream failed")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"the answer is no chat completion: {data[:100]!r}") from None
+    raise ValueError(message)
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
+    if not isinstance(error, urllib.error.HTTPError):
+        return one_line(error)
+    try:
         with error:
-            text = error.read().decode(errors="replace")
-        try:
-            return str(json.loads(text)["error"]["message"])
-        except (KeyError, TypeError, ValueError):
-            return f"the router answers {error.code}"
-    return str(error)
+            message = json.loads(error.read())["error"]["message"]
+    except (KeyError, TypeError, OSError, ValueError, http.client.HTTPException):
+        return f"the router answers {error.code}"
+    return one_line(ValueError(message))

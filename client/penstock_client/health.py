@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-from penstock_client.arguments import parser_for
+from penstock_client.arguments import http_url, one_line, parser_for, seconds
 
 # grpc.health.v1.Health/Check, by hand: an empty request asks for the whole server, and SERVING is
 # field 1 with value 1. Not worth a dependency in the router's image.
@@ -17,22 +18,29 @@ _SERVING = b"\x08\x01"
 def main(arguments: Sequence[str]) -> int:
     parser = parser_for("health", "Ask a shard or a router whether it is healthy, and exit 0 or 1.")
     parser.add_argument(
-        "target", metavar="TARGET", help="HOST:PORT of a shard, or the http:// address of a router"
+        "target",
+        type=_target,
+        metavar="TARGET",
+        help="HOST:PORT of a shard, or the http:// address of a router",
     )
     parser.add_argument(
         "--live", action="store_true", help="a router: alive (/health) instead of ready (/ready)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=2.0, metavar="S", help="seconds (default: %(default)s)"
+        "--timeout", type=seconds, default=2.0, metavar="S", help="seconds (default: %(default)s)"
     )
     args = parser.parse_args(arguments)
     if args.target.startswith(("http://", "https://")):
         path = "/health" if args.live else "/ready"
-        problem = _router_problem(args.target.rstrip("/") + path, args.timeout)
+        problem = _router_problem(args.target + path, args.timeout)
     else:
         problem = _shard_problem(args.target, args.timeout)
     print(f"{args.target}: {problem or 'healthy'}")
     return 1 if problem else 0
+
+
+def _target(text: str) -> str:
+    return http_url(text) if "://" in text else text
 
 
 def _router_problem(url: str, timeout_s: float) -> str:
@@ -43,8 +51,8 @@ def _router_problem(url: str, timeout_s: float) -> str:
     except urllib.error.HTTPError as error:
         with error:
             return f"answers {error.code}"
-    except (OSError, ValueError) as error:
-        return f"no answer ({error})"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"no answer ({one_line(error)})"
 
 
 def _shard_problem(address: str, timeout_s: float) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
-from penstock_client.arguments import parser_for
+from penstock_client.arguments import add_api_key, parser_for
 from penstock_client.errors import PenstockError
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
@@ -16,10 +15,10 @@ from penstock_client.types import LoadReport, ShardInfo
 def main(arguments: Sequence[str]) -> int:
     parser = parser_for("info", "Show what a shard serves, and how busy it is.")
     parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
-    parser.add_argument("--api-key", metavar="KEY", help="default: PENSTOCK_API_KEY")
+    add_api_key(parser)
     args = parser.parse_args(arguments)
     try:
-        info, load = asyncio.run(_ask(args.address, args.api_key or os.getenv("PENSTOCK_API_KEY")))
+        info, load = asyncio.run(_ask(args.address, args.api_key))
     except PenstockError as error:
         print(f"penstock info: {error}", file=sys.stderr)
         return 1

@@ -5,18 +5,20 @@ Restarts one that dies, ends all on Ctrl-C. Knows command lines and processes, n
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import http.client
+import shlex
 import signal
 import socket
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_client.arguments import parser_for, positive_int
+from penstock_client.arguments import MAX_PORT, api_key, parser_for, port_number, positive_int
 
 _POLL_S = 0.2
 _STOP_TIMEOUT_S = 15.0
@@ -27,6 +29,8 @@ _STEADY_S = 30.0
 _MAX_DEATHS = 5
 # What our processes exit with when they were told something impossible.
 _USAGE_STATUS = 2
+# Where a router that listens everywhere is reached.
+_HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(slots=True)
@@ -39,6 +43,28 @@ class _Child:
 
 
 def main(arguments: Sequence[str]) -> int:
+    # First or not at all: behind a flag of the shards it could be that flag's value.
+    model_flags = []
+    if arguments and not arguments[0].startswith("-"):
+        model_flags = ["--model", arguments[0]]
+        arguments = arguments[1:]
+    parser = _parser()
+    args, shard_flags = parser.parse_known_args(arguments)
+    last_port = args.shard_port + args.shards - 1
+    if last_port > MAX_PORT:
+        parser.error(f"argument --shard-port: must be between 1 and {MAX_PORT} for every shard, "
+                     f"and with --shards {args.shards} the last has {last_port}")  # fmt: skip
+    taken = _first_taken(args.host, args.port, "--port") or _first_taken(
+        "127.0.0.1", args.shard_port, "--shard-port", count=args.shards
+    )
+    if taken:
+        print(f"penstock serve: {taken}", file=sys.stderr)
+        return _USAGE_STATUS
+    children = _children(args, [*model_flags, *shard_flags])
+    return asyncio.run(_serve(children, args.host, args.port))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = parser_for(
         "serve",
         "Serve a model on this machine: a router and one shard or more, restarted when they die.",
@@ -48,41 +74,29 @@ def main(arguments: Sequence[str]) -> int:
         "MODEL is a directory or a hub id (default: the built-in toy model). "
         "Other flags are handed to the shards: see `penstock shard --help`."
     )
-    parser.add_argument("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
-    parser.add_argument("--port", default=8000, type=int, help="of the router (default: 8000)")
-    parser.add_argument("--workers", default=1, type=positive_int, help="of the router")
-    parser.add_argument("--api-key", metavar="KEY", help="that clients of the router must send")
-    parser.add_argument("--shards", default=1, type=positive_int, help="how many (default: 1)")
-    parser.add_argument(
-        "--shard-port", default=50051, type=int, metavar="PORT", help="of the first shard"
-    )
-    # First or not at all: behind a flag of the shards it could be that flag's value.
-    model_flags = []
-    if arguments and not arguments[0].startswith("-"):
-        model_flags = ["--model", arguments[0]]
-        arguments = arguments[1:]
-    args, shard_flags = parser.parse_known_args(arguments)
-    taken = _first_taken(args.host, args.port, "--port") or _first_taken(
-        "127.0.0.1", args.shard_port, "--shard-port", count=args.shards
-    )
-    if taken:
-        print(f"penstock serve: {taken}", file=sys.stderr)
-        return _USAGE_STATUS
-    addresses = [f"127.0.0.1:{args.shard_port + index}" for index in range(args.shards)]
-    children = [
-        _Child(
-            f"shard {address}",
-            _python("penstock_shard", "--port", address.rpartition(":")[2], *model_flags)
-            + shard_flags,
-        )
-        for address in addresses
-    ]
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
+    add("--port", default=8000, type=port_number, help="of the router (default: 8000)")
+    add("--workers", default=1, type=positive_int, help="of the router")
+    add("--api-key", type=api_key, metavar="KEY", help="that clients of the router must send")
+    add("--shards", default=1, type=positive_int, help="how many (default: 1)")
+    add("--shard-port", default=50051, type=port_number, metavar="PORT", help="of the first shard")
+    return parser
+
+
+def _children(args: argparse.Namespace, shard_flags: list[str]) -> list[_Child]:
+    """The shards, then the router."""
+    ports = [str(args.shard_port + index) for index in range(args.shards)]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
     router = _python("penstock_router", "--shards", ",".join(addresses), "--host", args.host,
                      "--port", str(args.port), "--workers", str(args.workers))  # fmt: skip
     if args.api_key:
         router += ["--api-key", args.api_key]
-    children.append(_Child("router", router))
-    return asyncio.run(_serve(children, args.host, args.port))
+    shards = [
+        _Child(f"shard {address}", _python("penstock_shard", "--port", port, *shard_flags))
+        for address, port in zip(addresses, ports, strict=True)
+    ]
+    return [*shards, _Child("router", router)]
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
@@ -91,13 +105,28 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
     Looked at before anything starts: whoever holds the router's port would answer in its place.
     """
     for number in range(port, port + count):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, number))
-            except OSError as error:
-                return f"cannot listen on {host}:{number} ({error.strerror}); give another {flag}"
+        try:
+            _try_to_bind(host, number)
+        except OSError as error:
+            where, reason = _authority(host, number), error.strerror
+            return f"cannot listen on {where} ({reason}); give another {flag}"
+        except UnicodeError:
+            return f"argument --host: {host!r} is no name of a host"
     return ""
+
+
+def _try_to_bind(host: str, port: int) -> None:
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # The router listens on the first too.
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def _authority(host: str, port: int) -> str:
+    """Host and port as a URL has them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _python(module: str, *arguments: str) -> list[str]:
@@ -108,7 +137,7 @@ async def _serve(children: list[_Child], host: str, port: int) -> int:
     """Until a signal, or until a child cannot be kept running; the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in _stop_signals():
         loop.add_signal_handler(signum, stop.set)
     greeting = asyncio.create_task(_greet(host, port))
     keepers = [asyncio.create_task(_keep(child)) for child in children]
@@ -117,12 +146,21 @@ async def _serve(children: list[_Child], host: str, port: int) -> int:
     for task in (greeting, stopped, *keepers):
         task.cancel()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        # A second Ctrl-C does not wait for running requests.
+        # A second Ctrl-C does not wait for running requests. A second SIGHUP means nothing: a
+        # terminal that is closed often sends two.
         loop.add_signal_handler(signum, _kill_all, children)
     # The router first: it lets its requests finish, and for that it needs the shards.
     for child in reversed(children):
         await _end(child)
     return 0 if stopped in done else 1
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Ctrl-C, a kill, and a closed terminal unless nohup has told us to outlive it."""
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signals.remove(signal.SIGHUP)
+    return signals
 
 
 async def _keep(child: _Child) -> None:
@@ -168,15 +206,17 @@ def _kill_all(children: list[_Child]) -> None:
 
 async def _greet(host: str, port: int) -> None:
     """Wait until the router is ready, then say how to use it."""
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    url = "http://" + _authority(_HERE.get(host, host), port)
     while not await asyncio.to_thread(_answers, url + "/ready"):
         await asyncio.sleep(_POLL_S)
+    # Brackets mean something to some shells.
+    chat = shlex.quote(url + "/v1/chat/completions")
     body = '{"stream": true, "messages": [{"role": "user", "content": "What is penstock?"}]}'
     print(
         f"\npenstock is ready at {url} (Ctrl-C ends it). Try:\n\n"
-        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl -N {chat} -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n\n"
-        "or, in another terminal: penstock chat\n",
+        f"or, in another terminal: penstock chat --url {shlex.quote(url)}\n",
         flush=True,
     )
 
@@ -185,5 +225,5 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=1.0):
             return True
-    except (OSError, urllib.error.URLError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -92,6 +92,15 @@ def test_chat_with_nobody_is_one_line_and_status_1() -> None:
     assert "Traceback" not in run.stderr
 
 
+def test_health_and_chat_of_a_shards_port_as_http_are_one_line_and_status_1(pair) -> None:
+    url = f"http://{pair.shard.address}"
+    probe = _run("health", url)
+    assert (probe.returncode, probe.stdout.count("\n"), probe.stderr) == (1, 1, "")
+    talk = _run("chat", "--url", url, stdin="Hello\n")
+    assert (talk.returncode, talk.stderr.count("\n")) == (1, 1)
+    assert talk.stderr.startswith("penstock chat: ")
+
+
 def test_bench_measures_a_running_pair(pair) -> None:
     run = _run("bench", "--url", pair.url, "--streams", "4", "--requests", "8",
                "--prompt-words", "20", "--output-tokens", "10", "--json")  # fmt: skip

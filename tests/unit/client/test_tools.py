@@ -1,0 +1,318 @@
+"""The small tools where the other side, the network or the command line is not as it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import psutil
+import pytest
+from support.processes import free_port, is_alive, wait_until
+
+from penstock_client import bench, chat, health, info, serve
+
+Main = Callable[[Sequence[str]], int]
+
+_HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+_END = b"0\r\n\r\n"
+# What a gRPC server says first to whoever connects: an HTTP/2 SETTINGS frame.
+_GRPC = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x05\x00@\x00\x00"
+_TEXT = {"choices": [{"index": 0, "text": "a", "delta": {"content": "half an ans"}}]}
+_FINISH = {"choices": [{"index": 0, "text": "", "delta": {}, "finish_reason": "length"}]}
+_USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}
+
+
+def _event(data: object) -> bytes:
+    line = b"data: %s\n\n" % (data if isinstance(data, bytes) else json.dumps(data).encode())
+    return b"%x\r\n%s\r\n" % (len(line), line)
+
+
+_DONE = _event(b"[DONE]")
+_WHOLE = _HEAD + b"".join(map(_event, (_TEXT, _FINISH, _USAGE))) + _DONE + _END
+_CUT_IN_A_CHUNK = _HEAD + _event(_TEXT) + b"ff\r\ndata: {"
+_CUT_BETWEEN_CHUNKS = _HEAD + _event(_TEXT)
+_ENDS_WITHOUT_DONE = _HEAD + _event(_TEXT) + _END
+
+
+@contextlib.contextmanager
+def _stub(*answers: bytes, host: str = "127.0.0.1") -> Iterator[int]:
+    """The port of a server that gives each connection the next answer, the last one ever after."""
+    left = list(answers)
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            length = 0
+            while line := self.rfile.readline().strip().lower():
+                length = int(line.partition(b":")[2]) if b"content-length" in line else length
+            # All of it: closing a socket with something unread resets the connection.
+            self.rfile.read(length)
+            self.wfile.write(left.pop(0) if len(left) > 1 else left[0])
+
+    class Server(socketserver.TCPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    with Server((host, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _status(main: Main, *arguments: str) -> int:
+    """Of a command that may find its arguments wrong."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def _chat(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    with _stub(answer) as port:
+        return _status(chat.main, "--url", f"http://127.0.0.1:{port}")
+
+
+def _bench(*answers: bytes, requests: int = 1) -> int:
+    with _stub(*answers) as port:
+        url = f"http://127.0.0.1:{port}"
+        return _status(bench.main, "--url", url, "--json", "--streams", "1",
+                       "--requests", str(requests))  # fmt: skip
+
+
+def _complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert text.strip().isprintable()
+    return text
+
+
+# ---- Command lines -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "99999"],
+        ["--port", "0"],
+        ["--port", "http"],
+        ["--shard-port", "-1"],
+        ["--shards", "2", "--shard-port", "65535"],
+    ],
+)
+def test_serve_on_a_port_that_cannot_be_is_one_line_and_status_2(flags, capsys) -> None:
+    assert _status(serve.main, *flags) == 2
+    line = _complaint(capsys)
+    assert flags[-2] in line
+    assert "must be between 1 and 65535" in line
+
+
+@pytest.mark.parametrize("tool", [chat, bench])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http://", "ftp://h", "http://h:99999", "http://[::1", "http://h/a b", ""],
+)
+def test_a_url_that_cannot_be_is_one_line_and_status_2(tool, url, capsys) -> None:
+    assert _status(tool.main, "--url", url) == 2
+    assert "--url: must be http:// or https:// and a host" in _complaint(capsys)
+
+
+@pytest.mark.parametrize("target", ["http://h/a b", "http://h:99999", "ftp://h"])
+def test_health_of_a_url_that_cannot_be_is_one_line_and_status_2(target, capsys) -> None:
+    assert _status(health.main, target) == 2
+    assert "TARGET: must be http:// or https:// and a host" in _complaint(capsys)
+
+
+@pytest.mark.parametrize("tool", [serve, chat, bench, info])
+@pytest.mark.parametrize("key", ["schlüssel", "two\nlines", "k\udce9y"])
+def test_a_key_that_fits_no_header_is_one_line_that_does_not_tell_it(tool, key, capsys) -> None:
+    assert _status(tool.main, "--api-key", key) == 2
+    line = _complaint(capsys)
+    assert "--api-key" in line
+    assert key not in line
+
+
+@pytest.mark.parametrize("tool", [chat, bench, info])
+def test_a_key_from_the_environment_is_checked_too(tool, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "schlüssel")
+    assert _status(tool.main) == 2
+    assert "PENSTOCK_API_KEY" in _complaint(capsys)
+
+
+@pytest.mark.parametrize("value", ["many", "1.5", "0", "-1"])
+def test_a_number_that_cannot_be_is_named_in_words_of_a_user(value, capsys) -> None:
+    assert _status(bench.main, "--requests", value) == 2
+    assert f"must be a whole number, at least 1, not '{value}'" in _complaint(capsys)
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "-1", "soon"])
+def test_a_timeout_that_cannot_be_is_one_line_and_status_2(value, capsys) -> None:
+    assert _status(health.main, "http://127.0.0.1:1", "--timeout", value) == 2
+    assert "--timeout: must be above 0" in _complaint(capsys)
+
+
+# ---- The other side ----------------------------------------------------------------------------
+
+
+def test_health_of_a_grpc_port_as_http_says_what_is_wrong(capsys) -> None:
+    with _stub(_GRPC) as port:
+        assert _status(health.main, f"http://127.0.0.1:{port}") == 1
+    assert "gRPC port" in capsys.readouterr().out
+
+
+def test_chat_with_a_grpc_port_says_what_is_wrong(monkeypatch, capsys) -> None:
+    assert _chat(monkeypatch, _GRPC) == 1
+    assert "gRPC port" in _complaint(capsys)
+
+
+def test_bench_of_a_grpc_port_says_what_is_wrong(capsys) -> None:
+    assert _bench(_GRPC) == 1
+    assert "gRPC port" in json.loads(capsys.readouterr().out)["first_error"]
+
+
+def test_chat_prints_a_whole_answer(monkeypatch, capsys) -> None:
+    assert _chat(monkeypatch, _WHOLE) == 0
+    assert "half an ans\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [_CUT_IN_A_CHUNK, _CUT_BETWEEN_CHUNKS, _ENDS_WITHOUT_DONE],
+    ids=["in a chunk", "between chunks", "no DONE"],
+)
+def test_chat_does_not_take_half_an_answer_for_a_whole_one(answer, monkeypatch, capsys) -> None:
+    assert _chat(monkeypatch, answer) == 1
+    out, err = capsys.readouterr()
+    assert "half an ans\n" in out
+    assert err == "penstock chat: the answer was cut off\n"
+
+
+@pytest.mark.parametrize("data", [b"{oops", b"7", b"{}", b'{"choices": [7]}', b'{"error": "x"}'])
+def test_chat_with_something_else_is_one_line_and_status_1(data, monkeypatch, capsys) -> None:
+    assert _chat(monkeypatch, _HEAD + _event(data) + _DONE + _END) == 1
+    assert "no chat completion" in _complaint(capsys)
+
+
+def test_chat_survives_an_error_that_is_cut_off(monkeypatch, capsys) -> None:
+    head = b"HTTP/1.1 503 Busy\r\nContent-Length: 100\r\n\r\n"
+    assert _chat(monkeypatch, head + b'{"error"') == 1
+    assert "the router answers 503" in _complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [_CUT_IN_A_CHUNK, _CUT_BETWEEN_CHUNKS, _GRPC, b""],
+    ids=["in a chunk", "between chunks", "gRPC", "nothing"],
+)
+def test_bench_counts_one_cut_answer_as_one_failed_request(bad, capsys) -> None:
+    assert _bench(_WHOLE, bad, _WHOLE, requests=3) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (2, 1, 10)
+    assert summary["first_error"].isprintable()
+
+
+@pytest.mark.parametrize("data", [b"{oops", b"{7}", b"{}", b'{"choices": [], "usage": 7}'])
+def test_bench_counts_what_is_no_completion_as_a_failed_request(data, capsys) -> None:
+    assert _bench(_HEAD + _event(data) + _DONE + _END) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["requests"], summary["failed"]) == (0, 1)
+    assert "no completion" in summary["first_error"]
+
+
+@pytest.mark.parametrize("missing", ["finish_reason", "usage", "[DONE]"])
+def test_bench_counts_an_answer_without_its_end_as_failed(missing, capsys) -> None:
+    parts = {"finish_reason": _event(_FINISH), "usage": _event(_USAGE), "[DONE]": _DONE}
+    del parts[missing]
+    assert _bench(_HEAD + _event(_TEXT) + b"".join(parts.values()) + _END) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["requests"], summary["failed"]) == (0, 1)
+    assert summary["first_error"] == f"the answer was cut off: it has no {missing}"
+
+
+def test_bench_with_nobody_is_one_line_and_status_1(capsys) -> None:
+    assert _status(bench.main, "--url", "http://127.0.0.1:1", "--requests", "2") == 1
+    assert "127.0.0.1" in _complaint(capsys)
+
+
+# ---- serve -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ipv6() -> None:
+    """Some containers have none."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("no IPv6 here")
+
+
+def test_serve_looks_at_a_port_of_an_ipv6_host(ipv6) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as held:
+        port = held.getsockname()[1]
+        assert f"cannot listen on [::1]:{port}" in serve._first_taken("::1", port, "--port")
+    assert serve._first_taken("::1", port, "--port") == ""
+
+
+async def test_serve_waits_for_an_ipv6_router_and_prints_its_url(ipv6, capsys) -> None:
+    ok = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with _stub(ok, host="::1") as port:
+        await asyncio.wait_for(serve._greet("::1", port), 5)
+    out = capsys.readouterr().out
+    assert f"penstock is ready at http://[::1]:{port} " in out
+    # Quoted: to some shells brackets are a pattern.
+    assert f"curl -N 'http://[::1]:{port}/v1/chat/completions'" in out
+    assert f"penstock chat --url 'http://[::1]:{port}'" in out
+
+
+def test_serve_waits_on_while_something_else_answers() -> None:
+    with _stub(_GRPC) as port:
+        assert not serve._answers(f"http://127.0.0.1:{port}/ready")
+
+
+_SERVE = """
+import asyncio, signal, sys
+from penstock_client import serve
+
+# Whoever runs this test may have it ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+child = serve._Child("sleeper", ["sh", "-c", "echo up; exec sleep 60"])
+sys.exit(asyncio.run(serve._serve([child], "127.0.0.1", int(sys.argv[1]))))
+"""
+
+
+def test_a_closed_terminal_ends_serve_and_its_children() -> None:
+    command = [sys.executable, "-c", _SERVE, str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        (child,) = psutil.Process(process.pid).children()
+        try:
+            process.send_signal(signal.SIGHUP)
+            assert process.wait(10) == 0
+            wait_until(lambda: not is_alive(child), timeout_s=2, what="the child is gone")
+        finally:
+            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def test_serve_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in serve._stop_signals()
+        assert signal.SIGTERM in serve._stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
