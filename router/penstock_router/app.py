@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
@@ -26,6 +27,8 @@ from penstock_router.handlers import REQUEST_ID, ROUTER, Router
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 
+logger = logging.getLogger(__name__)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -38,7 +41,11 @@ def build_app(config: RouterConfig, fleet: Fleet, executor: Executor) -> web.App
         config=config,
         fleet=fleet,
         models=Models(fleet, executor, config.chat_template),
-        admission=Admission(config.max_concurrent_requests),
+        admission=Admission(
+            config.max_concurrent_requests,
+            workers=config.workers,
+            request_timeout_s=config.request_timeout_s,
+        ),
         metrics=Metrics(),
     )
     app.add_routes(
@@ -55,6 +62,7 @@ def build_app(config: RouterConfig, fleet: Fleet, executor: Executor) -> web.App
         ]
     )
     app.cleanup_ctx.append(_load_models)
+    app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(_name_answer)
     return app
 
@@ -66,6 +74,12 @@ async def _load_models(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await models.close()
+
+
+async def _end_requests(app: web.Application) -> None:
+    router = app[ROUTER]
+    logger.info("stopping: waiting for %d sequences", router.admission.in_flight)
+    await router.admission.stop(router.config.shutdown_timeout_s)
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
@@ -128,9 +142,10 @@ def _error_response(error: ApiError) -> web.Response:
 async def _require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     key = request.app[ROUTER].config.api_key
     if key is not None and request.path.startswith("/v1/") and request.method != "OPTIONS":
-        given = request.headers.get("Authorization", "")
-        expected = f"Bearer {key}"
-        # Takes the same time wherever the two begin to differ.
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode()):
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # Takes the same time wherever the two begin to differ. Headers arrive with bytes that are
+        # not UTF-8 as surrogates; they must equal nothing.
+        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+        if scheme.lower() != "bearer" or not same:
             raise Unauthorized("Unauthorized: missing or wrong API key")
     return await handler(request)

@@ -223,7 +223,10 @@ def load_chat_template(
     `override` is the user's own file; then the model's chat_template.jinja; then what its
     tokenizer_config.json has: a string, or a list of named ones.
     """
-    config = _decoded(files.get("tokenizer_config.json"))
+    config = _decoded(files, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        # Where both files stand and the first is of the older form, transformers heeds the second.
+        config |= _decoded(files, "special_tokens_map.json")
     special_tokens = _special_tokens(config)
     if override is not None:
         return ChatTemplate({"default": override}, special_tokens)
@@ -234,13 +237,14 @@ def load_chat_template(
     return ChatTemplate(sources, special_tokens) if sources else None
 
 
-def _decoded(data: bytes | None) -> dict[str, Any]:
+def _decoded(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    data = files.get(name)
     if not data:
         return {}
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        raise TemplateUnusable("tokenizer_config.json is not valid JSON") from None
+        raise TemplateUnusable(f"{name} is not valid JSON") from None
     return value if isinstance(value, dict) else {}
 
 
@@ -250,7 +254,11 @@ def _configured_sources(value: object) -> dict[str, str]:
     if isinstance(value, dict):
         return {str(name): str(source) for name, source in value.items()}
     if isinstance(value, list):
-        return {str(item["name"]): str(item["template"]) for item in value}
+        try:
+            return {str(item["name"]): str(item["template"]) for item in value}
+        except (KeyError, TypeError):
+            text = "tokenizer_config.json: chat_template is no list of names and templates"
+            raise TemplateUnusable(text) from None
     return {}
 
 

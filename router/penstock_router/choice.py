@@ -46,10 +46,12 @@ class Delta:
 class Choice:
     """One sequence of a job: from a shard's outputs to deltas, and to its own end."""
 
-    def __init__(self, job: Job, index: int, stream: GenerationStream) -> None:
+    # Set once the choice is submitted.
+    stream: GenerationStream
+
+    def __init__(self, job: Job, index: int) -> None:
         options, prompt = job.options, job.prompt_of(index)
         self.index = index
-        self.stream = stream
         self.finished = False
         self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None

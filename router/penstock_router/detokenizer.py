@@ -6,8 +6,11 @@ of the prompt, and shows a character only when its last byte is there, once.
 
 Two ways to do it. Nearly every tokenizer decodes token by token into bytes (byte-level BPE, and
 sentencepiece with byte fallback): then a table from id to bytes and an incremental UTF-8 decoder
-are exact and cost a fraction of a microsecond a token. The rest (WordPiece and others that look at
-neighbours) decode a small window again at each step. Knows no stop strings and no HTTP.
+do, at a fraction of a microsecond a token. They are exact but for one case: where a run of
+sentencepiece's byte tokens turns out not to be UTF-8, `tokenizers` shows U+FFFD also for the whole
+characters within the run; here those were shown before anyone could know. The rest (WordPiece and
+others that look at neighbours) decode a small window again at each step. Knows no stop strings and
+no HTTP.
 
 `tokenizers` has a DecodeStream. It raises ("Invalid prefix") when a run of byte tokens turns out
 not to be UTF-8, and keeps silent for as long as a window ends in U+FFFD; the ways below do neither.
@@ -25,6 +28,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # Bytes that tell whether a text ends within a character: UTF-8 has at most four.
 _UTF8_TAIL_BYTES = 4
+
+# How far back to look for text at the end of a prompt: hidden tokens have none.
+_PROMPT_TAIL_TOKENS = 256
 
 # How many tokens of context the window keeps; neighbours matter one token away at most.
 _WINDOW_TOKENS = 6
@@ -148,14 +154,16 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         tail = self._prompt_tail(prompt_ids)
         self._decoder.decode(tail)
-        self._strip = 0 if tail else table.strip_left
+        # A longer prompt without any text at its end has some further up, as a rule.
+        begins_text = not tail and len(prompt_ids) <= _PROMPT_TAIL_TOKENS
+        self._strip = table.strip_left if begins_text else 0
         # A character that the prompt left unfinished: what the prompt alone shows of it counts as
         # the prompt's text.
         self._drop = len(self._decoder.getstate()[0].decode("utf-8", errors))
 
     def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
         tail = b""
-        for token_id in reversed(prompt_ids):
+        for token_id in reversed(prompt_ids[-_PROMPT_TAIL_TOKENS:]):
             tail = self._bytes_of(token_id) + tail
             if len(tail) >= _UTF8_TAIL_BYTES:
                 break
@@ -196,6 +204,7 @@ class WindowTable:
         # Whether U+FFFD at the end of a window may be a character that is not complete yet.
         self.has_bytes = has_bytes
         self._bytes: dict[int, bytes] = {}
+        self._special_ids = special_ids(tokenizer)
         # A word in front, so that a token is not taken for the first of a text.
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids)
 
@@ -208,6 +217,12 @@ class WindowTable:
             data = self._bytes[token_id] = after[len(before) :].encode()
         return data
 
+    def hides(self, token_id: int, *, skip_special: bool) -> bool:
+        """Whether decoding passes over the token, as if it were not there."""
+        if skip_special and token_id in self._special_ids:
+            return True
+        return not 0 <= token_id < 2**32 or self.tokenizer.id_to_token(token_id) is None
+
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         known = [token_id for token_id in token_ids if 0 <= token_id < 2**32]
         return self.tokenizer.decode(known, skip_special_tokens=skip_special)
@@ -217,38 +232,49 @@ class WindowTable:
 
 
 class WindowDetokenizer:
-    """Decodes a window that ends with the new tokens, and shows what is beyond the known text."""
+    """Decodes a window that ends with the new token, and shows what is beyond the known text.
+
+    A token at a time, so that what is shown does not depend on how tokens were bundled.
+    """
 
     __slots__ = ("_context", "_context_text", "_held", "_skip", "_table")
+
+    _context: list[int]
+    _context_text: str
+    _held: list[int]
 
     def __init__(self, table: WindowTable, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._table = table
         self._skip = skip_special
-        self._held: list[int] = []
-        self._context, self._context_text = self._visible_tail(prompt_ids)
+        visible = [
+            token_id
+            for token_id in prompt_ids[-_PROMPT_TAIL_TOKENS:]
+            if not table.hides(token_id, skip_special=skip_special)
+        ]
+        self._remember(visible)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        self._held += token_ids
+        return "".join([self._step(token_id) for token_id in token_ids])
+
+    def _step(self, token_id: int) -> str:
+        if self._table.hides(token_id, skip_special=self._skip):
+            return ""
+        self._held.append(token_id)
         window = self._context + self._held
         text = self._table.decode(window, skip_special=self._skip)
-        unfinished = self._table.has_bytes and text.endswith(REPLACEMENT)
-        if unfinished and len(self._held) < _MAX_HELD_TOKENS:
+        overdue = len(self._held) >= _MAX_HELD_TOKENS
+        if self._table.has_bytes and text.endswith(REPLACEMENT) and not overdue:
             return ""
         new = text[_common_length(self._context_text, text) :]
-        if new:
-            self._context, self._context_text = self._visible_tail(window)
-            self._held = []
+        if new or overdue:
+            self._remember(window)
         return new
 
-    def _visible_tail(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """The last few ids, as many as it takes for them to have text at all."""
-        count = _WINDOW_TOKENS
-        while True:
-            tail = list(token_ids[-count:])
-            text = self._table.decode(tail, skip_special=self._skip)
-            if text or count >= len(token_ids):
-                return tail, text
-            count *= 4
+    def _remember(self, visible: Sequence[int]) -> None:
+        """All of `visible` is shown; its last few ids are the context of what comes."""
+        self._held = []
+        self._context = list(visible[-_WINDOW_TOKENS:])
+        self._context_text = self._table.decode(self._context, skip_special=self._skip)
 
 
 def _common_length(known: str, text: str) -> int:

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # Long enough for a queue to move, short enough not to leave a free machine idle.
 RETRY_AFTER_S = 1
 
+_TIME_IS_UP = "the request took longer than this server allows"
+
 # A message may quote what the client sent; it must not send it all back.
 MAX_MESSAGE_CHARS = 1000
 
@@ -117,11 +119,16 @@ class TimedOut(ApiError):
     type = "TimeoutError"
 
 
+class SlowReader(ConnectionError):
+    """The client took nothing for --write-timeout-s; its connection is gone."""
+
+
 def noted(error: Exception, request_id: str) -> ApiError:
     """The error as the client sees it. What is no fault of the client's goes to the log."""
     answer = as_api_error(error)
-    if isinstance(error, client_errors.ShardFailed):
-        logger.error("request %s: %s", request_id, answer.message)
+    if isinstance(error, client_errors.PenstockError) and answer.status >= 500:
+        # Addresses of shards and texts of gRPC are the operator's.
+        logger.warning("request %s: %s: %s", request_id, type(error).__name__, error)
     elif type(answer) is ApiError:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
@@ -136,23 +143,27 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, client_errors.PenstockError):
         return _from_client(error)
     if isinstance(error, TimeoutError):
-        return TimedOut("the request took longer than this server allows")
+        return TimedOut(_TIME_IS_UP)
     return ApiError("internal error; the server's log has the details under this request's id")
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    text = str(error)
+    """Fixed texts but for refusals, which shards word for the client."""
     match error:
         case client_errors.RequestRefused():
-            return BadRequest(text, param=error.field or None)
+            return BadRequest(str(error), param=error.field or None)
         case client_errors.Overloaded():
-            return TooManyRequests(text)
+            return TooManyRequests("the shards' queues are full; try again shortly")
+        case client_errors.NoShardAvailable():
+            return Unavailable("no shard can take the request at present; try again shortly")
         case client_errors.ShardUnavailable():
-            return Unavailable(text)
+            return Unavailable("the shard that served this request went away; try again")
         case client_errors.DeadlineExceeded():
-            return TimedOut(text)
+            return TimedOut(_TIME_IS_UP)
         case client_errors.Unauthenticated():
             # The shard does not accept *this router*: nothing the client could send cures that.
             return Unavailable("a shard refuses this router's API key (--shard-api-key)")
         case _:
-            return ApiError(f"the shard failed: {text}")
+            return ApiError(
+                "the shard failed; the server's log has the details under this request's id"
+            )

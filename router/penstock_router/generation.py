@@ -25,8 +25,14 @@ from penstock_client.errors import ShardFailed
 from penstock_client.types import Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
+from penstock_router.errors import SlowReader, TimedOut, Unavailable
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
+
+# A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides. After about
+# half a millisecond of it the event loop gets a turn.
+_TOKENS_A_TURN = 50_000
+_SUBMISSION_TOKENS = 2_000
 
 
 @dataclass(slots=True)
@@ -54,19 +60,29 @@ class Generation:
     async def __aenter__(self) -> Self:
         self._submitted_at_s = time.perf_counter()
         try:
-            for index, request in enumerate(self.job.requests):
-                stream = self._fleet.submit(request)
-                self._choices.append(Choice(self.job, index, stream))
-                self._unfinished += 1
-                self._metrics.in_flight.inc()
-        except BaseException:
+            await self._submit()
+        except BaseException as error:
             # No scope was entered yet, so none would be left.
-            self._abandon("error")
+            self.abandon(error)
             raise
         self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
         if len(self._choices) > 1:
             self._arrivals = _Arrivals(self._choices)
         return self
+
+    async def _submit(self) -> None:
+        since_turn = 0
+        for index, request in enumerate(self.job.requests):
+            # Made before it is submitted: nothing can fail between a submission and its choice.
+            choice = Choice(self.job, index)
+            choice.stream = self._fleet.submit(request)
+            self._choices.append(choice)
+            self._unfinished += 1
+            self._metrics.in_flight.inc()
+            since_turn += _SUBMISSION_TOKENS + len(request.prompt_token_ids)
+            if since_turn >= _TOKENS_A_TURN:
+                since_turn = 0
+                await asyncio.sleep(0)
 
     async def __aexit__(
         self,
@@ -78,6 +94,10 @@ class Generation:
         if self._arrivals is not None:
             await self._arrivals.close()
 
+    def abandon(self, error: BaseException | None) -> None:
+        """Abort what is unfinished; `error` says why. Whoever swallows an error says it here."""
+        self._abandon(_abort_cause(error))
+
     def _abandon(self, cause: str) -> None:
         # Nothing in here waits: a handler that is being cancelled gets all of it done.
         for choice in self._choices:
@@ -88,7 +108,8 @@ class Generation:
     def _end(self, choice: Choice, abort_cause: str | None) -> None:
         self._metrics.in_flight.dec()
         self._unfinished -= 1
-        if abort_cause is not None:
+        # A stream that the shard refused or ended has nothing to abort.
+        if abort_cause is not None and not choice.stream.ended:
             choice.stream.cancel()
             self._metrics.aborts.labels(abort_cause).inc()
 
@@ -134,9 +155,10 @@ class Generation:
         if choice.last_arrival_s is None:
             self._metrics.first_token_seconds.observe(now - self._submitted_at_s)
         else:
-            each = (now - choice.last_arrival_s) / count
-            for _ in range(count):
-                self._metrics.between_tokens_seconds.observe(each)
+            # Once an arrival, however many tokens it bundles: a loop over them would cost most
+            # where there is least time.
+            gap_s = now - choice.last_arrival_s
+            self._metrics.between_tokens_seconds.observe(gap_s / count)
         choice.last_arrival_s = now
 
 
@@ -150,9 +172,14 @@ async def _next_output(choice: Choice) -> Output:
 def _abort_cause(error: BaseException | None) -> str:
     if error is None or isinstance(error, GeneratorExit):
         return "abandoned"
+    if isinstance(error, SlowReader):
+        return "slow_reader"
     if isinstance(error, asyncio.CancelledError | ConnectionError):
         return "disconnect"
-    return "timeout" if isinstance(error, TimeoutError) else "error"
+    if isinstance(error, TimedOut):
+        return "timeout"
+    # Within a generation no other `Unavailable` arises; shards' troubles are the client's errors.
+    return "shutdown" if isinstance(error, Unavailable) else "error"
 
 
 class _Arrivals:

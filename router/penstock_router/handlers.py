@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 import uuid
@@ -59,29 +58,31 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
     body = parse_completion(await read_object(request))
     places = len(body.prompts) * body.best_of
-    return await _generate(request, body, places, prepare_completion, CompletionShape)
+    param = "best_of" if body.best_of > body.n else "n" if body.n > 1 else "prompt"
+    return await _generate(request, body, (places, param), prepare_completion, CompletionShape)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
     body = parse_chat(await read_object(request))
-    return await _generate(request, body, body.n, prepare_chat, ChatShape)
+    return await _generate(request, body, (body.n, "n"), prepare_chat, ChatShape)
 
 
 async def _generate(
     request: web.Request,
     body: AnyRequest,
-    places: int,
+    places: tuple[int, str],
     prepare: Callable[[AnyRequest, Models], Awaitable[Job]],
     make_shape: MakeShape,
 ) -> web.StreamResponse:
     router = request.app[ROUTER]
-    deadline = _deadline(router.config)
     response_id = _name_request(request, body)
     body = dataclasses.replace(body, request_id=request[REQUEST_ID])
-    with router.admission.places(places):
-        async with asyncio.timeout_at(deadline):
+    with router.admission.places(*places) as limit:
+        async with limit.scope():
             job = await prepare(body, router.models)
+        # Its last shard may have left meanwhile; the fleet would call the model unknown.
+        router.models.info(job.model.info.model)
         async with Generation(job, router.fleet, router.metrics) as generation:
             shape = make_shape(job, response_id, int(time.time()), generation.usage)
             if body.stream:
@@ -90,17 +91,12 @@ async def _generate(
                     generation,
                     shape,
                     request_id=request[REQUEST_ID],
-                    keep_alive_s=router.config.keep_alive_s,
-                    deadline=deadline,
+                    config=router.config,
+                    limit=limit,
                 )
-            async with asyncio.timeout_at(deadline):
+            async with limit.scope():
                 deltas = await collect(generation)
             return json_response(shape.whole(deltas))
-
-
-def _deadline(config: RouterConfig) -> float | None:
-    limit_s = config.request_timeout_s
-    return None if limit_s is None else asyncio.get_running_loop().time() + limit_s
 
 
 def _name_request(request: web.Request, body: Options) -> str:
@@ -132,6 +128,8 @@ async def read_object(request: web.Request) -> JsonObject:
     except web.HTTPRequestEntityTooLarge:
         limit = request.app[ROUTER].config.max_body_bytes
         raise BodyTooLarge(f"the body is larger than {limit} bytes") from None
+    except web.RequestPayloadError:
+        raise BadRequest("the body is damaged: it does not decode or ends too early") from None
     return decode_object(body)
 
 

@@ -59,7 +59,7 @@ class Metrics:
         )
         self.between_tokens_seconds = Histogram(
             "penstock_router_between_tokens_seconds",
-            "Between one arrival of tokens and the next, per token.",
+            "From one arrival of tokens to the next, divided by its tokens; one value an arrival.",
             buckets=_BETWEEN_BUCKETS_S,
             registry=registry,
         )

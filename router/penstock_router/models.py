@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from penstock_client.errors import NoShardAvailable, PenstockError
+from penstock_client.errors import PenstockError, RequestRefused
 from penstock_client.types import ShardInfo
 from penstock_router.backend import Fleet
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
@@ -25,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Names that clients of other servers send when they have none to send.
 _ANY_MODEL = frozenset({"", "tgi", "dummy"})
 
+# How long a failure to load stands before files are fetched again.
 _RETRY_S = 1.0
 
 
@@ -42,6 +42,7 @@ class ServedModel:
         return f"penstock-{self.info.version}-{self.info.weights_hash[:12]}"
 
 
+_Key = tuple[str, str]
 _Loading = asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]
 
 
@@ -57,38 +58,47 @@ class Models:
         self.executor = executor
         self._chat_template = chat_template
         # By model and tokenizer hash.
-        self._texts: dict[tuple[str, str], _Loading] = {}
-        self._trouble = "no shard serves yet"
+        self._texts: dict[_Key, _Loading] = {}
+        self._failed_at: dict[_Key, float] = {}
+        # Every name and alias ever served: such a model is away, not unknown.
+        self._names: set[str] = set()
+        # Why a model does not load, by its name.
+        self._troubles: dict[str, str] = {}
         self.started_at = int(time.time())
 
     @property
     def not_ready_because(self) -> str | None:
         """Why requests would be answered 503; None when they are served."""
-        for info in self.infos():
+        infos = self.infos()
+        if not infos:
+            return "no shard serves yet" if not self._texts else "no shard serves at present"
+        for info in infos:
             task = self._texts.get((info.model, info.tokenizer_hash))
             if task is not None and task.done() and not _failed(task):
                 return None
-        if next(self.infos(), None) is None:
-            return "no shard serves yet" if not self._texts else "no shard serves at present"
-        return self._trouble
+        return next(iter(self._troubles.values()), "the models are being loaded")
 
-    def infos(self) -> Iterator[ShardInfo]:
+    def infos(self) -> list[ShardInfo]:
         """One of each model that a ready shard serves."""
-        seen: set[str] = set()
+        infos: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             info = shard.info
-            if shard.ready and info is not None and info.model not in seen:
-                seen.add(info.model)
-                yield info
+            if info is not None:
+                self._names.update((info.model, *info.model_aliases))
+                if shard.ready:
+                    infos.setdefault(info.model, info)
+        return list(infos.values())
 
     def info(self, name: str) -> ShardInfo:
-        """Of the model a request names; raises `NotFound` or `NoShardAvailable`."""
-        infos = list(self.infos())
-        if not infos:
-            raise NoShardAvailable("no shard serves at present; try again shortly")
+        """Of the model a request names; raises `NotFound` or `Unavailable`."""
+        infos = self.infos()
         for info in infos:
             if name == info.model or name in info.model_aliases:
                 return info
+        if name in self._names:
+            raise Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
+        if not infos:
+            raise Unavailable("no shard serves at present; try again shortly")
         if name in _ANY_MODEL:
             return infos[0]
         raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
@@ -100,37 +110,79 @@ class Models:
             tokenizer, chat_template = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
             raise Unavailable(f"the model {info.model} cannot be served: {error}") from None
+        except RequestRefused:
+            # Its last shard left meanwhile, and to the fleet the model is unknown.
+            raise Unavailable(f"no shard serves {info.model} at present") from None
         return ServedModel(info, tokenizer, chat_template)
 
     async def _text_of(self, info: ShardInfo) -> tuple[Tokenizer, ChatTemplate | None]:
         key = (info.model, info.tokenizer_hash)
         task = self._texts.get(key)
-        if task is None or _failed(task):
-            task = self._texts[key] = asyncio.create_task(self._load(info.model))
-        # A request that is cancelled must not cancel the loading that others wait for.
-        return await asyncio.shield(task)
+        if task is None or (_failed(task) and self._may_retry(key)):
+            task = self._texts[key] = asyncio.create_task(self._load(key))
+        # Not awaited itself: a request that is cancelled must not cancel what others wait for.
+        await asyncio.wait((task,))
+        error = task.exception()
+        if error is None or isinstance(error, PenstockError | TokenizerUnusable | TemplateUnusable):
+            return task.result()
+        # Files are a stranger's: what nobody foresaw in them is their model's trouble only.
+        text = f"its files do not load: {type(error).__name__}: {error}"
+        raise TokenizerUnusable(text) from error
 
-    async def _load(self, model: str) -> tuple[Tokenizer, ChatTemplate | None]:
-        files = await self._fleet.tokenizer_files(model)
+    def _may_retry(self, key: _Key) -> bool:
+        return asyncio.get_running_loop().time() >= self._failed_at.get(key, 0) + _RETRY_S
+
+    async def _load(self, key: _Key) -> tuple[Tokenizer, ChatTemplate | None]:
         loop = asyncio.get_running_loop()
-        tokenizer = await loop.run_in_executor(self.executor, load_tokenizer, files, self.executor)
+        try:
+            files = await self._fleet.tokenizer_files(key[0])
+            return await loop.run_in_executor(self.executor, self._read, files)
+        except BaseException:
+            self._failed_at[key] = loop.time()
+            raise
+
+    def _read(self, files: dict[str, bytes]) -> tuple[Tokenizer, ChatTemplate | None]:
+        tokenizer = load_tokenizer(files, self.executor)
         return tokenizer, load_chat_template(files, self._chat_template)
 
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""
-        last_trouble = ""
         while True:
             try:
                 await self._fleet.wait_ready()
-                for info in list(self.infos()):
-                    await self._text_of(info)
-                last_trouble = ""
-            except (PenstockError, TokenizerUnusable, TemplateUnusable) as error:
-                self._trouble = str(error)
-                if self._trouble != last_trouble:
-                    logger.warning("not ready: %s", self._trouble)
-                    last_trouble = self._trouble
+            except PenstockError as error:
+                logger.debug("no shard is ready: %s", error)
+            infos = self.infos()
+            self._forget_replaced()
+            await asyncio.gather(*(self._load_ahead(info) for info in infos))
             await asyncio.sleep(_RETRY_S)
+
+    async def _load_ahead(self, info: ShardInfo) -> None:
+        try:
+            await self._text_of(info)
+        except (PenstockError, TokenizerUnusable, TemplateUnusable) as error:
+            shown = str(error)
+            if isinstance(error, PenstockError):
+                # Its text is the operator's: it may hold addresses.
+                shown = "the shard did not send the tokenizer; the log says why"
+            if self._troubles.get(info.model) != shown:
+                logger.warning("model %s is not ready: %s", info.model, error)
+            self._troubles[info.model] = shown
+        else:
+            self._troubles.pop(info.model, None)
+
+    def _forget_replaced(self) -> None:
+        """Drop texts of models that are served with another tokenizer now.
+
+        Those of a model that is away stay: it comes back with the same one as a rule.
+        """
+        infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
+        used = {(info.model, info.tokenizer_hash) for info in infos}
+        models = {info.model for info in infos}
+        for key, task in list(self._texts.items()):
+            if key[0] in models and key not in used and task.done():
+                del self._texts[key]
+                self._failed_at.pop(key, None)
 
     async def close(self) -> None:
         """Give up what is still loading."""

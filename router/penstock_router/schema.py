@@ -88,7 +88,7 @@ class ChatRequest(Options):
 
 
 def decode_object(body: bytes) -> JsonObject:
-    """The JSON object in `body`: UTF-8, no NaN. Of a key that occurs twice the last value counts."""
+    """The JSON object in `body`: UTF-8, no NaN. Of a key given twice the last value counts."""
     try:
         value = msgspec.json.decode(body)
     except UnicodeDecodeError:
@@ -418,6 +418,11 @@ FIELDS: tuple[Field, ...] = (
 _BY_ROUTE: dict[str, dict[str, Field]] = {
     route: {entry.name: entry for entry in FIELDS if route in entry.routes} for route in "CH"
 }
+# Fields of the other route that would change the answer: to ignore them would be a lie.
+_WRONG_ROUTE = {
+    "C": frozenset({"max_completion_tokens", "top_logprobs", "tools"}),
+    "H": frozenset({"best_of"}),
+}
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
 
 
@@ -427,6 +432,8 @@ def _read_fields(route: str, body: JsonObject) -> JsonObject:
     values: JsonObject = {}
     for name, value in body.items():
         entry = known.get(name)
+        if entry is None and name in _WRONG_ROUTE[route] and value is not None:
+            raise BadRequest(f"{name}: not a field of this route; leave it out", param=name)
         if entry is None:
             logger.debug("ignored unknown field %s", _short(name))
         elif value is not None:

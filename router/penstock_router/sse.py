@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from types import TracebackType
 from typing import Self
 
 import msgspec
 from aiohttp import web
 
+from penstock_router.admission import TimeLimit
 from penstock_router.choice import Delta
-from penstock_router.errors import noted
+from penstock_router.config import RouterConfig
+from penstock_router.errors import SlowReader, noted
 from penstock_router.generation import Generation
 from penstock_router.responses import Shape
 
@@ -35,10 +38,13 @@ COMMENT = b": keep-alive\n\n"
 class EventStream:
     """An answer of events. Leaving its scope stops the comments; `end` ends the answer."""
 
-    def __init__(self, request: web.Request, keep_alive_s: float) -> None:
+    def __init__(
+        self, request: web.Request, *, keep_alive_s: float, write_timeout_s: float
+    ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
         self._keep_alive_s = keep_alive_s
+        self._write_timeout_s = write_timeout_s
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -61,13 +67,27 @@ class EventStream:
         """Each payload as an event, all in one write."""
         if payloads:
             self._written_at = self._loop.time()
-            await self.response.write(b"".join([b"data: %b\n\n" % data for data in payloads]))
+            data = b"".join([b"data: %b\n\n" % data for data in payloads])
+            await self._in_time(self.response.write(data))
 
     async def end(self) -> None:
         """The one [DONE], and the end of the body."""
         self._stop_comments()
-        await self.response.write(DONE)
-        await self.response.write_eof()
+        await self._in_time(self.response.write(DONE))
+        await self._in_time(self.response.write_eof())
+
+    async def _in_time(self, writing: Awaitable[None]) -> None:
+        """A reader that takes nothing at all must not hold its places for ever."""
+        timer = asyncio.timeout(self._write_timeout_s)
+        try:
+            async with timer:
+                await writing
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise SlowReader("the client reads nothing") from None
 
     def _tick(self) -> None:
         wait_s = self._written_at + self._keep_alive_s - self._loop.time()
@@ -86,7 +106,7 @@ class EventStream:
 
     async def _write_comment(self) -> None:
         try:
-            await self.response.write(COMMENT)
+            await self._in_time(self.response.write(COMMENT))
         except ConnectionError:
             logger.debug("the client left while it was kept waiting")
 
@@ -97,23 +117,26 @@ async def stream(
     shape: Shape,
     *,
     request_id: str,
-    keep_alive_s: float,
-    deadline: float | None,
+    config: RouterConfig,
+    limit: TimeLimit,
 ) -> web.StreamResponse:
-    """Answer with a generation's deltas as they come. `deadline` is a time of the loop's clock."""
+    """Answer with a generation's deltas as they come."""
     first = asyncio.ensure_future(anext(generation, None))
     try:
-        async with asyncio.timeout_at(deadline):
-            await asyncio.wait((first,), timeout=keep_alive_s)
+        async with limit.scope():
+            await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        async with EventStream(request, keep_alive_s) as events:
+        async with EventStream(
+            request, keep_alive_s=config.keep_alive_s, write_timeout_s=config.write_timeout_s
+        ) as events:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with limit.scope():
                     await _send_all(events, generation, shape, first)
             except ConnectionError:
                 raise
             except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
+                generation.abandon(error)
                 answer = noted(error, request_id)
                 await events.send([msgspec.json.encode(answer.body())])
             await events.end()

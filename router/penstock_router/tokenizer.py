@@ -71,8 +71,11 @@ class Tokenizer:
     def _length_bounds_tokens(self) -> bool:
         """Whether a text of n characters surely has n / (longest token) tokens or more.
 
-        Not where unknown characters fuse into one token, or whole words become one.
+        Not where unknown characters fuse into one token, whole words become one, or the text
+        may become shorter before it is tokenized.
         """
+        if not _keeps_length(self._parts.normalizer):
+            return False
         model, pre_tokenizer = self._parts.model, str(self._parts.pre_tokenizer)
         return model.type == "BPE" and (bool(model.byte_fallback) or "ByteLevel" in pre_tokenizer)
 
@@ -128,6 +131,19 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands in running text, special ones included."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
+    """Whether a normalizer surely leaves a text as long as it was, but for composition."""
+    if normalizer is None:
+        return True
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        return all(_keeps_length(step) for step in normalizer.get("normalizers", ()))
+    if kind == "Replace":
+        pattern = normalizer.get("pattern", {}).get("String")
+        return bool(pattern) and len(normalizer.get("content", "")) >= len(pattern)
+    return kind in ("NFC", "NFD", "NFKC", "NFKD", "Prepend")
 
 
 def prompt_too_long(num_tokens: int, max_tokens: int) -> BadRequest:

@@ -2,13 +2,14 @@
 
 The port is bound before anything else, so that one in use is a line and an exit status at once.
 With several workers the parent proves the port free (a second router that also shared it would
-otherwise get half of the requests), keeps it reserved and serves nothing itself.
+otherwise get half of the requests), keeps it reserved and serves nothing itself. Signals are the
+parent's alone: a terminal sends them to the whole process group, and what the parent passed on
+would be a worker's second.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -19,7 +20,9 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
@@ -33,7 +36,10 @@ logger = logging.getLogger("penstock.router")
 EXIT_USAGE = 2
 _BACKLOG = 2048
 _RESTART_DELAY_S = 1.0
-# Beyond a worker's own limit for ending its requests, before it is killed.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Beyond the limit for ending requests: to write their last words.
+_LAST_WORDS_S = 3.0
+# Beyond both, before a worker is killed.
 _GRACE_S = 5.0
 
 
@@ -98,21 +104,23 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 async def serve(
     config: RouterConfig, listener: socket.socket, lifeline: Connection | None = None
 ) -> int:
-    """Serve on `listener` until told to stop, or until the parent at `lifeline`'s end is gone."""
+    """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`."""
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
-    from penstock_router.handlers import ROUTER
 
     stop = asyncio.Event()
-    _stop_on_signals(stop, lifeline)
+    if lifeline is None:
+        _stop_on_signals(stop)
+    else:
+        _stop_at_end_of(lifeline, stop)
     with ThreadPoolExecutor(config.tokenizer_threads, "tokenize") as executor:
         async with Fleet(config.shards, api_key=config.shard_api_key) as fleet:
-            app = build_app(config, fleet, executor)
             runner = web.AppRunner(
-                app,
+                build_app(config, fleet, executor),
                 access_log=None,
                 handler_cancellation=True,
-                shutdown_timeout=config.shutdown_timeout_s,
+                # The application itself waits for its requests when it shuts down.
+                shutdown_timeout=_LAST_WORDS_S,
             )
             await runner.setup()
             try:
@@ -120,24 +128,15 @@ async def serve(
                 host, port = listener.getsockname()[:2]
                 logger.info("listening on http://%s:%d", host, port)
                 await stop.wait()
-                logger.info("stopping: waiting for %d sequences", app[ROUTER].admission.in_flight)
-                app[ROUTER].admission.stopping = True
             finally:
                 await runner.cleanup()
     return 0
 
 
-def _stop_on_signals(stop: asyncio.Event, lifeline: Connection | None) -> None:
+def _stop_on_signals(stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, _stop_or_leave, stop)
-    if lifeline is not None:
-
-        def parent_gone() -> None:
-            loop.remove_reader(lifeline.fileno())
-            stop.set()
-
-        loop.add_reader(lifeline.fileno(), parent_gone)
 
 
 def _stop_or_leave(stop: asyncio.Event) -> None:
@@ -145,6 +144,16 @@ def _stop_or_leave(stop: asyncio.Event) -> None:
         # Asked twice: somebody is waiting at a terminal.
         os._exit(1)
     stop.set()
+
+
+def _stop_at_end_of(lifeline: Connection, stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(lifeline.fileno())
+        stop.set()
+
+    loop.add_reader(lifeline.fileno(), ended)
 
 
 # ---- Several -----------------------------------------------------------------------------------
@@ -162,55 +171,69 @@ class _Parent:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = multiprocessing.get_context("spawn")
-        # Children hold one end; when this process is gone, however it went, they see it.
+        # Workers hold one end and stop when the other is closed, or gone with this process.
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
-        self._stopping = False
+        self._signals = 0
 
     def run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._on_signal)
+        # It would unblock the signals when it is started along with the first worker.
+        resource_tracker.ensure_running()
         workers = {index: self._start(index) for index in range(self._config.workers)}
-        while not self._stopping:
-            sentinels = [worker.sentinel for worker in workers.values()]
-            multiprocessing.connection.wait([self._wake, *sentinels])
-            if not self._stopping:
-                self._restart_dead(workers)
-        return self._stop(workers)
+        while not self._signals:
+            self._wait(workers.values())
+            self._restart_dead(workers)
+        return self._stop(list(workers.values()))
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._stopping = True
+        self._signals += 1
         os.write(self._wake_end, b"!")
+
+    def _wait(self, workers: Iterable[SpawnProcess], timeout_s: float | None = None) -> None:
+        """Until a worker ends or a signal comes."""
+        sentinels = [worker.sentinel for worker in workers]
+        if self._wake in multiprocessing.connection.wait([self._wake, *sentinels], timeout_s):
+            os.read(self._wake, 1)
 
     def _start(self, index: int) -> SpawnProcess:
         share, rest = divmod(self._config.max_concurrent_requests, self._config.workers)
-        limit = max(share + (index < rest), 1)
-        config = dataclasses.replace(self._config, max_concurrent_requests=limit)
+        config = dataclasses.replace(self._config, max_concurrent_requests=share + (index < rest))
         worker = self._context.Process(
             target=_worker_main, args=(config, self._lifeline), name=f"penstock-router-{index}"
         )
-        worker.start()
+        # Blocked in the worker from its first instant and for good: see the top of this file.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            worker.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> None:
         from prometheus_client import multiprocess
 
         for index, worker in list(workers.items()):
-            if worker.exitcode is not None:
-                logger.error("worker %d ended with status %s", index, worker.exitcode)
-                if worker.pid is not None:
-                    multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
-                time.sleep(_RESTART_DELAY_S)
+            if worker.exitcode is None or self._signals:
+                continue
+            logger.error("worker %d ended with status %s", index, worker.exitcode)
+            if worker.pid is not None:
+                multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
+            self._wait((), _RESTART_DELAY_S)
+            if not self._signals:
                 workers[index] = self._start(index)
 
-    def _stop(self, workers: dict[int, SpawnProcess]) -> int:
-        for worker in workers.values():
-            with contextlib.suppress(ProcessLookupError):
-                worker.terminate()
-        deadline = time.monotonic() + self._config.shutdown_timeout_s + _GRACE_S
-        for worker in workers.values():
-            worker.join(max(deadline - time.monotonic(), 0))
-            if worker.exitcode is None:
-                worker.kill()
-                worker.join()
-        return max(abs(worker.exitcode or 0) for worker in workers.values())
+    def _stop(self, workers: list[SpawnProcess]) -> int:
+        """Give workers their time; a second signal, or its end, kills what is left."""
+        self._lifeline_end.close()
+        deadline = time.monotonic() + self._config.shutdown_timeout_s + _LAST_WORDS_S + _GRACE_S
+        while running := [worker for worker in workers if worker.exitcode is None]:
+            left_s = deadline - time.monotonic()
+            if self._signals > 1 or left_s <= 0:
+                break
+            self._wait(running, left_s)
+        for worker in running:
+            worker.kill()
+            worker.join()
+        return 1 if running else max(abs(worker.exitcode or 0) for worker in workers)

@@ -261,6 +261,34 @@ def test_special_tokens_are_known_by_string_or_by_object() -> None:
     assert rendered({"tokenizer_config.json": json.dumps(config).encode()}) == "<s></s><img>"
 
 
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({}, "<map>"),
+        ({"bos_token": "<config>"}, "<map>"),
+        # The newer form of the file says everything itself.
+        ({"bos_token": "<config>", "added_tokens_decoder": {}}, "<config>"),
+    ],
+)
+def test_special_tokens_map_counts_where_transformers_reads_it(
+    config: dict[str, object], shown: str
+) -> None:
+    files = {
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "special_tokens_map.json": b'{"bos_token": {"content": "<map>", "lstrip": false}}',
+    }
+    template = load_chat_template(files, "{{ bos_token }}")
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}]) == shown
+
+
+@pytest.mark.parametrize("value", [[{"name": "default"}], ["x"], [{"template": "x"}]])
+def test_a_malformed_list_of_templates_is_unusable(value: object) -> None:
+    files = {"tokenizer_config.json": json.dumps({"chat_template": value}).encode()}
+    with pytest.raises(TemplateUnusable, match="no list of names and templates"):
+        load_chat_template(files)
+
+
 def test_strftime_now_gives_the_date() -> None:
     template = ChatTemplate({"default": "{{ strftime_now('%Y-%m-%d') }}"}, {})
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", template.render([]))

@@ -48,11 +48,16 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", ":50051"], "is not HOST:PORT"),
         (["--shards", "a:99999"], "is not HOST:PORT"),
         (["--shards", "a:1", "--port", "70000"], "not a port"),
-        (["--shards", "a:1", "--port", "x"], "invalid"),
+        (["--shards", "a:1", "--port", "x"], "--port: 'x' is not a port"),
         (["--shards", "a:1", "--workers", "0"], "below 1"),
         (["--shards", "a:1", "--keep-alive-s", "nan"], "not a positive number"),
         (["--shards", "a:1", "--chat-template", "/no/such/file"], "No such file"),
         (["--shards", "a:1", "--unknown"], "--unknown"),
+        (["--shards", "::1:5"], "write IPv6 as [::1]:50051"),
+        (["--shards", "a:1", "--api-key", ""], "--api-key: a key is printable ASCII, not empty"),
+        (["--shards", "a:1", "--api-key", "schlüssel"], "printable ASCII"),
+        (["--shards", "a:1", "--shard-api-key", "a\nb"], "--shard-api-key: a key is printable"),
+        (["--shards", "a:1", "--workers", "3", "--max-concurrent-requests", "2"], "--workers 3"),
     ],
 )
 def test_bad_flags_are_one_line_and_status_2(
@@ -62,8 +67,34 @@ def test_bad_flags_are_one_line_and_status_2(
         parse_config(flags)
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert words in error.splitlines()[-1]
-    assert "Traceback" not in error
+    [line] = error.splitlines()
+    assert line.startswith("penstock router: ")
+    assert line.endswith("(see penstock router --help)")
+    assert words in line
+    assert " _" not in line
+
+
+def test_an_empty_key_in_the_environment_does_not_serve_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "")
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--shards", "a:1"])
+    assert ended.value.code == 2
+    assert "PENSTOCK_API_KEY: a key is" in capsys.readouterr().err
+
+
+def test_a_chat_template_that_does_not_parse_ends_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.jinja"
+    file.write_text("{% if %}")
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--shards", "a:1", "--chat-template", str(file)])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--chat-template" in line
+    assert "bad.jinja" in line
 
 
 def test_another_python_is_one_line_and_status_2(

@@ -231,6 +231,51 @@ def test_a_token_has_its_bytes_as_they_stand_in_running_text(tokenizer: Tokenize
     assert factory.token_bytes(10**6) == b""
 
 
+def test_the_window_shows_the_same_however_tokens_are_bundled(byte_level: Tokenizer) -> None:
+    """Also text before a character whose last byte never came."""
+    table = WindowTable(byte_level, has_bytes=True)
+    ids = encode(byte_level, "The answer is 日本👾")[:-1]
+    one_by_one = table.start([5], skip_special_tokens=True)
+    wanted = "".join(one_by_one.feed([token_id]) for token_id in ids)
+    assert wanted == "The answer is 日本"
+    assert table.start([5], skip_special_tokens=True).feed(ids) == wanted
+
+
+def test_hidden_tokens_do_not_make_the_window_grow(byte_level: Tokenizer) -> None:
+    table = WindowTable(byte_level, has_bytes=True)
+    detokenizer = table.start(encode(byte_level, "fox"), skip_special_tokens=True)
+    hidden = id_of(byte_level, "<ü b>")
+    assert detokenizer.feed([hidden] * 1000 + [10**6] * 1000) == ""
+    assert detokenizer._held == []
+    assert detokenizer.feed(encode(byte_level, " jumps")) == " jumps"
+
+
+@pytest.mark.parametrize("kind", [ByteTable, WindowTable])
+def test_a_long_prompt_of_hidden_tokens_is_not_walked_through(
+    byte_level: Tokenizer, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table: ByteTable | WindowTable
+    if kind is ByteTable:
+        table = ByteTable(byte_level, byte_level=True)
+        looked_at = _counted(monkeypatch, table, "shown_bytes")
+    else:
+        table = WindowTable(byte_level, has_bytes=True)
+        looked_at = _counted(monkeypatch, table, "hides")
+    table.start([id_of(byte_level, "<ü b>")] * 100_000, skip_special_tokens=True)
+    assert len(looked_at) <= 256
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, table: object, name: str) -> list[int]:
+    class_method, calls = getattr(type(table), name), []
+
+    def counted(self: object, token_id: int, **options: bool) -> object:
+        calls.append(token_id)
+        return class_method(self, token_id, **options)
+
+    monkeypatch.setattr(type(table), name, counted)
+    return calls
+
+
 def test_a_tokenizer_that_shows_nothing_but_replacement_characters_does_not_hold_text_forever(
     byte_level: Tokenizer,
 ) -> None:

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from penstock_client.errors import NoShardAvailable, ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
 from penstock_router.choice import first_rows
-from penstock_router.errors import NotFound
+from penstock_router.errors import NotFound, Unavailable
 from penstock_router.generation import Generation, collect
-from penstock_router.job import Job, choice_seed, prepare_completion
+from penstock_router.job import Job, _is_small, choice_seed, prepare_completion
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.schema import parse_completion
@@ -125,14 +125,157 @@ async def test_a_request_that_is_cancelled_does_not_stop_the_loading_of_others(
 async def test_loading_that_failed_is_tried_again(
     fleet: FakeFleet, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls = 0
+
     async def gone(model: str) -> dict[str, bytes]:
+        nonlocal calls
+        calls += 1
         raise NoShardAvailable("gone")
 
     with monkeypatch.context() as patched:
         patched.setattr(fleet, "tokenizer_files", gone)
-        with pytest.raises(NoShardAvailable):
-            await models.get("")
+        for _ in range(3):
+            with pytest.raises(NoShardAvailable):
+                await models.get("")
+        # The failure stands for a while: files are not fetched for every request.
+        assert calls == 1
+    monkeypatch.setattr("penstock_router.models._RETRY_S", 0)
     assert (await models.get("")).info is INFO
+
+
+async def test_one_bad_model_does_not_keep_the_others_from_being_ready(
+    fleet: FakeFleet, models: Models, byte_level: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = model_files(byte_level), model_files(byte_level)
+    bad["tokenizer_config.json"] = b'{"chat_template": [{"name": "default"}]}'
+
+    async def files(model: str) -> dict[str, bytes]:
+        return bad if model == "bad" else good
+
+    fleet.tokenizer_files = files  # type: ignore[method-assign, assignment]
+    fleet.shards.insert(0, FakeShard(info=replace(INFO, model="bad", model_aliases=())))
+    loading = asyncio.create_task(models.keep_loading())
+    async with asyncio.timeout(10):
+        while models.not_ready_because is not None:
+            await asyncio.sleep(0.005)
+    assert not loading.done()
+    loading.cancel()
+    with pytest.raises(Unavailable, match="no list of names and templates"):
+        await models.get("bad")
+    assert (await models.get(INFO.model)).info is INFO
+    assert len([record for record in caplog.records if "bad" in record.getMessage()]) == 1
+
+
+async def test_what_nobody_foresaw_in_a_models_files_is_that_models_trouble(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("name")
+
+    monkeypatch.setattr("penstock_router.models.load_chat_template", broken)
+    with pytest.raises(Unavailable, match="do not load: KeyError"):
+        await models.get("")
+
+
+async def test_a_model_that_is_away_is_503_and_an_unknown_one_404(
+    fleet: FakeFleet, models: Models
+) -> None:
+    second = FakeShard(info=replace(INFO, model="second", model_aliases=("2",)))
+    fleet.shards.append(second)
+    assert models.info("2").model == "second"
+    # The fleet forgets what a lost shard said of itself.
+    second.ready, second.info = False, None
+    for name in ("second", "2"):
+        with pytest.raises(Unavailable, match="at present"):
+            models.info(name)
+    with pytest.raises(NotFound):
+        models.info("third")
+
+
+async def test_texts_of_a_replaced_tokenizer_are_dropped(fleet: FakeFleet, models: Models) -> None:
+    await models.get("")
+    fleet.shards[0].info = replace(INFO, tokenizer_hash="new")
+    loading = asyncio.create_task(models.keep_loading())
+    async with asyncio.timeout(10):
+        while models.not_ready_because is not None:
+            await asyncio.sleep(0.005)
+    loading.cancel()
+    assert [key[1] for key in models._texts] == ["new"]
+
+
+# ---- submitting --------------------------------------------------------------------------------
+
+
+async def test_submitting_many_long_prompts_lets_others_run(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, n=200)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    generation = Generation(job, fleet, Metrics())
+    await generation.__aenter__()
+    counting.cancel()
+    assert turns >= 5
+    generation.abandon(None)
+    await generation.__aexit__(None, None, None)
+    assert len(fleet.cancelled) == 200
+
+
+async def test_a_client_that_leaves_while_its_choices_are_submitted_aborts_them(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, n=200)
+    fleet.step_s = 10
+    entering = asyncio.create_task(Generation(job, fleet, Metrics()).__aenter__())
+    await asyncio.sleep(0)
+    entering.cancel()
+    await asyncio.gather(entering, return_exceptions=True)
+    assert 0 < len(fleet.requests) < 200
+    assert len(fleet.cancelled) == len(fleet.requests)
+
+
+async def test_a_choice_that_cannot_be_made_leaves_nothing_submitted(
+    fleet: FakeFleet, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await job_of(models)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("penstock_router.generation.Choice", broken)
+    with pytest.raises(ZeroDivisionError):
+        await Generation(job, fleet, Metrics()).__aenter__()
+    await asyncio.sleep(0)
+    assert not fleet.running
+
+
+async def test_a_merged_output_is_one_gap_between_tokens(fleet: FakeFleet, models: Models) -> None:
+    metrics = Metrics()
+    job = await job_of(models, max_tokens=101)
+    bundles = iter([1, 50, 50])
+    fleet.bundle = lambda: next(bundles)
+    async with Generation(job, fleet, metrics) as generation:
+        await collect(generation)
+    text = metrics.exposition().decode()
+    assert "penstock_router_output_tokens_total 101.0" in text
+    assert "penstock_router_between_tokens_seconds_count 2.0" in text
+
+
+def test_everything_in_messages_counts_for_the_render_on_the_loop() -> None:
+    user = {"role": "user", "content": "x"}
+    assert _is_small([[user] * 5, {}])
+    assert not _is_small([[user] * 5000, {}])
+    assert not _is_small([[{**user, "content": "x" * 5000}], {}])
+    call = {"function": {"name": "f", "arguments": {"text": "x" * 5000}}}
+    assert not _is_small([[{"role": "assistant", "tool_calls": [call]}], {}])
+    assert not _is_small([[user], {"documents": ["x"] * 5000}])
 
 
 async def test_models_are_found_by_name_and_alias_over_all_shards(

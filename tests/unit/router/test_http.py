@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from tokenizers import Tokenizer
 from penstock_client.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    NoShardAvailable,
     NotServed,
     Overloaded,
     PenstockError,
@@ -39,6 +41,7 @@ from penstock_client.errors import (
 )
 from penstock_client.types import GenerationRequest
 from penstock_router.handlers import ROUTER
+from penstock_router.tokenizer import Tokenizer as RouterTokenizer
 
 JSON = {"Content-Type": "application/json"}
 
@@ -510,6 +513,23 @@ async def test_unknown_models_are_404_and_aliases_and_nothing_are_served(
         assert body["model"] == INFO.model
 
 
+async def test_a_model_whose_shard_leaves_while_its_text_is_made_is_503(
+    router: MemoryRouter, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = FakeShard(info=replace(INFO, model="second", model_aliases=()))
+    fleet.shards.append(second)
+    encode = RouterTokenizer.encode
+
+    async def leave(self: RouterTokenizer, *args: Any, **options: Any) -> list[list[int]]:
+        second.ready, second.info = False, None
+        return await encode(self, *args, **options)
+
+    monkeypatch.setattr(RouterTokenizer, "encode", leave)
+    assert (await router.complete(model="second")).status == 503
+    assert fleet.requests == []
+    assert (await router.complete()).status == 200
+
+
 async def test_unknown_routes_and_methods_are_json_errors(router: MemoryRouter) -> None:
     answer = await router.get("/v1/nothing")
     assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
@@ -526,7 +546,12 @@ async def test_a_prompt_must_fit_into_the_context(router: MemoryRouter, fleet: F
     answer = await router.complete([5] * 500, max_tokens=13)
     assert answer.status == 400
     assert answer.error["param"] == "max_tokens"
+    # Scoring samples a token, too.
+    answer = await router.complete([5] * limit, max_tokens=0, echo=True)
+    assert answer.status == 400
+    assert f"maximum context length is {limit} tokens" in answer.error["message"]
     assert fleet.requests == []
+    assert (await router.complete([5] * (limit - 1), max_tokens=0, echo=True)).status == 200
     assert (await router.complete([5] * (limit - 1), max_tokens=1)).status == 200
     # What nobody asked for is no reason to refuse.
     assert (await router.complete([5] * (limit - 3))).json()["usage"]["completion_tokens"] == 3
@@ -587,6 +612,46 @@ async def test_a_shards_error_after_the_first_token_is_an_event_then_done(
     await until(lambda: not fleet.running)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ShardUnavailable("10.0.0.7:50051: Socket closed"),
+        ShardFailed("10.0.0.7:50051: StatusCode.INTERNAL"),
+        DeadlineExceeded("10.0.0.7:50051: Deadline Exceeded"),
+        NoShardAvailable("no shard is ready (10.0.0.7:50051: down)"),
+        Overloaded("10.0.0.7:50051: full"),
+    ],
+)
+async def test_addresses_and_the_insides_of_shards_go_to_the_log_only(
+    router: MemoryRouter,
+    fleet: FakeFleet,
+    error: PenstockError,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet.script = lambda request: [5, error]
+    answers = [await router.complete(), await router.complete(stream=True)]
+    assert all(b"10.0.0.7" not in answer.body for answer in answers)
+    assert all(b"StatusCode" not in answer.body for answer in answers)
+    if not isinstance(error, Overloaded):
+        assert "10.0.0.7:50051" in caplog.text
+        assert answers[0].headers["x-request-id"] in caplog.text
+
+
+async def aborts(router: MemoryRouter) -> list[str]:
+    lines = (await router.get("/metrics")).body.decode().splitlines()
+    return [line for line in lines if line.startswith("penstock_router_aborts_total{")]
+
+
+async def test_what_the_shard_ended_itself_is_no_abort(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    fleet.script = lambda request: [5, ShardUnavailable("gone")]
+    for stream in (False, True):
+        await router.complete(stream=stream)
+    assert await aborts(router) == []
+    assert fleet.cancelled == []
+
+
 async def test_a_refusal_of_the_second_choice_aborts_the_first(
     router: MemoryRouter, fleet: FakeFleet
 ) -> None:
@@ -617,8 +682,35 @@ async def test_too_many_sequences_are_429_and_too_many_at_once_400(
         assert statuses == [200, 429, 429]
         refused = next(answer for answer in answers if answer.status == 429)
         assert refused.headers["retry-after"] == "1"
-        assert (await router.complete(n=4)).status == 400
+        for body, param, count in (
+            ({"n": 4}, "n", 4),
+            ({"best_of": 5}, "best_of", 5),
+            ({"prompt": ["a"] * 6}, "prompt", 6),
+        ):
+            answer = await router.complete(**{"prompt": "x", **body})
+            assert (answer.status, answer.error["param"]) == (400, param)
+            text = f"asks for {count} sequences; this server runs 3 at most"
+            assert text in answer.error["message"]
         assert (await router.complete(n=3)).status == 200
+    async with memory_router(fleet, max_concurrent_requests=3, workers=2) as router:
+        message = (await router.complete(n=4)).error["message"]
+        assert "each of this server's 2 workers runs 3 at most" in message
+
+
+async def test_no_byte_of_a_key_stands_for_any_other(byte_level: Tokenizer) -> None:
+    async with memory_router(FakeFleet(model_files(byte_level)), api_key="ses?me") as router:
+        connection = router.connect()
+        head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ses\xffme\r\n\r\n"
+        connection.send_raw(head)
+        assert (await connection.read_answer()).status == 401
+        connection.close()
+
+
+async def test_a_damaged_body_is_400(router: MemoryRouter) -> None:
+    gzip = {"Content-Encoding": "gzip"}
+    for body in (b"not gzip at all", b"\x1f\x8b\x08\x00" + b"\xff" * 40):
+        answer = await router.post("/v1/completions", body, **gzip)
+        assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
 
 
 async def test_a_body_over_the_limit_is_413(byte_level: Tokenizer) -> None:
@@ -634,8 +726,9 @@ async def test_the_key_is_asked_for_on_v1_only(byte_level: Tokenizer) -> None:
             answer = await router.get("/v1/models", **headers)
             assert answer.status == 401
             assert answer.error["type"] == "AuthenticationError"
-        right = {"Authorization": "Bearer sesame"}
-        assert (await router.get("/v1/models", **right)).status == 200
+        for right in ("Bearer sesame", "bearer sesame", "BEARER sesame"):
+            answer = await router.get("/v1/models", Authorization=right)
+            assert answer.status == 200
         assert (await router.get("/health")).status == 200
         assert (await router.get("/metrics")).status == 200
 
@@ -736,6 +829,34 @@ async def test_a_request_over_its_time_is_504_or_an_event(byte_level: Tokenizer)
         assert (await router.complete(stream=True)).status == 504
         await until(lambda: not fleet.running)
         assert len(fleet.cancelled) == 3
+        assert await aborts(router) == ['penstock_router_aborts_total{cause="timeout"} 3.0']
+
+
+async def test_a_client_that_reads_nothing_gives_its_places_back(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.001, script=lambda request: [5] * 100_000)
+    async with memory_router(fleet, write_timeout_s=0.1) as router:
+        connection = begin(router, "/v1/completions", {"prompt": "x", "stream": True, "n": 2})
+        await connection.read_head()
+        connection.protocol.pause_writing()
+        await until(lambda: not fleet.running)
+        await until(lambda: router.app[ROUTER].admission.in_flight == 0)
+        assert connection.transport.closed
+        assert await aborts(router) == ['penstock_router_aborts_total{cause="slow_reader"} 2.0']
+
+
+async def test_a_slow_client_that_reads_is_not_cut_off(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.001, script=lambda request: [5] * 400)
+    async with memory_router(fleet, write_timeout_s=0.5) as router:
+        connection = begin(router, "/v1/completions", {"prompt": "x", "stream": True, "n": 8})
+        _, headers = await connection.read_head()
+        reading = asyncio.create_task(_read_all(connection, headers))
+        for _ in range(4):
+            connection.protocol.pause_writing()
+            await asyncio.sleep(0.2)
+            connection.protocol.resume_writing()
+            await asyncio.sleep(0)
+        assert parse_events(await reading)[-1] == "[DONE]"
+        connection.close()
 
 
 async def test_a_silent_stream_is_kept_alive_by_comments(byte_level: Tokenizer) -> None:
@@ -852,6 +973,47 @@ async def test_stopping_refuses_what_comes_and_finishes_what_is_there(
         assert (await router.get("/ready")).status == 503
         assert (await router.get("/health")).status == 200
         assert (await running).status == 200
+
+
+async def test_a_stream_cut_by_the_shutdown_says_so(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.01, script=lambda request: [5] * 100_000)
+    async with memory_router(fleet, shutdown_timeout_s=0.1) as router:
+        streamed = asyncio.create_task(router.complete(stream=True, n=2))
+        whole = asyncio.create_task(router.complete())
+        await until(lambda: len(fleet.requests) == 3)
+        await router.app.shutdown()
+        *_, error, done = (await streamed).events
+        assert (error["error"]["code"], done) == (503, "[DONE]")
+        assert error["error"]["message"] == "the router is shutting down"
+        answer = await whole
+        assert (answer.status, answer.error["message"]) == (503, "the router is shutting down")
+        assert await aborts(router) == ['penstock_router_aborts_total{cause="shutdown"} 3.0']
+
+
+async def test_a_shutdown_does_not_wait_for_nothing(router: MemoryRouter) -> None:
+    router.app[ROUTER].admission.stopping = False
+    async with asyncio.timeout(0.5):
+        await router.app.shutdown()
+
+
+async def test_the_echo_of_many_ids_is_decoded_off_the_loop(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    decode = RouterTokenizer.decode
+
+    def noted(self: RouterTokenizer, *args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return decode(self, *args, **options)
+
+    monkeypatch.setattr(RouterTokenizer, "decode", noted)
+    info = replace(INFO, max_model_len=10**6)
+    fleet = FakeFleet(model_files(byte_level), shards=[FakeShard(info=info)])
+    async with memory_router(fleet) as router:
+        for count in (10, 5000):
+            body = (await router.complete([5] * count, echo=True, max_tokens=1)).json()
+            assert body["choices"][0]["text"].startswith(byte_level.decode([5] * count))
+    assert threads == [True, False]
 
 
 async def test_a_large_prompt_is_tokenized_off_the_loop(byte_level: Tokenizer) -> None:

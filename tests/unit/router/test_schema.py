@@ -204,6 +204,22 @@ def test_chat_values_out_of_bounds_are_refused(field: str, value: object, words:
     assert caught.value.param.startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_completion_tokens", 5), ("top_logprobs", 2), ("tools", [{}])]
+)
+def test_a_chats_field_in_a_completion_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(BadRequest, match=name) as refused:
+        parse_completion({"prompt": "x", name: value})
+    assert refused.value.param == name
+    parse_completion({"prompt": "x", name: None})
+
+
+def test_best_of_in_a_chat_is_refused_by_name() -> None:
+    with pytest.raises(BadRequest, match="best_of") as refused:
+        parse_chat({"messages": [{"role": "user", "content": "x"}], "best_of": 2})
+    assert refused.value.param == "best_of"
+
+
 def test_the_four_forms_of_a_prompt() -> None:
     assert completion(prompt="a").prompts == ("a",)
     assert completion(prompt=["a", "b"]).prompts == ("a", "b")

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from router_doubles import random_text
 from support.budget import budget, seeded
+from tokenizers import Regex, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.errors import BadRequest
@@ -92,6 +93,29 @@ def test_where_length_promises_nothing_nothing_is_refused_by_it(
     assert len(wordpiece.encode("ξ" * 1000)) == 1
     assert loaded(wordpiece, executor).max_chars(1) is None
     assert loaded(metaspace, executor).max_chars(1) is None
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "bounds"),
+    [
+        (normalizers.NFC(), True),
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), True),
+        (normalizers.Replace("ab", "a"), False),
+        (normalizers.Replace(Regex(r"\s+"), " "), False),
+        (normalizers.Strip(), False),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]), False),
+        (normalizers.StripAccents(), False),
+    ],
+)
+def test_where_text_may_become_shorter_its_length_promises_nothing(
+    byte_level: FastTokenizer,
+    executor: ThreadPoolExecutor,
+    normalizer: normalizers.Normalizer,
+    bounds: bool,
+) -> None:
+    fast = FastTokenizer.from_str(byte_level.to_str())
+    fast.normalizer = normalizer
+    assert (loaded(fast, executor).max_chars(1) is not None) == bounds
 
 
 async def test_too_many_tokens_are_refused_with_their_number(

@@ -1,0 +1,127 @@
+"""Several workers: how the parent passes the end on, with workers that only pretend to serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# The module is imported again in each worker, as `__mp_main__`.
+SCRIPT = """
+import sys, time
+from penstock_router import workers
+from penstock_router.config import RouterConfig
+
+folder, start_s, work_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+
+def note(what):
+    with open(folder + "/notes", "a") as file:
+        file.write(what + "\\n")
+
+def serve(config, lifeline):
+    note("up")
+    lifeline.poll(None)
+    time.sleep(work_s)
+    note("done")
+
+workers._worker_main = serve
+if __name__ == "__main__":
+    note("parent")
+    config = RouterConfig(shards=("a:1",), port=0, workers=2, shutdown_timeout_s=60.0)
+    sys.exit(workers.run(config))
+time.sleep(start_s)
+"""
+
+
+class Parent:
+    def __init__(self, folder: Path, start_s: float, work_s: float) -> None:
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        self.notes_file = folder / "notes"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(start_s), str(work_s)],
+            start_new_session=True,
+        )
+
+    def notes(self) -> list[str]:
+        return self.notes_file.read_text().split() if self.notes_file.exists() else []
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[float, float], Parent]]:
+    started: list[Parent] = []
+
+    def start(start_s: float, work_s: float) -> Parent:
+        started.append(Parent(tmp_path, start_s, work_s))
+        return started[-1]
+
+    yield start
+    for parent in started:
+        try:
+            os.killpg(parent.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        parent.process.wait()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_lets_workers_finish(
+    start: Callable[[float, float], Parent], number: int
+) -> None:
+    parent = start(0, 0.5)
+    wait_for(lambda: parent.notes().count("up") == 2)
+    os.killpg(parent.process.pid, number)
+    assert parent.process.wait(30) == 0
+    assert parent.notes().count("done") == 2
+
+
+def test_a_second_signal_to_the_parent_ends_workers_at_once(
+    start: Callable[[float, float], Parent],
+) -> None:
+    parent = start(0, 100)
+    wait_for(lambda: parent.notes().count("up") == 2)
+    parent.process.terminate()
+    time.sleep(0.2)
+    assert parent.process.poll() is None
+    parent.process.terminate()
+    assert parent.process.wait(10) == 1
+    wait_for(lambda: not group_lives(parent.process.pid))
+
+
+def test_a_signal_while_workers_start_is_an_ordinary_end(
+    start: Callable[[float, float], Parent],
+) -> None:
+    parent = start(1.0, 0)
+    wait_for(lambda: bool(parent.notes()))
+    time.sleep(0.5)
+    os.killpg(parent.process.pid, signal.SIGTERM)
+    assert parent.process.wait(30) == 0
+
+
+def test_workers_end_when_the_parent_is_killed(start: Callable[[float, float], Parent]) -> None:
+    parent = start(0, 0)
+    wait_for(lambda: parent.notes().count("up") == 2)
+    parent.process.kill()
+    parent.process.wait()
+    wait_for(lambda: parent.notes().count("done") == 2)
