@@ -175,6 +175,7 @@ def _job(
                 logprobs=0 if scored and options.logprobs is None else options.logprobs,
                 prompt_logprobs=_prompt_logprobs(options),
                 model=model.info.model,
+                tokenizer_hash=model.info.tokenizer_hash,
                 label=options.request_id or "",
             )
             for choice in range(choices)
