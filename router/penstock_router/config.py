@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 
@@ -89,36 +89,46 @@ def _build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--shards", required=True, action="append", metavar="HOST:PORT[,...]")
-    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    add("--port", type=_port, default=8000, help="0 takes a free one (default %(default)s)")
-    add("--workers", type=_positive_int, default=1, help="processes that share the port")
-    add("--api-key", help="asked of clients on /v1 (or PENSTOCK_API_KEY)")
-    add("--shard-api-key", help="shown to shards (default: the API key)")
-    add("--chat-template", metavar="FILE", help="a jinja file used instead of the model's own")
-    add("--max-body-bytes", type=_positive_int, default=32 * 1024 * 1024)
+    count: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
+    seconds: dict[str, Any] = {"type": _positive_float, "metavar": "S"}
+    default = "(default: %(default)s)"
+    add("--shards", required=True, action="append", metavar="HOST:PORT[,...]", help="who computes")
+    add("--host", default="127.0.0.1", help=f"address to listen on {default}")
+    add("--port", type=_port, default=8000, help=f"0 takes a free one {default}")
+    add("--workers", default=1, help=f"processes that share the port {default}", **count)
+    add("--api-key", metavar="KEY", help="asked of clients on /v1 (default: PENSTOCK_API_KEY)")
+    add("--shard-api-key", metavar="KEY", help="shown to shards (default: the API key)")
+    add("--chat-template", metavar="FILE", help="a jinja file instead of the models' own")
+    add(
+        "--max-body-bytes", default=32 * 1024 * 1024, help=f"longer ones get 413 {default}", **count
+    )
     add(
         "--max-concurrent-requests",
-        type=_positive_int,
         default=2048,
-        help="sequences in flight over all workers; more are answered 429 (default %(default)s)",
+        help=f"sequences in flight over all workers; more get 429 {default}",
+        **count,
     )
-    add("--request-timeout-s", type=_positive_float, help="504 after this (default: no limit)")
+    add("--request-timeout-s", help="504 after this (default: no limit)", **seconds)
     add(
         "--shutdown-timeout-s",
-        type=_positive_float,
         default=30.0,
-        help="how long SIGTERM waits for requests in flight (default %(default)s)",
+        help=f"how long SIGTERM waits for requests in flight {default}",
+        **seconds,
     )
     add(
         "--write-timeout-s",
-        type=_positive_float,
         default=60.0,
-        help="cut off a client that reads nothing for so long (default %(default)s)",
+        help=f"cut off a client that reads nothing for so long {default}",
+        **seconds,
     )
-    add("--keep-alive-s", type=_positive_float, default=15.0)
-    add("--tokenizer-threads", type=_positive_int, default=2)
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add(
+        "--keep-alive-s",
+        default=15.0,
+        help=f"a comment on streams that are silent for so long {default}",
+        **seconds,
+    )
+    add("--tokenizer-threads", default=2, help=f"for texts of some length {default}", **count)
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=default)
     return parser
 
 
