@@ -6,6 +6,7 @@ is rendered once for each choice; only chunks that carry more are built as objec
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -53,7 +54,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-class _Shape:
+class _Shape(ABC):
     """What both forms share: the envelope, and chunks around a piece of text."""
 
     object_name: ClassVar[str]
@@ -111,8 +112,9 @@ class _Shape:
         envelope = {**self._envelope, "object": self.object_name}
         return {**envelope, "choices": choices, "usage": usage}
 
+    @abstractmethod
     def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+        """The delta as an entry of a chunk's `choices`."""
 
 
 class CompletionShape(_Shape):

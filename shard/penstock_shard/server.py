@@ -61,6 +61,7 @@ async def serve(config: ShardConfig) -> int:
 def _build_server(
     servicer: ShardServicer, health_servicer: health.aio.HealthServicer
 ) -> grpc.aio.Server:
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_CallersThatLeft())
     server = grpc.aio.server(options=server_options())
     wire.add_servicer(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -91,6 +92,14 @@ async def _run_until_stopped(
         running.cancel()
         await asyncio.wait([running])
     return 0
+
+
+class _CallersThatLeft(logging.Filter):
+    """Drops gRPC's traceback of a write to a caller that left meanwhile: that is no defect."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return type(error).__name__ != "ExecuteBatchError"
 
 
 def _complain(text: str) -> None:

@@ -254,6 +254,21 @@ class ShardServicer(wire.Servicer):
                 return
             await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
 
+    # ---- not served yet ----
+
+    async def Embed(self, request: Any, context: Context) -> NoReturn:
+        await self._refuse("Embed", context)
+
+    async def LoadAdapter(self, request: Any, context: Context) -> NoReturn:
+        await self._refuse("LoadAdapter", context)
+
+    async def UnloadAdapter(self, request: Any, context: Context) -> NoReturn:
+        await self._refuse("UnloadAdapter", context)
+
+    async def _refuse(self, name: str, context: Context) -> NoReturn:
+        await self._authorize(context)
+        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served by this shard")
+
     # ---- internals ----
 
     async def _ready(self, context: Context) -> Ready:

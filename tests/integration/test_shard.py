@@ -437,3 +437,18 @@ async def test_too_many_aborts_in_one_call_are_refused(shard: Shard) -> None:
             await ShardStub(channel).Abort(pb.AbortRequest(request_ids=["x"] * 70_000))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "65536" in str(caught.value.details())
+
+
+async def test_a_caller_that_stops_reading_and_leaves_costs_no_traceback(
+    shard: Shard, client: ShardClient
+) -> None:
+    async with grpc.aio.insecure_channel(shard.address) as channel:
+        call = ShardStub(channel).Generate()
+        for number in range(32):
+            request = _raw_request(f"unread {number}", max_tokens=1500)
+            request.output.logprobs = 20
+            await call.write(request)
+        await asyncio.sleep(2)
+        call.cancel()
+    await _wait_idle(client)
+    assert "Traceback" not in shard.log

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-class Service:
+class Service(ABC):
     """A process with a port and a log file."""
 
     def __init__(self, module: str, flags: list[str], port: int, log_file: Path) -> None:
@@ -79,9 +80,9 @@ class Service:
         wait_until(lambda: bool(self.children), timeout_s=10, what="an engine process")
         return self.children[0]
 
+    @abstractmethod
     def healthy(self) -> bool:
         """What `penstock health` says; never raises."""
-        raise NotImplementedError
 
     def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> float:
         def settled() -> bool:
