@@ -64,6 +64,8 @@ def read_compose(path: Path, environment: Mapping[str, str]) -> dict[str, dict[s
     services: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
     filled: dict[str, dict[str, Any]] = _interpolate(services, environment)
     for service in filled.values():
+        if "environment" not in service:
+            continue
         # A variable without a value is passed on from the host when it is set there.
         service["environment"] = {
             name: environment[name] if value is None else value
