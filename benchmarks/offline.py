@@ -64,7 +64,7 @@ def make_default_model(directory: Path) -> Path:
 
 
 def run(args: argparse.Namespace, directory: Path) -> None:
-    from penstock_shard.runner.model_runner import create_runner, default_threads
+    from penstock_shard.runner.create import create_runner, default_threads
 
     threads = args.threads or default_threads()
     config = ShardConfig(device="cpu", dtype="float32", threads=threads, kv_memory_bytes=2**30)

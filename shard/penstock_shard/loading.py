@@ -48,7 +48,7 @@ def load_model(config: ShardConfig, progress: Callable[[str], None]) -> LoadedMo
     if config.runner == "fake":
         return LoadedModel(_fake_runner(config, source.path, files), files, source.revision)
     # Here and not above: torch takes seconds and half a gigabyte.
-    from penstock_shard.runner.model_runner import create_runner
+    from penstock_shard.runner.create import create_runner
 
     if "tokenizer.json" not in files:
         from penstock_shard.models.tokenizer_conversion import convert_tokenizer

@@ -9,7 +9,8 @@ from pathlib import Path
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import RowResult, Runner, ScheduledRequest, StepPlan
-from penstock_shard.runner.model_runner import ModelRunner, create_runner
+from penstock_shard.runner.create import create_runner
+from penstock_shard.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 
