@@ -6,11 +6,12 @@ Every request that is submitted ends with exactly one output that is last: a fin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output
-from penstock_shard.request import FinishReason, Request
+from penstock_shard.request import FinishReason, Request, RequestState
 from penstock_shard.runner.base import Logprobs, RowResult, Runner, ScheduledRequest, StepPlan
 from penstock_shard.scheduler import Scheduler
 
@@ -26,19 +27,23 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         blocks: BlockManager,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = blocks
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._outputs: list[Output] = []
+        # Launched steps that are not collected, the oldest first.
+        self._in_flight: deque[StepPlan] = deque()
         self.steps_total = 0
-        # When the step in progress began, by the monotonic clock; None between steps.
+        # When the step in progress began, by the clock; None between steps.
         self.step_started_s: float | None = None
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._in_flight)
 
     def submit(self, request: Request) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over."""
@@ -48,7 +53,7 @@ class Engine:
                 self._outputs.append(_ending(request, finish=FinishReason.ABORTED))
                 return
             self._end(present, finish=FinishReason.ABORTED)
-        self._scheduler.add(request)
+        self._scheduler.add(request, self._clock())
         self._requests[request.request_id] = request
 
     def abort(self, request_id: str, attempt: int) -> None:
@@ -58,16 +63,15 @@ class Engine:
             self._end(request, finish=FinishReason.ABORTED)
 
     def step(self) -> list[Output]:
-        """Run one step, if there is anything to run; all outputs since the last call."""
-        plan = self._scheduler.schedule()
-        if plan.rows:
-            self.step_started_s = time.monotonic()
-            self._runner.launch(plan)
-            results = self._runner.collect()
-            self.step_started_s = None
-            self.steps_total += 1
-            self._scheduler.computed(plan)
-            self._take(plan, results)
+        """Launch the next step, and take in the one before it; all outputs since the last call.
+
+        While a step runs the next is scheduled and handed over, so that the device never waits for
+        Python. Where the runner does not overlap, a step is taken in as soon as it was launched.
+        """
+        launched = self._launch()
+        waiting = len(self._in_flight)
+        if waiting and (waiting > self._runner.info.max_steps_ahead or not launched):
+            self._collect()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -88,32 +92,66 @@ class Engine:
         assert {request.request_id for request in requests} == set(self._requests), (
             f"{len(requests)} requests are scheduled, {len(self._requests)} are known"
         )
-        self._blocks.check_integrity(requests)
+        self._blocks.check_integrity(self._scheduler.block_holders)
 
     # ---- internals ----
 
-    def _take(self, plan: StepPlan, results: Sequence[RowResult]) -> None:
+    def _launch(self) -> bool:
+        """Hand the next step to the runner, if there is anything to run."""
+        now_s = starts_s = self._clock()
+        if self.step_started_s is not None:
+            ends_s = self.step_started_s + self._scheduler.predict_s(self._in_flight[0])
+            starts_s = max(now_s, ends_s)
+        plan = self._scheduler.schedule(now_s, starts_s)
+        if not plan.rows:
+            return False
+        if self.step_started_s is None:
+            self.step_started_s = now_s
+        self._runner.launch(plan)
+        self._in_flight.append(plan)
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the oldest step in flight and take in what it gave."""
+        results = self._runner.collect()
+        plan = self._in_flight.popleft()
+        now_s = self._clock()
+        seconds = now_s - (self.step_started_s or now_s)
+        self.step_started_s = now_s if self._in_flight else None
+        self.steps_total += 1
+        self._take(plan, results, now_s)
+        for request in self._scheduler.collected(plan, seconds):
+            self._runner.release(request)
+
+    def _take(self, plan: StepPlan, results: Sequence[RowResult], now_s: float) -> None:
         for row, result in zip(plan.rows, results, strict=True):
             request = row.request
+            request.num_pending -= row.samples
+            # It ended while this step was in flight already.
+            if request.state is RequestState.ENDED:
+                continue
             if result.error is not None:
                 self._end(request, error=Error(_INTERNAL, result.error))
                 continue
             output = _output(request)
-            self._add_prompt_logprobs(output, row, result.prompt_logprobs)
+            if result.prompt_logprobs is not None:
+                self._add_prompt_logprobs(output, row, result.prompt_logprobs)
             if result.token_id is not None:
                 self._add_token(output, request, result.token_id)
+                request.last_token_s = now_s
                 output.logprobs = result.logprobs
-            if output.token_ids or output.prompt_logprobs is not None:
-                self._outputs.append(output)
-            if output.is_last:
+            elif output.prompt_logprobs is None:
+                continue
+            self._outputs.append(output)
+            if output.finish is not None:
                 self._forget(request)
 
     def _add_prompt_logprobs(
-        self, output: Output, row: ScheduledRequest, logprobs: Logprobs | None
+        self, output: Output, row: ScheduledRequest, logprobs: Logprobs
     ) -> None:
         """Report what was not reported before the request was put down and computed again."""
         request = row.request
-        if logprobs is None or not request.needs_prompt_logprobs:
+        if not request.needs_prompt_logprobs:
             return
         known = request.num_prompt_logprobs_sent - row.start
         if known > 0:
@@ -125,14 +163,15 @@ class Engine:
         request.num_prompt_logprobs_sent += len(logprobs.chosen)
 
     def _add_token(self, output: Output, request: Request, token_id: int) -> None:
-        if request.num_output_tokens == request.num_delivered:
+        position = output.first_position
+        if position == request.num_delivered:
             output.cached_tokens = request.cached_tokens
         request.token_ids.append(token_id)
         output.token_ids.append(token_id)
         if token_id in request.stop_token_ids:
             output.finish = FinishReason.STOP
             output.stop_token_id = token_id
-        elif request.num_output_tokens >= request.max_tokens:
+        elif position + 1 >= request.max_tokens:
             output.finish = FinishReason.LENGTH
 
     def _end(
@@ -143,8 +182,8 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self._scheduler.remove(request)
-        self._runner.release(request)
+        if self._scheduler.remove(request):
+            self._runner.release(request)
 
 
 def _output(request: Request) -> Output:

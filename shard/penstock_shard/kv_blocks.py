@@ -8,7 +8,7 @@ blocks are reused least recently freed first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock_proto.prefix_hash import block_hash, root_hash
@@ -89,11 +89,18 @@ class BlockManager:
         return True
 
     def publish(self, request: Request) -> None:
-        """File the request's computed full blocks under their hashes, for others to find."""
+        """File the request's full blocks under their hashes, for others to find.
+
+        Steps run in the order they are launched, and write keys and values before they read any:
+        a block may be found as soon as the step that fills it is sure to run.
+        """
         if not self._enable_prefix_caching:
             return
-        self._hash_full_blocks(request, request.num_computed)
-        for index in range(request.num_published, request.num_computed // self.block_size):
+        known = min(request.num_computed, len(request.token_ids))
+        if known < (request.num_published + 1) * self.block_size:
+            return
+        self._hash_full_blocks(request, known)
+        for index in range(request.num_published, known // self.block_size):
             self._file(request, index)
             request.num_published = index + 1
 
@@ -156,7 +163,7 @@ class BlockManager:
         self._references[block_id] = 1
         return block_id
 
-    def check_integrity(self, requests: Sequence[Request]) -> None:
+    def check_integrity(self, requests: Iterable[Request]) -> None:
         """Recount everything from the requests that hold blocks.
 
         Raises:

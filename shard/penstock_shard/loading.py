@@ -95,6 +95,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         capabilities=CAPABILITIES,
         batch_invariant=True,
         numerics_fingerprint="fake",
+        max_steps_ahead=1,
     )
     step_s = config.step_ms / 1000
     return FakeRunner(info, ordinary, step_s=step_s, eos_rate=config.fake_eos_rate)

@@ -33,14 +33,39 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the scheduler should aim for. Classes of lower `priority` run first; durations count
+    from the request's arrival. None leaves a wish open.
+    """
+
+    priority: int = 0
+    deadline_s: float | None = None
+    time_to_first_token_s: float | None = None
+    seconds_between_tokens: float | None = None
+    latency_sensitive: bool = False
+
+
+NO_OBJECTIVE = Objective()
+
+
+class RequestState(enum.Enum):
+    """Where a request stands with the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence: what is known of it, and how much of that is computed into the KV cache.
 
-    Every token of `token_ids` is known (the prompt, then the output so far); the first
-    `num_computed` of them have their keys and values in `block_ids`. There is no prefill phase and
-    no decode phase: each step computes some tokens that are known, and a step that reaches the end
-    of `token_ids` samples one more.
+    There is no prefill phase and no decode phase: each step computes some tokens that are known,
+    and a step that reaches the last known token samples one more. Steps overlap, so counts run
+    ahead of values: `token_ids` (the prompt, then the output so far) holds what has come back,
+    `num_pending` counts tokens that launched steps will sample after those, and `num_computed`
+    tokens have been handed to steps; their keys and values are, or are about to be, in `block_ids`.
     """
 
     request_id: str
@@ -58,10 +83,19 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     cache_salt: str = ""
-    # Order of arrival; a preempted request keeps its own.
+    objective: Objective = NO_OBJECTIVE
+    # Order and time of arrival; a request that is put down keeps its own.
     arrival: int = 0
+    arrived_s: float = 0.0
 
+    state: RequestState = RequestState.WAITING
+    num_pending: int = 0
     num_computed: int = 0
+    # Launched steps that have a row of this request and are not collected. Until they are, its
+    # blocks stay its own, whatever becomes of it.
+    num_steps_in_flight: int = 0
+    # When its last token came back.
+    last_token_s: float = 0.0
     block_ids: list[int] = field(default_factory=list)
     # Chained hashes of the full blocks of `token_ids`, as far as they were needed.
     block_hashes: list[bytes] = field(default_factory=list)
@@ -75,15 +109,22 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """All that are known or pending."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
+        """Those that have come back."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def is_full(self) -> bool:
+        """Nothing is left to sample once the pending tokens have come back."""
+        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -1,28 +1,56 @@
-"""Which tokens the next step computes. Plain Python on integers: no torch, no clock, no wire.
+"""Which tokens the next step computes. Plain Python on numbers: no torch, no clock, no wire.
 
 There is no prefill phase and no decode phase. A request has tokens that are known and tokens that
 are computed, and each step gives out a budget of tokens to let the second catch up with the first:
-requests that lack one token first, then chunks of longer ones, in order of arrival. When blocks run
-out, the request that arrived last is put down, its blocks are freed, and it is computed again
-later from its prompt and its output so far.
+requests that lack one token first, then chunks of longer ones, each in the order of `urgency`.
+Scheduling needs counts and no values, so it runs a step ahead of the results.
+
+What bounds a step: tokens and requests always; while requests decode, also prompt tokens, the share
+of a long prompt, and the time left to whoever has said how far apart its tokens may be. When blocks
+run out, whoever is least urgent is put down: its blocks are freed once no launched step refers to
+them, and it is computed again later from its prompt and its output so far.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.request import Request
+from penstock_shard.request import NO_OBJECTIVE, Request, RequestState
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.step_time import StepSize, StepTime
+from penstock_shard.urgency import Urgency, seconds_between_tokens, urgency
+
+# Of the time that is left, how much is planned for: steps vary.
+_MARGIN = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step."""
+    """Bounds of a step, and of patience."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    # Prompt tokens of a step in which others decode. Prompts longer than this are long: their
+    # chunks then take no more time than the decodes beside them.
+    max_prefill_tokens: int = 2**31
+    # Whoever has waited this long for its next token goes before all others.
+    aging_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left of a step while it is filled."""
+
+    tokens: int
+    prompt_tokens: int
+    # Seconds, by what steps took before; infinite where nobody has said how long it may be.
+    time_s: float
+    # Tokens and seconds that long prompts may add.
+    long_tokens: int
+    long_s: float
 
 
 class Scheduler:
@@ -34,8 +62,15 @@ class Scheduler:
         # In order of arrival; a request that was put down stands before those that never ran.
         self._waiting: OrderedDict[Request, None] = OrderedDict()
         self._running: dict[Request, None] = {}
+        # Neither running nor free of launched steps: they hold blocks until those are collected.
+        self._leaving: set[Request] = set()
+        self._step_time = StepTime()
         self._queued_tokens = 0
         self._arrivals = 0
+        # Live requests that state an objective: without any, arrival is the only order.
+        self._num_objectives = 0
+        # Live requests of each class of priority.
+        self._classes: Counter[int] = Counter()
         # The request that found too few free blocks, and how many there were.
         self._turned_away: tuple[Request, int] | None = None
         self.preemptions_total = 0
@@ -59,105 +94,315 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests, running ones first."""
+        """All that have not ended, running ones first."""
         return [*self._running, *self._waiting]
 
-    def add(self, request: Request) -> None:
+    @property
+    def block_holders(self) -> set[Request]:
+        """Whoever has blocks: running requests, and those that launched steps still refer to."""
+        return self._leaving.union(self._running)
+
+    def add(self, request: Request, now_s: float = 0.0) -> None:
         """Queue a request. Whoever submits bounds the queue."""
         request.arrival = self._arrivals
+        request.arrived_s = now_s
         self._arrivals += 1
-        self._waiting[request] = None
-        self._queued_tokens += request.num_tokens
+        self._count_objective(request, 1)
+        self._enqueue(request)
 
-    def remove(self, request: Request) -> None:
-        """Forget a request, finished or aborted, wherever it is; its blocks are freed."""
-        if request in self._running:
+    def remove(self, request: Request) -> bool:
+        """Forget a request, finished or aborted, wherever it is. Its blocks are freed as soon as
+        no launched step refers to them: now if this returns True, else see `collected`.
+        """
+        if request.state is RequestState.RUNNING:
             del self._running[request]
         else:
-            del self._waiting[request]
-            self._queued_tokens -= request.num_tokens
-        self._blocks.release(request)
+            self._dequeue(request)
+        self._count_objective(request, -1)
+        self._leave(request, RequestState.ENDED)
+        return request.num_steps_in_flight == 0
 
-    def schedule(self) -> StepPlan:
-        """The next step. Empty when there is nothing to do."""
-        budget = self._limits.max_num_batched_tokens
+    def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> StepPlan:
+        """The next step, which will start at `starts_s`. Empty when there is nothing to do."""
         preemptions_before = self.preemptions_total
-        decodes: list[ScheduledRequest] = []
-        chunks: list[ScheduledRequest] = []
-        for request in sorted(self._running, key=_is_behind):
-            # Preemption takes requests out of `_running` while this walks its copy.
-            if budget == 0 or request not in self._running:
-                continue
-            count = min(request.num_uncomputed, budget)
-            if self._make_room(request, count):
-                (chunks if _is_behind(request) else decodes).append(_row(request, count))
-                budget -= count
+        self._make_way(now_s)
+        decodes, behind = [], []
+        for request in self._ordered(self._running, now_s):
+            num_tokens = len(request.token_ids) + request.num_pending
+            if num_tokens - request.num_computed > 1:
+                behind.append(request)
+            elif num_tokens - request.num_prompt_tokens < request.max_tokens:
+                decodes.append(request)
+        room = self._room(decodes, starts_s)
+        rows = self._decode_rows(decodes, room, now_s)
         # Whoever was put down would only come back in the same step to be put down again.
-        while budget > 0 and self.preemptions_total == preemptions_before:
-            row = self._admit(budget)
-            if row is None:
-                break
-            (decodes if row.count == 1 and row.samples else chunks).append(row)
-            budget -= row.count
-        rows = (row for row in decodes + chunks if row.request in self._running)
+        admits = self.preemptions_total == preemptions_before
+        self._bound_prompts(room, rows)
+        for row in self._prompt_rows(behind, admits, room, now_s):
+            # A prompt that was found in the cache but for its last token is a decode row too.
+            rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
+        for row in rows:
+            row.request.num_steps_in_flight += 1
+            row.request.num_pending += row.samples
         return StepPlan(tuple(rows))
 
-    def computed(self, plan: StepPlan) -> None:
-        """The step is over: its tokens are in the cache, and full blocks become findable."""
+    def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Request]:
+        """A step is over, and what it sampled is with its requests; it took `seconds` if known.
+
+        Returns the requests that have ended and that no launched step refers to any more.
+        """
+        if seconds is not None:
+            self._step_time.learn(_size(plan), seconds)
+        ended = []
         for row in plan.rows:
-            row.request.num_computed = row.start + row.count
-            self._blocks.publish(row.request)
+            request = row.request
+            request.num_steps_in_flight -= 1
+            if request.num_steps_in_flight == 0 and request in self._leaving:
+                self._leaving.discard(request)
+                self._blocks.release(request)
+                if request.state is RequestState.ENDED:
+                    ended.append(request)
+        return ended
 
-    # ---- internals ----
+    def predict_s(self, plan: StepPlan) -> float:
+        """How long a step will take."""
+        return self._step_time.predict(_size(plan))
 
-    def _make_room(self, request: Request, count: int) -> bool:
-        """Blocks for `count` more tokens, putting down later arrivals; False: put down itself."""
-        while not self._blocks.grow(request, request.num_computed + count):
-            victim = max(self._running, key=lambda running: running.arrival)
+    # ---- order ----
+
+    def _urgency(self, request: Request, now_s: float) -> Urgency:
+        token_s = self._step_time.fixed_s + self._step_time.decode_s(request.num_tokens)
+        return urgency(request, now_s, self._limits.aging_s, token_s)
+
+    def _ordered(self, requests: dict[Request, None], now_s: float) -> list[Request]:
+        if not self._num_objectives:
+            return list(requests)
+        return sorted(requests, key=lambda request: self._urgency(request, now_s))
+
+    def _least_urgent(self, now_s: float) -> Request:
+        if not self._num_objectives:
+            return max(self._running, key=lambda request: request.arrival)
+        return max(self._running, key=lambda request: self._urgency(request, now_s))
+
+    def _count_objective(self, request: Request, change: int) -> None:
+        self._num_objectives += change * (request.objective is not NO_OBJECTIVE)
+        self._classes[request.objective.priority] += change
+        if not self._classes[request.objective.priority]:
+            del self._classes[request.objective.priority]
+
+    # ---- decodes ----
+
+    def _room(self, decodes: Sequence[Request], starts_s: float) -> _Room:
+        tokens = self._limits.max_num_batched_tokens
+        time_s = float("inf")
+        if self._num_objectives:
+            for request in decodes:
+                between_s = seconds_between_tokens(request.objective)
+                if between_s is not None:
+                    last_s = starts_s if request.num_pending else request.last_token_s
+                    time_s = min(time_s, last_s + between_s - starts_s)
+            time_s = max(0.0, time_s) * _MARGIN - self._step_time.fixed_s
+        return _Room(tokens, tokens, time_s, tokens, float("inf"))
+
+    def _decode_rows(
+        self, decodes: Sequence[Request], room: _Room, now_s: float
+    ) -> list[ScheduledRequest]:
+        """A row for each request that lacks one token; fewer where blocks or time run out."""
+        rows: list[ScheduledRequest] = []
+        block_size = self._blocks.block_size
+        bounded = room.time_s != float("inf")
+        preemptions_before = self.preemptions_total
+        for request in decodes:
+            if len(rows) == room.tokens:
+                break
+            if bounded and not self._in_time(request, room, now_s):
+                continue
+            start = request.num_computed
+            lacks_block = start == len(request.block_ids) * block_size
+            if lacks_block and not self._make_room(request, now_s):
+                continue
+            request.num_computed = start + 1
+            rows.append(ScheduledRequest(request, start, 1, samples=True))
+        if self.preemptions_total != preemptions_before:
+            rows = [row for row in rows if row.request.state is RequestState.RUNNING]
+        room.tokens -= len(rows)
+        for row in rows:
+            if row.start // block_size > row.request.num_published:
+                self._publish(row.request)
+        return rows
+
+    def _in_time(self, request: Request, room: _Room, now_s: float) -> bool:
+        """Whether a decode row may be added; whoever the time was counted for always is."""
+        seconds = self._step_time.decode_s(request.num_tokens)
+        must = seconds_between_tokens(request.objective) is not None
+        if not must and seconds > room.time_s and not self._is_aged(request, now_s):
+            return False
+        room.time_s -= seconds
+        return True
+
+    def _make_room(self, request: Request, now_s: float) -> bool:
+        """A block for one more token, putting down whoever is least urgent; False: not now."""
+        # It may have been put down itself for a request before it in this step.
+        if request.state is not RequestState.RUNNING:
+            return False
+        while not self._blocks.grow(request, request.num_computed + 1):
+            # Blocks of whoever was put down already come free when a step is collected.
+            if self._leaving:
+                return False
+            victim = self._least_urgent(now_s)
             self._put_down(victim)
             if victim is request:
                 return False
         return True
 
-    def _put_down(self, request: Request) -> None:
-        del self._running[request]
-        self._blocks.release(request)
-        request.preemptions += 1
-        self.preemptions_total += 1
-        self._waiting[request] = None
-        self._waiting.move_to_end(request, last=False)
-        self._queued_tokens += request.num_tokens
+    # ---- prompts ----
 
-    def _admit(self, budget: int) -> ScheduledRequest | None:
-        """Start the oldest waiting request with a first chunk; None when there is no room.
+    def _bound_prompts(self, room: _Room, decodes: Sequence[ScheduledRequest]) -> None:
+        """What prompts may take of a step, beside these decode rows."""
+        room.prompt_tokens = room.tokens
+        if decodes:
+            room.prompt_tokens = min(room.tokens, self._limits.max_prefill_tokens)
+            alone_s = self._step_time.predict(_size(StepPlan(tuple(decodes))))
+            room.long_s = alone_s * _MARGIN
+        room.long_tokens = room.prompt_tokens
+
+    def _prompt_rows(
+        self, behind: list[Request], admits: bool, room: _Room, now_s: float
+    ) -> Iterator[ScheduledRequest]:
+        """Chunks of running requests, and of waiting ones that are let in, by urgency.
+
+        None of these needs a block that it does not have or get here: nobody is put down any more.
+        """
+        seats = self._limits.max_num_seqs - len(self._running)
+        waiting = self._ordered(self._waiting, now_s) if admits and seats > 0 else []
+        candidates = behind + waiting
+        if self._num_objectives and behind:
+            candidates.sort(key=lambda request: self._urgency(request, now_s))
+        if len(candidates) > 1:
+            # Others get past a long prompt.
+            room.long_tokens = max(1, room.prompt_tokens // 2)
+        for request in candidates:
+            limit = self._chunk_limit(request, room, now_s)
+            if limit == 0:
+                continue
+            if request.state is RequestState.WAITING:
+                # Nobody overtakes whoever finds no place.
+                if not admits or not seats or not self._admit(request):
+                    admits = False
+                    continue
+                seats -= 1
+            row = self._row(request, min(request.num_uncomputed, limit))
+            self._spend(room, row)
+            self._publish(request)
+            yield row
+
+    def _chunk_limit(self, request: Request, room: _Room, now_s: float) -> int:
+        """The most tokens that the step has for this request's chunk."""
+        limit = min(room.tokens, room.prompt_tokens)
+        start = request.num_computed
+        if room.time_s != float("inf") and not self._is_aged(request, now_s):
+            limit = min(limit, self._step_time.prompt_tokens_in(room.time_s, start))
+        if self._is_long(request):
+            limit = min(limit, room.long_tokens)
+            if room.long_s != float("inf"):
+                in_time = self._step_time.prompt_tokens_in(room.long_s, start)
+                limit = min(limit, max(1, in_time))
+        return limit
+
+    def _spend(self, room: _Room, row: ScheduledRequest) -> None:
+        seconds = self._step_time.prompt_s(row.start, row.count)
+        room.tokens -= row.count
+        room.prompt_tokens -= row.count
+        room.time_s -= seconds
+        if self._is_long(row.request):
+            room.long_tokens -= row.count
+            room.long_s -= seconds
+
+    def _is_long(self, request: Request) -> bool:
+        return request.num_tokens > self._limits.max_prefill_tokens
+
+    def _is_aged(self, request: Request, now_s: float) -> bool:
+        return not self._urgency(request, now_s)[0]
+
+    def _admit(self, request: Request) -> bool:
+        """Start a waiting request; False when there is no room for it.
 
         It gets blocks for all it knows at once: one that was let in with less would be put down
         again half-way.
         """
-        if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
-            return None
-        request = next(iter(self._waiting))
+        if request.num_steps_in_flight:
+            return False
         if self._turned_away == (request, self._blocks.num_free):
-            return None
+            return False
         if not request.needs_prompt_logprobs:
             self._blocks.acquire_prefix(request)
         if not self._blocks.grow(request, request.num_tokens):
             self._blocks.release(request)
             self._turned_away = (request, self._blocks.num_free)
-            return None
+            return False
         if request.cached_tokens is None:
             request.cached_tokens = min(request.num_computed, request.num_prompt_tokens)
+        self._dequeue(request)
+        request.state = RequestState.RUNNING
+        self._running[request] = None
+        return True
+
+    def _row(self, request: Request, count: int) -> ScheduledRequest:
+        start = request.num_computed
+        request.num_computed = start + count
+        return ScheduledRequest(request, start, count, start + count == request.num_tokens)
+
+    def _publish(self, request: Request) -> None:
+        # A prompt whose log-probabilities are wanted may be computed in several passes, so that
+        # rows beside it in its step would read what is not there yet.
+        if not request.needs_prompt_logprobs:
+            self._blocks.publish(request)
+
+    # ---- places ----
+
+    def _make_way(self, now_s: float) -> None:
+        """Put down one request for one of a higher class that finds no place."""
+        if len(self._classes) < 2 or not self._waiting or not self._running or self._leaving:
+            return
+        first = min(self._waiting, key=lambda request: self._urgency(request, now_s))
+        has_seat = len(self._running) < self._limits.max_num_seqs
+        if has_seat and self._blocks.blocks_for(first.num_tokens) <= self._blocks.num_free:
+            return
+        victim = self._least_urgent(now_s)
+        if victim.objective.priority > first.objective.priority:
+            self._put_down(victim)
+
+    def _put_down(self, request: Request) -> None:
+        del self._running[request]
+        request.preemptions += 1
+        self.preemptions_total += 1
+        self._leave(request, RequestState.WAITING)
+        self._enqueue(request)
+        self._waiting.move_to_end(request, last=False)
+
+    def _leave(self, request: Request, state: RequestState) -> None:
+        request.state = state
+        if request.num_steps_in_flight:
+            self._leaving.add(request)
+        else:
+            self._blocks.release(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting[request] = None
+        self._queued_tokens += request.num_tokens
+
+    def _dequeue(self, request: Request) -> None:
         del self._waiting[request]
         self._queued_tokens -= request.num_tokens
-        self._running[request] = None
-        return _row(request, min(request.num_uncomputed, budget))
 
 
-def _is_behind(request: Request) -> bool:
-    """More than one token to compute: a prompt, or a request that was put down."""
-    return request.num_uncomputed > 1
-
-
-def _row(request: Request, count: int) -> ScheduledRequest:
-    start = request.num_computed
-    return ScheduledRequest(request, start, count, samples=start + count == request.num_tokens)
+def _size(plan: StepPlan) -> StepSize:
+    decodes = prompt_tokens = keys = 0
+    for row in plan.rows:
+        if row.count == 1:
+            decodes += 1
+            keys += row.start + 1
+        else:
+            prompt_tokens += row.count
+            keys += row.count * row.start + row.count * (row.count + 1) // 2
+    return StepSize(decodes, prompt_tokens, keys)

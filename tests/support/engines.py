@@ -18,7 +18,11 @@ EOS_ID = 999
 
 
 def runner_info(
-    *, num_blocks: int = 64, block_size: int = 16, max_model_len: int = 512
+    *,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_model_len: int = 512,
+    max_steps_ahead: int = 1,
 ) -> RunnerInfo:
     return RunnerInfo(
         architecture="FakeRunner",
@@ -34,6 +38,7 @@ def runner_info(
         device="none",
         attention_backend="none",
         capabilities=CAPABILITIES,
+        max_steps_ahead=max_steps_ahead,
     )
 
 

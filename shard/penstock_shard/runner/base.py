@@ -14,12 +14,14 @@ from typing import Protocol
 from penstock_shard.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRequest:
-    """A row of a step: compute tokens [start, start + count) of `request.token_ids`.
+    """A row of a step: compute tokens [start, start + count) of the request.
 
-    When that reaches the last known token (`samples`), one more is sampled, at output position
-    `request.num_output_tokens`. `request.block_ids` covers at least start + count tokens.
+    When that reaches its last token (`samples`), one more is sampled, at output position
+    start + count - `request.num_prompt_tokens`. `request.block_ids` covers at least start + count
+    tokens. The last of them may be missing in `request.token_ids`: the step before, which has not
+    been collected, samples it.
     """
 
     request: Request
@@ -108,6 +110,9 @@ class RunnerInfo:
     capabilities: frozenset[str]
     batch_invariant: bool = False
     numerics_fingerprint: str = ""
+    # How many steps may be launched before the oldest is collected, less one: 1 keeps a device
+    # busy while results are handled, 0 takes in each step before the next is scheduled.
+    max_steps_ahead: int = 0
 
 
 class Runner(Protocol):

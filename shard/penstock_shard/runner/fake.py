@@ -102,7 +102,7 @@ class FakeRunner:
         for token_id in request.token_ids[progress.num_tokens :]:
             packed = progress.digest + struct.pack("<I", token_id)
             progress.digest = hashlib.blake2b(packed, digest_size=32).digest()
-        progress.num_tokens = request.num_tokens
+        progress.num_tokens = len(request.token_ids)
         position = struct.pack("<QI", request.sampling.seed, request.num_output_tokens)
         return hashlib.blake2b(progress.digest + position, digest_size=32).digest()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from support.budget import budget, seeded
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 
 from penstock_shard.engine import Engine
 from penstock_shard.link import Output
 from penstock_shard.request import FinishReason
-from penstock_shard.runner.base import Logprobs, RowResult
+from penstock_shard.runner.base import Logprobs, RowResult, StepPlan
 
 
 def _alone(prompt, **options) -> list[int]:
@@ -104,15 +106,27 @@ def test_every_request_of_random_traffic_ends_exactly_once() -> None:
         assert under_test.blocks.num_referenced == 0
 
 
-def test_an_abort_frees_all_blocks_before_the_next_step() -> None:
+def test_an_abort_frees_all_blocks_once_no_launched_step_needs_them() -> None:
     under_test = make_engine()
     under_test.engine.submit(make_request(prompt=range(100), max_tokens=50))
     under_test.step()
     assert under_test.blocks.num_referenced > 0
     under_test.engine.abort("r", 0)
-    assert under_test.blocks.num_referenced == 0
     under_test.step()
     assert [o.finish for o in under_test.endings("r")] == [FinishReason.ABORTED]
+    assert under_test.blocks.num_referenced == 0
+
+
+def test_blocks_of_an_aborted_request_stay_its_own_until_its_steps_are_collected() -> None:
+    under_test = make_engine(num_blocks=8, max_model_len=128)
+    under_test.engine.submit(make_request(prompt=range(60), max_tokens=50))
+    under_test.step()
+    under_test.engine.abort("r", 0)
+    assert under_test.blocks.num_referenced == 4
+    under_test.engine.submit(make_request("next", range(100, 200), max_tokens=2))
+    under_test.step()
+    under_test.run()
+    assert under_test.tokens("next") == _alone(range(100, 200), max_tokens=2)
 
 
 def test_an_abort_works_while_queued_and_in_the_middle_of_a_prompt() -> None:
@@ -160,16 +174,17 @@ class _FailingRow:
         self._bad = bad
         self.info = self._runner.info
         self.release = self._runner.release
+        self._plans: deque[StepPlan] = deque()
 
     def launch(self, plan) -> None:
-        self._plan = plan
+        self._plans.append(plan)
         self._runner.launch(plan)
 
     def collect(self) -> list[RowResult]:
         results = self._runner.collect()
         return [
             RowResult(error="logits are NaN") if row.request.request_id == self._bad else result
-            for row, result in zip(self._plan.rows, results, strict=True)
+            for row, result in zip(self._plans.popleft().rows, results, strict=True)
         ]
 
 

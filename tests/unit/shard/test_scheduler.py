@@ -9,6 +9,15 @@ def _rows(plan) -> list[tuple[str, int, int, bool]]:
     return [(row.request.request_id, row.start, row.count, row.samples) for row in plan.rows]
 
 
+def _collect(scheduler, plan, token_id: int = 1) -> None:
+    """What the engine does when a step is over: the same token for whoever sampled."""
+    for row in plan.rows:
+        if row.samples:
+            row.request.num_pending -= 1
+            row.request.token_ids.append(token_id)
+    scheduler.collected(plan)
+
+
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     under_test = make_engine(max_num_batched_tokens=64, max_model_len=512)
     scheduler = under_test.scheduler
@@ -17,7 +26,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     for _ in range(3):
         plan = scheduler.schedule()
         seen += _rows(plan)
-        scheduler.computed(plan)
+        _collect(scheduler, plan)
     assert seen == [("a", 0, 64, False), ("a", 64, 64, False), ("a", 128, 22, True)]
 
 
@@ -25,13 +34,11 @@ def test_decodes_come_before_chunks_of_prompts() -> None:
     scheduler = make_engine(max_num_batched_tokens=64).scheduler
     decoding = make_request("decoding", range(10))
     scheduler.add(decoding)
-    scheduler.computed(scheduler.schedule())
+    _collect(scheduler, scheduler.schedule())
     scheduler.add(make_request("prompt", range(200)))
-    decoding.token_ids.append(5)
     plan = scheduler.schedule()
     assert _rows(plan) == [("decoding", 10, 1, True), ("prompt", 0, 63, False)]
-    scheduler.computed(plan)
-    decoding.token_ids.append(6)
+    _collect(scheduler, plan)
     assert _rows(scheduler.schedule()) == [("decoding", 11, 1, True), ("prompt", 63, 63, False)]
 
 
@@ -50,21 +57,19 @@ def test_the_latest_arrival_is_put_down_when_blocks_run_out() -> None:
                 for name, start in (("old", 0), ("new", 100))]  # fmt: skip
     for request in requests:
         scheduler.add(request)
-    scheduler.computed(scheduler.schedule())
+    _collect(scheduler, scheduler.schedule())
     old, new = requests
     for _ in range(2):
-        for request in requests:
-            request.token_ids.append(1)
         plan = scheduler.schedule()
         if scheduler.preemptions_total:
             break
-        scheduler.computed(plan)
+        _collect(scheduler, plan)
     assert _rows(plan) == [("old", 32, 1, True)]
     assert new.block_ids == []
     assert new.num_computed == 0
     assert (new.preemptions, old.preemptions) == (1, 0)
     assert scheduler.num_waiting == 1
-    under_test.blocks.check_integrity(scheduler.requests)
+    under_test.blocks.check_integrity(scheduler.block_holders)
 
 
 def test_whoever_is_put_down_runs_before_those_that_never_ran() -> None:
@@ -83,7 +88,7 @@ def test_a_request_is_let_in_only_with_blocks_for_all_it_knows() -> None:
     scheduler = make_engine(num_blocks=4, max_model_len=64, max_num_batched_tokens=32).scheduler
     scheduler.add(make_request("a", range(40)))
     scheduler.add(make_request("b", range(100, 140)))
-    scheduler.computed(scheduler.schedule())
+    _collect(scheduler, scheduler.schedule())
     plan = scheduler.schedule()
     assert _rows(plan) == [("a", 32, 8, True)]
 

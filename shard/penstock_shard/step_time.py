@@ -1,0 +1,112 @@
+"""How long a step will take, learned from the steps before it. Knows numbers only.
+
+A step's time is taken to be linear in what it computes: a fixed part (launching, reading the
+weights), a part for each decode row, one for each prompt token, and one for each key that is
+attended to. The four coefficients are a least squares fit over the last hundred steps or so, none
+of them negative: coordinate descent on decaying sums (Lawson and Hanson's problem; with four
+unknowns and a good start a few sweeps suffice).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Weight of a step against the one after it.
+_DECAY = 0.98
+_SWEEPS = 4
+# Prompt tokens first, then decode rows: what the first steps take is put down to what they compute.
+_ORDER = (2, 1, 0, 3)
+# What a step may take of what was foreseen before it counts as disturbed, and how much of it is
+# believed then: a pause of the machine says little about the next step.
+_DISTURBED = 3.0
+# Sums below this hold nothing that was seen lately; their coefficient stays as it is.
+_FORGOTTEN = 1e-6
+# Keys attended to are counted in thousands, to keep the sums of one size.
+_KEYS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step computes. `num_keys` counts every pair of a query and a key it attends to."""
+
+    num_decodes: int
+    num_prompt_tokens: int
+    num_keys: int
+
+
+class StepTime:
+    """Predicts seconds from sizes. Foresees 0 until it has seen a step."""
+
+    def __init__(self) -> None:
+        self._products = [[0.0] * 4 for _ in range(4)]
+        self._targets = [0.0] * 4
+        # Seconds: a step, a decode row, a prompt token, a thousand keys.
+        self._seconds = [0.0] * 4
+        self._num_seen = 0
+
+    def learn(self, size: StepSize, seconds: float) -> None:
+        """Take in one step that took `seconds`."""
+        features = _features(size)
+        foreseen = self._dot(features)
+        if self._num_seen > 16:
+            seconds = min(seconds, _DISTURBED * foreseen)
+        self._num_seen += 1
+        for row, value in zip(self._products, features, strict=True):
+            for column in range(4):
+                row[column] = _DECAY * row[column] + value * features[column]
+        for index, value in enumerate(features):
+            self._targets[index] = _DECAY * self._targets[index] + value * seconds
+        self._solve()
+
+    def predict(self, size: StepSize) -> float:
+        """Seconds that such a step will take."""
+        return self._dot(_features(size))
+
+    def decode_s(self, num_keys: int) -> float:
+        """Seconds that one more decode row adds, which attends to `num_keys` keys."""
+        return self._seconds[1] + self._seconds[3] * num_keys * _KEYS
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of a step that computes nothing."""
+        return self._seconds[0]
+
+    def prompt_s(self, start: int, count: int) -> float:
+        """Seconds that prompt tokens start .. start + count add."""
+        num_keys = count * start + count * (count + 1) // 2
+        return self._seconds[2] * count + self._seconds[3] * num_keys * _KEYS
+
+    def prompt_tokens_in(self, seconds: float, start: int) -> int:
+        """How many prompt tokens from `start` on fit into `seconds` more of a step."""
+        if seconds <= 0:
+            return 0
+        per_key = self._seconds[3] * _KEYS
+        # Token number n of the chunk attends to start + n keys: a quadratic in the chunk's length.
+        per_token = self._seconds[2] + per_key * start
+        if per_key > 0:
+            root = math.sqrt(per_token * per_token + 2 * per_key * seconds)
+            return int(2 * seconds / (per_token + root))
+        return int(seconds / per_token) if per_token > 0 else 2**31
+
+    def _dot(self, features: Sequence[float]) -> float:
+        return sum(map(float.__mul__, self._seconds, features))
+
+    def _solve(self) -> None:
+        for _ in range(_SWEEPS):
+            for index in _ORDER:
+                row = self._products[index]
+                if row[index] < _FORGOTTEN:
+                    continue
+                others = self._dot(row) - row[index] * self._seconds[index]
+                self._seconds[index] = max(0.0, (self._targets[index] - others) / row[index])
+
+
+def _features(size: StepSize) -> tuple[float, float, float, float]:
+    return (
+        1.0,
+        float(size.num_decodes),
+        float(size.num_prompt_tokens),
+        size.num_keys * _KEYS,
+    )
