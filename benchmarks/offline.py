@@ -112,7 +112,7 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
     blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
     limits = SchedulerLimits(
         config.max_num_seqs,
-        config.max_num_batched_tokens,
+        config.batched_tokens("cpu"),
     )
     engine = Engine(runner, Scheduler(limits, blocks), blocks)
 

@@ -42,7 +42,10 @@ class ShardConfig:
 
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
+    max_prefill_tokens: int | None = None
+    # Whoever has waited this long for its next token goes before all others.
+    aging_s: float = 30.0
     block_size: int | None = None
     kv_blocks: int | None = None
     kv_memory_bytes: int | None = None
@@ -68,6 +71,16 @@ class ShardConfig:
             return self.served_model_names[0]
         return self.model or "penstock-toy"
 
+    def batched_tokens(self, device: str) -> int:
+        """Most tokens of a step; by default what such a device computes in about half a second."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(512 if device == "cpu" else 2048, self.max_num_seqs)
+
+    def prefill_tokens(self, device: str) -> int:
+        """Most prompt tokens of a step in which other requests decode."""
+        return self.max_prefill_tokens or max(1, self.batched_tokens(device) // 2)
+
 
 def parse_config(argv: Sequence[str]) -> ShardConfig:
     """Parse the command line of a shard; exits with status 2 and one line on a bad value."""
@@ -88,7 +101,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
     if args.kv_blocks is not None and args.kv_memory is not None:
         parser.error("--kv-blocks and --kv-memory exclude each other; give one")
-    if args.max_num_batched_tokens < args.max_num_seqs:
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < args.max_num_seqs:
         parser.error(
             f"--max-num-batched-tokens {args.max_num_batched_tokens}: must be at least "
             f"--max-num-seqs ({args.max_num_seqs}), or some requests would never move"
@@ -116,6 +129,8 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_prefill_tokens=args.max_prefill_tokens,
+        aging_s=args.aging,
         block_size=args.block_size,
         kv_blocks=args.kv_blocks,
         kv_memory_bytes=args.kv_memory,
@@ -296,9 +311,23 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-batched-tokens",
         type=_positive_int,
-        default=2048,
         metavar="N",
-        help="most tokens computed in one step (default: %(default)s)",
+        help="most tokens computed in one step (default: 512 on cpu, 2048 on cuda)",
+    )
+    group.add_argument(
+        "--max-prefill-tokens",
+        type=_positive_int,
+        metavar="N",
+        help="most prompt tokens in a step while other requests decode; of a longer prompt no more "
+        "than takes as long as the decodes (default: half of --max-num-batched-tokens)",
+    )
+    group.add_argument(
+        "--aging",
+        type=_positive_float,
+        default=30.0,
+        metavar="S",
+        help="who has waited this long for its next token goes before all others, whatever its "
+        "priority (default: %(default)s)",
     )
     group.add_argument(
         "--enable-chunked-prefill",
@@ -382,6 +411,13 @@ def _non_negative_float(text: str) -> float:
     value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be a finite number, at least 0")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = _non_negative_float(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return value
 
 

@@ -79,7 +79,9 @@ def _build_engine(loaded: LoadedModel, config: ShardConfig) -> Engine:
     )
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.batched_tokens(info.device),
+        max_prefill_tokens=config.prefill_tokens(info.device),
+        aging_s=config.aging_s,
     )
     return Engine(loaded.runner, Scheduler(limits, blocks), blocks)
 

@@ -228,7 +228,7 @@ def info_response(
         num_blocks=info.num_blocks,
         limits=pb.Limits(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens(info.device),
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
             max_logprobs=config.max_logprobs,

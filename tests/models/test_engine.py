@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
 
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
 
+@pytest.mark.parametrize("max_steps_ahead", [0, 1])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2"])
 def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
-    family: str, model_dir: Callable[[str], Path]
+    family: str, max_steps_ahead: int, model_dir: Callable[[str], Path]
 ) -> None:
     directory = model_dir(family)
     rng = random.Random(11)
@@ -30,7 +33,9 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     expected = reference(directory, prompts)
 
     # Room for the longest sequence and little more, so that requests are put down.
-    runner = load(directory, kv_blocks=16, max_model_len=120)
+    loaded = load(directory, kv_blocks=16, max_model_len=120)
+    info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
+    runner = ModelRunner(loaded.model, info)
     blocks = BlockManager(16, runner.info.block_size, weights_hash=runner.info.weights_hash)
     limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24)
     scheduler = Scheduler(limits, blocks)

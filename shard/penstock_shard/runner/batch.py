@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -41,10 +40,13 @@ class StepBatch:
     """The inputs of one forward pass.
 
     `logit_rows` int64 [N] holds, piece by piece, the rows of its prompt log-probabilities and then
-    the row it samples from.
+    the row it samples from. Where the step before this one is still to sample a token, `input_ids`
+    has a gap: `gaps` names those places, int64 [G], and `gap_pieces` the pieces they belong to.
     """
 
     pieces: tuple[Piece, ...]
+    gaps: Tensor
+    gap_pieces: tuple[Piece, ...]
     input_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
@@ -116,21 +118,32 @@ def _build(pieces: Sequence[Piece], block_size: int, device: torch.device) -> St
         seq_lens_tensor=tensor(lengths.astype(np.int32)),
         block_table=tensor(table),
     )
+    input_ids, gaps, gap_pieces = _token_ids(pieces, offsets.tolist())
     return StepBatch(
         pieces=tuple(pieces),
-        input_ids=tensor(_token_ids(pieces, int(offsets[-1]))),
+        gaps=tensor(gaps),
+        gap_pieces=gap_pieces,
+        input_ids=tensor(input_ids),
         positions=tensor(positions),
         attention=attention,
         logit_rows=tensor(_logit_rows(pieces, offsets)),
     )
 
 
-def _token_ids(pieces: Sequence[Piece], total: int) -> NDArray[np.int64]:
-    ids = chain.from_iterable(
-        piece.scheduled.request.token_ids[piece.start : piece.start + piece.count]
-        for piece in pieces
-    )
-    return np.fromiter(ids, dtype=np.int64, count=total)
+def _token_ids(
+    pieces: Sequence[Piece], offsets: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[Piece, ...]]:
+    """The tokens of all pieces, int64 [T], with 0 in the gaps; the gaps, and whose they are."""
+    ids: list[int] = []
+    gaps: list[int] = []
+    gap_pieces: list[Piece] = []
+    for piece, end in zip(pieces, offsets[1:], strict=True):
+        ids += piece.scheduled.request.token_ids[piece.start : piece.start + piece.count]
+        if len(ids) < end:
+            gaps.append(len(ids))
+            gap_pieces.append(piece)
+            ids.append(0)
+    return np.array(ids, dtype=np.int64), np.array(gaps, dtype=np.int64), tuple(gap_pieces)
 
 
 def _block_table(

@@ -83,6 +83,8 @@ def create_runner(
         device=str(device),
         attention_backend=backend.name,
         capabilities=CAPABILITIES,
+        # On cpu the step itself needs the processor that would prepare the next one.
+        max_steps_ahead=0 if device.type == "cpu" else 1,
     )
     return ModelRunner(loaded.model, info)
 
@@ -189,7 +191,7 @@ class _Loaded:
 
     def _free_device_bytes(self, specs: Sequence[LayerSpec], block_size: int) -> int:
         """What is left of --gpu-memory-utilization after the largest step has run once."""
-        tokens = self._config.max_num_batched_tokens
+        tokens = self._config.batched_tokens(self._device.type)
         length = min(tokens, self._max_model_len)
         needed = -(-length // block_size)
         self.model.allocate(specs, needed, block_size)

@@ -7,7 +7,9 @@ how the model was loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,12 +37,21 @@ _PROMPT_LOGITS_BYTES = 64 * 2**20
 
 
 class ModelRunner:
-    """A `Runner`: see `penstock_shard.runner.base`."""
+    """A `Runner`: see `penstock_shard.runner.base`.
+
+    Steps run one after the other in a thread of their own where they may be launched ahead, and in
+    `collect` where they may not.
+    """
 
     def __init__(self, model: TransformersModel, info: RunnerInfo) -> None:
-        self._model = model
+        self.model = model
         self._info = info
-        self._launched: deque[tuple[StepPlan, list[StepBatch]]] = deque()
+        self._launched: deque[Callable[[], list[RowResult]]] = deque()
+        self._device_thread: ThreadPoolExecutor | None = None
+        if info.max_steps_ahead:
+            self._device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+        # The token each request sampled last, which may not have come back to the engine yet.
+        self._last_token: dict[Request, int] = {}
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
 
@@ -50,24 +61,35 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> None:
         batches = build_batches(
-            plan, self._info.block_size, self._model.device, self._max_prompt_logprobs
+            plan, self._info.block_size, self.model.device, self._max_prompt_logprobs
         )
-        self._launched.append((plan, batches))
+        step = partial(self._run_step, len(plan.rows), batches)
+        if self._device_thread is None:
+            self._launched.append(step)
+        else:
+            self._launched.append(self._device_thread.submit(step).result)
+
+    def collect(self) -> Sequence[RowResult]:
+        return self._launched.popleft()()
+
+    def release(self, request: Request) -> None:
+        self._last_token.pop(request, None)
+
+    # ---- one step ----
 
     @torch.inference_mode()
-    def collect(self) -> Sequence[RowResult]:
-        plan, batches = self._launched.popleft()
-        results = [RowResult() for _ in plan.rows]
+    def _run_step(self, num_rows: int, batches: Sequence[StepBatch]) -> list[RowResult]:
+        results = [RowResult() for _ in range(num_rows)]
         for batch in batches:
+            if batch.gap_pieces:
+                last = [self._last_token[piece.scheduled.request] for piece in batch.gap_pieces]
+                batch.input_ids[batch.gaps] = torch.tensor(last, device=self.model.device)
             self._run(batch, results)
         return results
 
-    def release(self, request: Request) -> None:
-        pass
-
     def _run(self, batch: StepBatch, results: list[RowResult]) -> None:
         """One forward pass; puts what its pieces give into the results of their rows."""
-        logits = self._model.forward(
+        logits = self.model.forward(
             batch.input_ids, batch.positions, batch.attention, batch.logit_rows
         )
         offset = 0
@@ -91,6 +113,8 @@ class ModelRunner:
             result.prompt_logprobs = results[piece.row].prompt_logprobs
             result.error = result.error or results[piece.row].error
             results[piece.row] = result
+            # A row without a token ends its request; what is in flight for it runs on any token.
+            self._last_token[piece.scheduled.request] = result.token_id or 0
 
 
 def _sample_row(piece: Piece) -> SampleRow:
