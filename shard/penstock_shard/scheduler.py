@@ -24,7 +24,9 @@ from penstock_shard.step_time import StepSize, StepTime
 from penstock_shard.urgency import Urgency, seconds_between_tokens, urgency
 
 # Of the time that is left, how much is planned for: steps vary.
-_MARGIN = 0.85
+_MARGIN = 0.9
+# What prompts that have waited for too long get of a step at least.
+_AGED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class _Room:
     # Tokens and seconds that long prompts may add.
     long_tokens: int
     long_s: float
+    # Tokens for prompts that have waited for too long, whatever the time.
+    aged_tokens: int = _AGED_TOKENS
 
 
 class Scheduler:
@@ -194,15 +198,25 @@ class Scheduler:
 
     def _room(self, decodes: Sequence[Request], starts_s: float) -> _Room:
         tokens = self._limits.max_num_batched_tokens
-        time_s = float("inf")
-        if self._num_objectives:
-            for request in decodes:
-                between_s = seconds_between_tokens(request.objective)
-                if between_s is not None:
-                    last_s = starts_s if request.num_pending else request.last_token_s
-                    time_s = min(time_s, last_s + between_s - starts_s)
-            time_s = max(0.0, time_s) * _MARGIN - self._step_time.fixed_s
+        time_s = self._time_s(decodes, starts_s) if self._num_objectives else float("inf")
         return _Room(tokens, tokens, time_s, tokens, float("inf"))
+
+    def _time_s(self, decodes: Sequence[Request], starts_s: float) -> float:
+        """How long the step's rows may take for all who said how far apart their tokens may be.
+
+        However little that is, it is never less than twice what their own rows take: whoever asks
+        for too much leaves half of the device to the others.
+        """
+        fixed_s = self._step_time.fixed_s
+        time_s = float("inf")
+        own_s = 0.0
+        for request in decodes:
+            between_s = seconds_between_tokens(request.objective)
+            if between_s is not None:
+                own_s += self._step_time.decode_s(request.num_tokens)
+                last_s = starts_s if request.num_pending else request.last_token_s
+                time_s = min(time_s, (last_s + between_s - starts_s) * _MARGIN - fixed_s)
+        return max(time_s, 2 * own_s + fixed_s)
 
     def _decode_rows(
         self, decodes: Sequence[Request], room: _Room, now_s: float
@@ -300,8 +314,10 @@ class Scheduler:
         """The most tokens that the step has for this request's chunk."""
         limit = min(room.tokens, room.prompt_tokens)
         start = request.num_computed
-        if room.time_s != float("inf") and not self._is_aged(request, now_s):
-            limit = min(limit, self._step_time.prompt_tokens_in(room.time_s, start))
+        if room.time_s != float("inf"):
+            in_time = self._step_time.prompt_tokens_in(room.time_s, start)
+            aged = room.aged_tokens > in_time and self._is_aged(request, now_s)
+            limit = min(limit, room.aged_tokens if aged else in_time)
         if self._is_long(request):
             limit = min(limit, room.long_tokens)
             if room.long_s != float("inf"):
@@ -313,6 +329,7 @@ class Scheduler:
         seconds = self._step_time.prompt_s(row.start, row.count)
         room.tokens -= row.count
         room.prompt_tokens -= row.count
+        room.aged_tokens -= row.count
         room.time_s -= seconds
         if self._is_long(row.request):
             room.long_tokens -= row.count
