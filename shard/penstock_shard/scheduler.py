@@ -23,8 +23,10 @@ from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.step_time import StepSize, StepTime
 from penstock_shard.urgency import Urgency, seconds_between_tokens, urgency
 
-# Of the time that is left, how much is planned for: steps vary.
-_MARGIN = 0.9
+# Of the time that is left to an objective, how much is planned for: steps vary.
+_MARGIN = 0.95
+# What long prompts may take beside decodes, of the time that these take alone.
+_LONG_SHARE = 0.85
 # What prompts that have waited for too long get of a step at least.
 _AGED_TOKENS = 16
 
@@ -277,7 +279,7 @@ class Scheduler:
         if decodes:
             room.prompt_tokens = min(room.tokens, self._limits.max_prefill_tokens)
             alone_s = self._step_time.predict(_size(StepPlan(tuple(decodes))))
-            room.long_s = alone_s * _MARGIN
+            room.long_s = alone_s * _LONG_SHARE
         room.long_tokens = room.prompt_tokens
 
     def _prompt_rows(

@@ -1,0 +1,132 @@
+"""An engine on a simulated device and clock: scheduling under load, without noise."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.link import Output
+from penstock_shard.request import Request
+from penstock_shard.runner.base import RowResult, RunnerInfo, StepPlan
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from support.engines import runner_info
+
+Cost = Callable[[StepPlan], float]
+
+
+def linear_cost(
+    *, step_s: float, decode_s: float, prompt_token_s: float, key_s: float = 0.0
+) -> Cost:
+    """A device whose steps take a fixed time, and more for each row, prompt token and key."""
+
+    def cost(plan: StepPlan) -> float:
+        seconds = step_s
+        for row in plan.rows:
+            seconds += decode_s if row.count == 1 else prompt_token_s * row.count
+            seconds += key_s * row.count * (row.start + row.count / 2)
+        return seconds
+
+    return cost
+
+
+@dataclass
+class Timeline:
+    """What one request went through, in seconds of the simulated clock."""
+
+    request: Request
+    arrived_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    ended_s: float | None = None
+
+    @property
+    def first_token_s(self) -> float:
+        """How long it waited for its first token."""
+        return self.token_times_s[0] - self.arrived_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.token_times_s)]
+
+
+class SimulatedRunner:
+    """Every token is 7; steps take what `cost` says, one after the other."""
+
+    def __init__(self, info: RunnerInfo, cost: Cost) -> None:
+        self.info = info
+        self.now_s = 1.0
+        self._cost = cost
+        self._free_at_s = 0.0
+        self._launched: deque[tuple[StepPlan, float]] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._free_at_s = max(self._free_at_s, self.now_s) + self._cost(plan)
+        self._launched.append((plan, self._free_at_s))
+
+    def collect(self) -> list[RowResult]:
+        plan, done_at_s = self._launched.popleft()
+        self.now_s = max(self.now_s, done_at_s)
+        return [RowResult(7 if row.samples else None) for row in plan.rows]
+
+    def release(self, request: Request) -> None:
+        pass
+
+
+class Simulation:
+    """Feeds requests at their times and keeps a timeline of each."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        cost: Cost,
+        *,
+        num_blocks: int = 100_000,
+        max_model_len: int = 200_000,
+        max_steps_ahead: int = 1,
+        max_queued_requests: int | None = None,
+    ) -> None:
+        info = runner_info(
+            num_blocks=num_blocks, max_model_len=max_model_len, max_steps_ahead=max_steps_ahead
+        )
+        self.runner = SimulatedRunner(info, cost)
+        self.blocks = BlockManager(num_blocks, info.block_size)
+        self.scheduler = Scheduler(limits, self.blocks)
+        self.engine = Engine(
+            self.runner, self.scheduler, self.blocks, clock=lambda: self.runner.now_s
+        )
+        self.timelines: dict[str, Timeline] = {}
+        self.refused = 0
+        self._max_queued = max_queued_requests
+
+    def run(self, arrivals: Iterable[tuple[float, Request]]) -> list[Timeline]:
+        """Until all have ended. `arrivals` are seconds from now."""
+        start_s = self.runner.now_s
+        ahead = [(start_s + at_s, number, request) for number, (at_s, request) in
+                 enumerate(arrivals)]  # fmt: skip
+        heapq.heapify(ahead)
+        while ahead or self.engine.has_work:
+            if not self.engine.has_work:
+                self.runner.now_s = max(self.runner.now_s, ahead[0][0])
+            while ahead and ahead[0][0] <= self.runner.now_s:
+                at_s, _, request = heapq.heappop(ahead)
+                self._submit(request, at_s)
+            self._note(self.engine.step())
+        return list(self.timelines.values())
+
+    def _submit(self, request: Request, at_s: float) -> None:
+        if self._max_queued is not None and self.scheduler.num_waiting >= self._max_queued:
+            self.refused += 1
+            return
+        self.timelines[request.request_id] = Timeline(request, at_s)
+        self.engine.submit(request)
+
+    def _note(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            timeline = self.timelines[output.request_id]
+            timeline.token_times_s += [self.runner.now_s] * len(output.token_ids)
+            if output.is_last:
+                timeline.ended_s = self.runner.now_s
