@@ -388,7 +388,10 @@ class Scheduler:
         if has_seat and self._blocks.blocks_for(first.num_tokens) <= self._blocks.num_free:
             return
         victim = self._least_urgent(now_s)
-        if victim.objective.priority > first.objective.priority:
+        # Whoever came in by its age would at once be put down again, for ever.
+        if victim.objective.priority > first.objective.priority and not self._is_aged(
+            victim, now_s
+        ):
             self._put_down(victim)
 
     def _put_down(self, request: Request) -> None:

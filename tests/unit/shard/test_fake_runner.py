@@ -40,6 +40,13 @@ BASE = SamplingParams(temperature=1.0, seed=1)
         {"top_k": 5},
         {"top_p": 0.5},
         {"min_p": 0.5},
+        {"typical_p": 0.5},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": ((5, 1.0),)},
+        {"bad_words": ((5, 6, 7),)},
+        {"allowed_token_ids": tuple(range(1, EOS_ID))},
         {"seed": 2},
     ],
     ids=lambda change: next(iter(change)),
@@ -51,6 +58,19 @@ def test_every_sampling_parameter_changes_the_tokens(change: dict[str, Any]) -> 
 
     assert tokens(BASE) == tokens(BASE)
     assert tokens(BASE) != tokens(dataclasses.replace(BASE, **change))
+
+
+def test_no_sampling_parameter_is_left_out_above() -> None:
+    (mark,) = test_every_sampling_parameter_changes_the_tokens.pytestmark
+    tried = {name for change in mark.args[1] for name in change}
+    assert tried == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_min_tokens_changes_the_token_and_logprobs_do_not() -> None:
+    request = make_request(prompt=[1, 2, 3])
+    assert _token(request) != _token(dataclasses.replace(request, min_tokens=5))
+    scored = dataclasses.replace(request, logprobs=3, logprob_token_ids=(5,))
+    assert _token(request) == _token(scored)
 
 
 def test_prompt_output_and_their_border_change_the_token() -> None:
@@ -78,6 +98,64 @@ def test_only_allowed_ids_come_out() -> None:
     for seed in range(20):
         sampling = dataclasses.replace(allowed, seed=seed)
         assert _token(dataclasses.replace(make_request(), sampling=sampling)) in (7, 8)
+
+
+def test_a_bad_word_is_never_completed() -> None:
+    words = ((7, 8), (8, 7), (7, 7, 7), (10,))
+    sampling = dataclasses.replace(BASE, allowed_token_ids=(7, 8, 9, 10), bad_words=words)
+    request = dataclasses.replace(make_request(prompt=[7]), sampling=sampling)
+    runner = _runner()
+    for _ in range(200):
+        request.token_ids.append(_token(request, runner))
+    output = tuple(request.token_ids[1:])
+    assert set(output) == {7, 8, 9}
+    for word in words:
+        assert not any(output[i : i + len(word)] == word for i in range(len(output)))
+
+
+def test_nothing_ends_a_sequence_before_min_tokens() -> None:
+    runner = FakeRunner(runner_info(), range(EOS_ID), step_s=0.0, eos_rate=1.0)
+    request = make_request(stop_token_ids=[EOS_ID, *range(500)])
+    request = dataclasses.replace(request, min_tokens=50)
+    for _ in range(50):
+        token_id = _token(request, runner)
+        assert token_id not in request.stop_token_ids
+        request.token_ids.append(token_id)
+    assert _token(request, runner) == EOS_ID
+
+
+def test_nothing_left_to_draw_is_an_error_of_that_row() -> None:
+    sampling = dataclasses.replace(BASE, allowed_token_ids=(7, 8), bad_words=((7,), (5, 8)))
+    request = dataclasses.replace(make_request(output=[4, 5]), sampling=sampling)
+    runner = _runner()
+    runner.launch(StepPlan((_row(request), _row(make_request()))))
+    bad, good = runner.collect()
+    assert bad.token_id is None
+    assert bad.error == "the sampling parameters leave no token to draw at position 2"
+    assert good.error is None
+
+
+def test_requested_logprobs_are_those_of_the_list() -> None:
+    request = make_request(logprobs=20)
+    runner = _runner()
+    runner.launch(StepPlan((_row(request),)))
+    listed = runner.collect()[0].logprobs
+    assert listed is not None
+    asked = dataclasses.replace(request, logprob_token_ids=tuple(listed.top_token_ids[::-1]))
+    runner.launch(StepPlan((_row(asked),)))
+    found = runner.collect()[0].logprobs
+    assert found is not None
+    assert found.requested == listed.top_logprobs[::-1]
+
+
+def test_a_step_back_gives_the_same_token_again() -> None:
+    runner = _runner()
+    request = make_request()
+    for _ in range(5):
+        request.token_ids.append(_token(request, runner))
+    back = ScheduledRequest(request, 0, request.num_prompt_tokens + 2, samples=True)
+    runner.launch(StepPlan((back,)))
+    assert runner.collect()[0].token_id == request.token_ids[request.num_prompt_tokens + 2]
 
 
 def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token() -> None:

@@ -9,12 +9,15 @@ from support.engines import runner_info
 
 from penstock_shard import link
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import FinishReason, SamplingParams
+from penstock_shard.request import FinishReason, Objective, SamplingParams
 from penstock_shard.runner.base import Logprobs
 
 SUBMIT = link.Submit(
-    "id", 2, b"\x01\x00\x00\x00", b"", SamplingParams(0.5, 3, 0.25, 0.1, 2**64 - 1, (1, 2)),
-    7, [5], 0, None, "salt",
+    "id", 2, b"\x01\x00\x00\x00", b"",
+    SamplingParams(
+        0.5, 3, 0.25, 0.1, 2**64 - 1, (1, 2), 0.9, 1.1, 0.5, -0.5, ((3, 1.5),), ((1,), (2, 3))
+    ),
+    7, [5], 0, None, "salt", 4, (9,), Objective(-1, 2.0, 0.5, 0.25, True),
 )  # fmt: skip
 
 
@@ -37,7 +40,16 @@ def test_a_server_that_is_gone_is_none() -> None:
 
 async def test_messages_from_the_engine_arrive_as_they_were_sent() -> None:
     output = link.Output(
-        "id", 1, 4, [7], Logprobs([-0.5], [1], 1, [7], [-0.5]), None, 1, 3, FinishReason.STOP, 7
+        "id",
+        1,
+        4,
+        [7],
+        Logprobs([-0.5], [1], 1, [7], [-0.5], [-2.0]),
+        None,
+        1,
+        3,
+        FinishReason.STOP,
+        7,
     )
     failed = link.Output("other", 0, 0, [], error=link.Error(3, "why", "f", "v", "b"))
     messages: list[link.FromEngine] = [

@@ -156,6 +156,20 @@ def test_a_class_does_not_take_the_seat_of_its_own() -> None:
     assert first.preemptions == 0
 
 
+def test_whoever_came_in_by_its_age_keeps_its_seat_until_it_has_a_token() -> None:
+    limits = SchedulerLimits(1, 16, aging_s=1.0)
+    simulation = Simulation(limits, _COST)
+    old = make_request("old", range(100), max_tokens=2)
+    old.objective = Objective(priority=1)
+    favoured = []
+    for i in range(40):
+        request = make_request(str(i), range(i, i + 40), max_tokens=20)
+        request.objective = Objective(priority=-1)
+        favoured.append((0.1 * i, request))
+    timelines = simulation.run([*favoured, (0.0, old)])
+    assert next(t for t in timelines if t.request is old).first_token_s < 3.0
+
+
 @pytest.mark.parametrize("objective", [Objective(priority=-1), Objective(latency_sensitive=True)])
 def test_a_stream_of_favoured_requests_starves_nobody_beyond_the_bound(
     objective: Objective,

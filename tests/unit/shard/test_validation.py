@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import runner_info
+from support.budget import budget, seeded
+from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.link import Submit
+from penstock_shard.request import NO_OBJECTIVE, Objective, SamplingParams
 from penstock_shard.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5)
@@ -18,13 +24,15 @@ CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5)
 def _incoming(**fields: Any) -> IncomingRequest:
     prompt = np.array(fields.pop("prompt", [1, 2]), dtype="<u4")
     output = np.array(fields.pop("output", []), dtype="<u4")
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         if name in fields:
             fields[name] = np.array(fields[name], dtype="<u4")
+    if "bad_words" in fields:
+        fields["bad_words"] = [np.array(word, dtype="<u4") for word in fields["bad_words"]]
     return IncomingRequest("id", 0, prompt, output, **fields)
 
 
-def _check(incoming: IncomingRequest, **defaults: float):
+def _check(incoming: IncomingRequest, **defaults: float) -> Submit:
     info = dataclasses.replace(runner_info(max_model_len=100), default_sampling=defaults)
     return check(incoming, info, CONFIG)
 
@@ -43,8 +51,64 @@ def test_a_given_zero_is_not_an_absent_value() -> None:
 
 
 def test_greedy_forgets_what_would_only_matter_for_drawing() -> None:
-    first = _check(_incoming(temperature=1e-6, seed=1, top_p=0.5)).sampling
-    assert first == _check(_incoming(temperature=0.0, seed=2, top_k=4)).sampling
+    first = _check(_incoming(temperature=1e-6, seed=1, top_p=0.5, min_p=0.1)).sampling
+    assert first == _check(_incoming(temperature=0.0, seed=2, top_k=4, typical_p=0.3)).sampling
+    assert first == SamplingParams(temperature=0.0)
+
+
+def test_greedy_keeps_what_changes_the_most_likely_token() -> None:
+    sampling = _check(
+        _incoming(
+            temperature=0.0,
+            repetition_penalty=1.5,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={7: 1.0},
+            bad_words=[[1, 2]],
+            allowed_token_ids=[4, 5],
+        )
+    ).sampling
+    assert sampling == SamplingParams(
+        temperature=0.0,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias=((7, 1.0),),
+        bad_words=((1, 2),),
+        allowed_token_ids=(4, 5),
+    )
+
+
+def test_a_models_repetition_penalty_and_typical_p_are_defaults() -> None:
+    sampling = _check(_incoming(), repetition_penalty=1.2, typical_p=0.9).sampling
+    assert (sampling.repetition_penalty, sampling.typical_p) == (1.2, 0.9)
+    sampling = _check(_incoming(repetition_penalty=1.0), repetition_penalty=1.2).sampling
+    assert sampling.repetition_penalty == 1.0
+
+
+def test_logit_bias_has_one_order() -> None:
+    first = _check(_incoming(logit_bias={9: 1.0, 3: -2.0})).sampling
+    assert first.logit_bias == ((3, -2.0), (9, 1.0))
+    assert first == _check(_incoming(logit_bias={3: -2.0, 9: 1.0})).sampling
+
+
+def test_an_objective_is_carried_whole_and_none_is_none() -> None:
+    wish = _incoming(
+        priority=-3, deadline_ms=1500, time_to_first_token_s=0.5, seconds_between_tokens=0.1,
+        latency_sensitive=True,
+    )  # fmt: skip
+    assert _check(wish).objective == Objective(-3, 1.5, 0.5, 0.1, True)
+    assert _check(_incoming()).objective == NO_OBJECTIVE
+
+
+def test_requested_ids_bring_the_chosen_tokens_logprob_with_them() -> None:
+    submit = _check(_incoming(logprob_token_ids=[8, 3]))
+    assert (submit.logprobs, submit.logprob_token_ids) == (0, (8, 3))
+    assert _check(_incoming(logprob_token_ids=[8], logprobs=2)).logprobs == 2
+
+
+def test_min_tokens_may_be_as_many_as_max_tokens() -> None:
+    assert _check(_incoming(min_tokens=5, max_tokens=5)).min_tokens == 5
 
 
 def test_without_max_tokens_the_context_is_the_bound() -> None:
@@ -91,7 +155,19 @@ def test_both_names_of_the_model_are_served() -> None:
         ({"stop_token_ids": (1000,)}, "stop_token_ids", 3, "0..999"),
         ({"stop_token_ids": (1,) * 1025}, "stop_token_ids", 3, "1024"),
         ({"allowed_token_ids": (1000,)}, "allowed_token_ids", 3, "0..999"),
-        ({"features": {"logit_bias": "1 ids"}}, "logit_bias", 9, ""),
+        (
+            {"allowed_token_ids": (5, 6), "bad_words": ([5], [6], [1, 2])},
+            "allowed_token_ids",
+            3,
+            "neither bad_words nor min_tokens",
+        ),
+        (
+            {"allowed_token_ids": (EOS_ID, 6), "min_tokens": 2, "stop_token_ids": (6,)},
+            "allowed_token_ids",
+            3,
+            "neither bad_words nor min_tokens",
+        ),
+        ({"features": {"adapter": "lora"}}, "adapter", 9, ""),
     ],
 )
 def test_what_is_out_of_bounds_names_field_value_and_bound(
@@ -106,6 +182,102 @@ def test_what_is_out_of_bounds_names_field_value_and_bound(
     assert field in error.message or field == "model"
 
 
+def test_what_min_tokens_rules_out_may_come_once_they_are_there() -> None:
+    fields: dict[str, Any] = {"allowed_token_ids": (6,), "stop_token_ids": (6,), "min_tokens": 1}
+    assert _check(_incoming(output=[3], **fields)).min_tokens == 1
+
+
+# Of each field: values that are allowed, and values that are not with a part of the bound.
+Make = Callable[[random.Random], Any]
+_NOT_NUMBERS = (math.nan, math.inf, -math.inf)
+
+
+def _outside(low: float, high: float, *more: float) -> Make:
+    def make(rng: random.Random) -> float:
+        distance = rng.choice([1e-6, 1.0, 1e6, 1e30])
+        return rng.choice([low - distance, high + distance, *_NOT_NUMBERS, *more])
+
+    return make
+
+
+def _ids(most: int) -> Make:
+    return lambda rng: rng.choices(range(VOCAB_SIZE), k=rng.randint(1, most))
+
+
+def _with_strange_id(most: int) -> Make:
+    return lambda rng: [
+        *rng.choices(range(VOCAB_SIZE), k=rng.randrange(most)),
+        rng.randint(VOCAB_SIZE, 2**32 - 1),
+    ]
+
+
+FIELDS: dict[str, tuple[Make, Make, str]] = {
+    "temperature": (lambda r: r.uniform(0, 100), _outside(0, 100), "0..100"),
+    "top_p": (lambda r: 1 - r.random(), _outside(0, 1, 0.0), "above 0, at most 1"),
+    "min_p": (lambda r: r.random(), _outside(0, 1), "0..1"),
+    "typical_p": (lambda r: 1 - r.random(), _outside(0, 1, 0.0), "above 0, at most 1"),
+    "repetition_penalty": (
+        lambda r: r.choice([1e-30, 0.5, 1.3, 1e30]),
+        _outside(0, math.inf, 0.0),
+        "above 0, finite",
+    ),
+    "presence_penalty": (lambda r: r.uniform(-2, 2), _outside(-2, 2), "-2..2"),
+    "frequency_penalty": (lambda r: r.uniform(-2, 2), _outside(-2, 2), "-2..2"),
+    "top_k": (lambda r: r.randint(-1, 10**9), lambda r: -r.randint(2, 10**9), "at least -1"),
+    "logit_bias": (
+        lambda r: {i: r.uniform(-100, 100) for i in range(r.randrange(9))},
+        lambda r: r.choice([{5: _outside(-100, 100)(r)}, {VOCAB_SIZE + r.randrange(9): 1.0}]),
+        "",
+    ),
+    "bad_words": (
+        lambda r: [_ids(64)(r) for _ in range(r.randint(0, 9))],
+        lambda r: r.choice([[[1], []], [[1] * 65], [[1]] * 1025, [[2], _with_strange_id(9)(r)]]),
+        "",
+    ),
+    "stop_token_ids": (
+        _ids(1024), lambda r: r.choice([[1] * 1025, _with_strange_id(9)(r)]), ""
+    ),
+    "logprob_token_ids": (
+        _ids(1024), lambda r: r.choice([[1] * 1025, _with_strange_id(9)(r)]), ""
+    ),
+    "allowed_token_ids": (
+        lambda r: range(VOCAB_SIZE), lambda r: r.choice([[1] * 1001, _with_strange_id(9)(r)]), ""
+    ),
+    "min_tokens": (lambda r: r.randint(0, 90), lambda r: r.randint(91, 2**32 - 1), "0..90"),
+    "priority": (
+        lambda r: r.randint(-1000, 1000),
+        lambda r: r.choice([-1, 1]) * r.randint(1001, 2**31 - 1),
+        "-1000..1000",
+    ),
+    "time_to_first_token_s": (
+        lambda r: r.uniform(1e-3, 1e6), _outside(0, math.inf, 0.0), "above 0, finite"
+    ),
+    "seconds_between_tokens": (
+        lambda r: r.uniform(1e-3, 1e6), _outside(0, math.inf, 0.0), "above 0, finite"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_any_value_out_of_bounds_is_refused_beside_any_that_are_not(name: str) -> None:
+    rng = seeded(name)
+    for _ in range(budget(50, 2000)):
+        others = rng.sample(sorted(FIELDS.keys() - {name}), k=rng.randint(0, 6))
+        fields = {other: FIELDS[other][0](rng) for other in others}
+        fields["max_tokens"] = 90
+        good = FIELDS[name][0](rng)
+        _check(_incoming(**fields, **{name: good}))
+        bad = FIELDS[name][1](rng)
+        with pytest.raises(Refusal) as caught:
+            _check(_incoming(**fields, **{name: bad}))
+        error = caught.value.error
+        assert (error.code, error.field) == (3, name)
+        assert error.value
+        assert error.bound
+        assert FIELDS[name][2] in error.bound
+        assert all(part in error.message for part in (name, error.value, error.bound))
+
+
 def test_a_huge_value_is_not_echoed_whole() -> None:
     with pytest.raises(Refusal) as caught:
         _check(_incoming(model="x" * 100_000))
@@ -113,6 +285,36 @@ def test_a_huge_value_is_not_echoed_whole() -> None:
 
 
 def test_a_capability_that_is_missing_is_named() -> None:
-    info = dataclasses.replace(runner_info(), capabilities=frozenset())
-    with pytest.raises(Refusal, match="logprobs is not served"):
-        check(_incoming(logprobs=0), info, CONFIG)
+    asked: dict[str, Any] = {
+        "logprobs": 0,
+        "prompt_logprobs": 0,
+        "typical_p": 0.5,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": math.nan,
+        "logit_bias": {1: 0.0},
+        "bad_words": [[1]],
+        "allowed_token_ids": [1],
+        "min_tokens": 1,
+        "logprob_token_ids": [1],
+        "priority": 1,
+        "time_to_first_token_s": 1.0,
+        "seconds_between_tokens": 1.0,
+        "latency_sensitive": True,
+    }
+    info = runner_info()
+    assert asked.keys() <= info.capabilities
+    for name, value in asked.items():
+        without = dataclasses.replace(info, capabilities=info.capabilities - {name})
+        with pytest.raises(Refusal, match=f"^{name} is not served by this shard$") as caught:
+            check(_incoming(**{name: value}), without, CONFIG)
+        assert (caught.value.error.code, caught.value.error.field) == (9, name)
+
+
+def test_neutral_values_need_no_capability() -> None:
+    without = dataclasses.replace(runner_info(), capabilities=frozenset())
+    neutral = _incoming(
+        typical_p=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+        min_tokens=0, priority=0, latency_sensitive=False,
+    )  # fmt: skip
+    assert check(neutral, without, CONFIG).sampling == SamplingParams()

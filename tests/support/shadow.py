@@ -1,0 +1,74 @@
+"""A runner that keeps the KV memory a model would have, and checks every read of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from penstock_shard.request import Request, RequestState
+from penstock_shard.runner.base import RowResult, Runner, ScheduledRequest, StepPlan
+
+# What a slot holds: the token there and, as a number, all tokens before it.
+_Content = tuple[int, int] | None
+
+
+class ShadowRunner:
+    """Around another runner. A row writes its tokens into the slots of its blocks, then must find
+    there all tokens before them: whoever shares, frees or reuses a block wrongly is caught.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.info = runner.info
+        self._runner = runner
+        self._memory: list[_Content] = [None] * (self.info.num_blocks * self.info.block_size)
+        self._launched: deque[tuple[StepPlan, list[list[int]]]] = deque()
+        self.released: list[Request] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        # As they are now: later the engine may have changed them.
+        tables = [list(row.request.block_ids) for row in plan.rows]
+        self._launched.append((plan, tables))
+        self._runner.launch(plan)
+
+    def collect(self) -> Sequence[RowResult]:
+        plan, tables = self._launched.popleft()
+        for row, table in zip(plan.rows, tables, strict=True):
+            self._write(row, table)
+        for row, table in zip(plan.rows, tables, strict=True):
+            if row.request.state is not RequestState.ENDED:
+                self._check(row, table)
+        return self._runner.collect()
+
+    def release(self, request: Request) -> None:
+        assert request.num_steps_in_flight == 0, f"{request.request_id} is in flight"
+        self.released.append(request)
+        self._runner.release(request)
+
+    def _slot(self, table: list[int], position: int) -> int:
+        size = self.info.block_size
+        return table[position // size] * size + position % size
+
+    def _write(self, row: ScheduledRequest, table: list[int]) -> None:
+        contents = _contents(row.request)
+        for position in range(row.start, row.start + row.count):
+            # Of an aborted request the last token may never have come back.
+            known = position < len(contents)
+            self._memory[self._slot(table, position)] = contents[position] if known else None
+
+    def _check(self, row: ScheduledRequest, table: list[int]) -> None:
+        contents = _contents(row.request)
+        for position in range(row.start + row.count):
+            found = self._memory[self._slot(table, position)]
+            assert found == contents[position], (
+                f"request {row.request.request_id}, position {position}: block "
+                f"{table[position // self.info.block_size]} holds {found}, not {contents[position]}"
+            )
+
+
+def _contents(request: Request) -> list[tuple[int, int]]:
+    contents = []
+    before = hash(request.cache_salt)
+    for token_id in request.token_ids:
+        contents.append((token_id, before))
+        before = hash((before, token_id))
+    return contents

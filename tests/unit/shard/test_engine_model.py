@@ -1,0 +1,257 @@
+"""The engine against a model of it: whatever is submitted, aborted and put down, in any order.
+
+What must hold: a request's tokens are those it would get alone; each has one ending, and nothing
+comes after it; blocks are accounted for exactly, and hold what their readers think they hold.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.budget import budget, seeded
+from support.engines import EOS_ID, make_request, runner_info
+from support.shadow import ShadowRunner
+
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.request import FinishReason, Objective, Request
+from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+_EOS_RATE = 0.05
+_MAX_MODEL_LEN = 96
+
+
+class ModelledEngine:
+    """An engine with a small cache, and what it may say."""
+
+    def __init__(
+        self, num_blocks: int, max_num_seqs: int, max_batched: int, max_steps_ahead: int
+    ) -> None:
+        self.now_s = 1.0
+        info = runner_info(
+            num_blocks=num_blocks, max_model_len=_MAX_MODEL_LEN, max_steps_ahead=max_steps_ahead
+        )
+        fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE)
+        self.runner = ShadowRunner(fake)
+        self.blocks = BlockManager(num_blocks, info.block_size, weights_hash="fake")
+        limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2), aging_s=5.0)
+        self.scheduler = Scheduler(limits, self.blocks)
+        self.engine = Engine(self.runner, self.scheduler, self.blocks, clock=lambda: self.now_s)
+        self.live: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.endings: dict[tuple[str, int], FinishReason | None] = {}
+        self.submitted: dict[tuple[str, int], Request] = {}
+
+    def submit(self, request: Request) -> None:
+        key = (request.request_id, request.attempt)
+        self.submitted[key] = request
+        self.tokens[key] = []
+        self.live[request.request_id] = request
+        self.engine.submit(request)
+
+    def abort(self, name: str) -> None:
+        self.engine.abort(name, self.live[name].attempt)
+
+    def step(self) -> None:
+        self.now_s += 0.1
+        for output in self.engine.step():
+            key = (output.request_id, output.attempt)
+            assert key not in self.endings, f"{key} said something after its end"
+            request = self.submitted[key]
+            first = request.num_delivered + len(self.tokens[key])
+            assert not output.token_ids or output.first_position == first
+            self.tokens[key] += output.token_ids
+            if output.is_last:
+                assert output.error is None
+                self.endings[key] = output.finish
+                if self.live.get(request.request_id) is request:
+                    del self.live[request.request_id]
+        self.engine.check_integrity()
+
+    def finish(self) -> None:
+        for _ in range(20_000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        self.step()
+        assert not self.engine.has_work
+        assert set(self.endings) == set(self.submitted)
+        assert self.blocks.num_referenced == 0
+        assert self.scheduler.num_queued_tokens == 0
+        # An attempt that ended before it was queued was never handed to the runner.
+        assert len(self.runner.released) == len(set(self.runner.released))
+        for key, tokens in self.tokens.items():
+            expected = _alone(self.submitted[key])
+            whole = self.endings[key] is not FinishReason.ABORTED
+            assert tokens == (expected if whole else expected[: len(tokens)]), key
+
+
+def _alone(request: Request) -> list[int]:
+    """What the request gives on an engine of its own."""
+    delivered = request.num_prompt_tokens + request.num_delivered
+    copy = make_request(
+        "alone",
+        request.token_ids[: request.num_prompt_tokens],
+        output=request.token_ids[request.num_prompt_tokens : delivered],
+        max_tokens=request.max_tokens,
+        seed=request.sampling.seed,
+        stop_token_ids=sorted(request.stop_token_ids),
+    )
+    alone = ModelledEngine(16, 1, 256, 0)
+    tokens: list[int] = []
+    alone.engine.submit(copy)
+    while alone.engine.has_work:
+        for output in alone.engine.step():
+            tokens += output.token_ids
+    return tokens
+
+
+_OBJECTIVES = st.one_of(
+    st.none(),
+    st.builds(
+        Objective,
+        priority=st.integers(-1, 1),
+        deadline_s=st.none() | st.floats(0.1, 10),
+        time_to_first_token_s=st.none() | st.floats(0.1, 3),
+        seconds_between_tokens=st.none() | st.floats(1e-4, 1),
+        latency_sensitive=st.booleans(),
+    ),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Hypothesis chooses what happens, and shrinks what goes wrong."""
+
+    @initialize(
+        num_blocks=st.integers(6, 14),
+        max_num_seqs=st.integers(1, 6),
+        max_batched=st.sampled_from((8, 16, 64)),
+        max_steps_ahead=st.integers(0, 2),
+    )
+    def build(
+        self, num_blocks: int, max_num_seqs: int, max_batched: int, max_steps_ahead: int
+    ) -> None:
+        self.modelled = ModelledEngine(num_blocks, max_num_seqs, max_batched, max_steps_ahead)
+        self.count = 0
+
+    @rule(
+        start=st.integers(0, 1),
+        num_prompt_tokens=st.integers(1, 60),
+        max_tokens=st.integers(1, 30),
+        salt=st.sampled_from(("", "", "other")),
+        objective=_OBJECTIVES,
+        scored=st.booleans(),
+    )
+    def submit(
+        self,
+        start: int,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        salt: str,
+        objective: Objective | None,
+        scored: bool,
+    ) -> None:
+        self.count += 1
+        prompt = range(start, start + num_prompt_tokens)
+        request = make_request(
+            str(self.count),
+            prompt,
+            max_tokens=max_tokens,
+            seed=self.count % 3,
+            cache_salt=salt,
+            prompt_logprobs=1 if scored else None,
+        )
+        if objective is not None:
+            request.objective = objective
+        self.modelled.submit(request)
+
+    @precondition(lambda self: self.modelled.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.modelled.abort(data.draw(st.sampled_from(sorted(self.modelled.live))))
+
+    @precondition(lambda self: self.modelled.live)
+    @rule(data=st.data())
+    def take_over(self, data: st.DataObject) -> None:
+        """A higher attempt goes on where the lower one was."""
+        name = data.draw(st.sampled_from(sorted(self.modelled.live)))
+        lower = self.modelled.live[name]
+        output = lower.token_ids[lower.num_prompt_tokens :]
+        self.modelled.submit(
+            make_request(
+                name,
+                lower.token_ids[: lower.num_prompt_tokens],
+                output=output,
+                attempt=lower.attempt + 1,
+                max_tokens=lower.max_tokens,
+                seed=lower.sampling.seed,
+            )
+        )
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.modelled.step()
+
+    @invariant()
+    def the_accounts_are_exact(self) -> None:
+        if hasattr(self, "modelled"):
+            self.modelled.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "modelled"):
+            self.modelled.finish()
+
+
+TestEngineAgainstItsModel = EngineMachine.TestCase
+TestEngineAgainstItsModel.settings = settings(
+    max_examples=budget(40, 3000),
+    stateful_step_count=budget(40, 100),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+def test_minutes_of_random_traffic_under_a_small_cache_keep_every_account() -> None:
+    """Ten of them in `make soak`."""
+    rng = seeded("engine soak")
+    until_s = time.monotonic() + budget(4, 600)
+    rounds = preemptions = 0
+    while time.monotonic() < until_s:
+        modelled = ModelledEngine(
+            rng.randint(7, 16), rng.randint(1, 8), rng.choice((8, 32, 128)), rng.randint(0, 1)
+        )
+        _random_traffic(modelled, rng)
+        modelled.finish()
+        rounds += 1
+        preemptions += modelled.scheduler.preemptions_total
+    print(f"{rounds} rounds, {preemptions} preemptions")
+    assert preemptions > 0
+
+
+def _random_traffic(modelled: ModelledEngine, rng: random.Random) -> None:
+    for number in range(60):
+        request = make_request(
+            str(number),
+            [rng.randrange(2) for _ in range(rng.randint(1, 60))],
+            max_tokens=rng.randint(1, 36),
+            seed=rng.randrange(4),
+            cache_salt=rng.choice(("", "a")),
+        )
+        if rng.random() < 0.3:
+            request.objective = Objective(
+                priority=rng.randint(-1, 1),
+                deadline_s=rng.choice((None, 0.5, 3.0)),
+                seconds_between_tokens=rng.choice((None, 0.01, 0.5)),
+            )
+        modelled.submit(request)
+        if modelled.live and rng.random() < 0.3:
+            modelled.abort(rng.choice(sorted(modelled.live)))
+        for _ in range(rng.choice((0, 1, 1, 2, 5))):
+            modelled.step()
