@@ -102,3 +102,62 @@ def test_prompt_logprobs_compute_the_whole_prompt_although_it_is_cached() -> Non
     under_test.run()
     cached = {o.request_id: o.cached_tokens for o in under_test.outputs if o.first_position == 0}
     assert cached == {"first": 0, "cached": 32, "scored": 0}
+
+
+def test_two_identical_prompts_in_one_step_share_their_blocks() -> None:
+    under_test = make_engine(max_num_batched_tokens=256)
+    first, second = make_request("first", range(70)), make_request("second", range(70))
+    for request in (first, second):
+        under_test.scheduler.add(request)
+    plan = under_test.scheduler.schedule()
+    assert _rows(plan) == [("first", 0, 70, True), ("second", 64, 6, True)]
+    assert second.block_ids[:4] == first.block_ids[:4]
+    assert second.cached_tokens == 64
+
+
+def test_prompts_scored_in_several_passes_are_shared_only_once_they_are_computed() -> None:
+    under_test = make_engine(max_num_batched_tokens=256)
+    scheduler = under_test.scheduler
+    scored = make_request("scored", range(70), prompt_logprobs=0)
+    for request in (scored, make_request("plain", range(70))):
+        scheduler.add(request)
+    assert _rows(scheduler.schedule())[1] == ("plain", 0, 70, True)
+
+
+def test_the_next_step_is_scheduled_before_the_token_of_the_last_has_come_back() -> None:
+    under_test = make_engine()
+    scheduler = under_test.scheduler
+    request = make_request("a", range(10), max_tokens=3)
+    scheduler.add(request)
+    plans = [scheduler.schedule() for _ in range(4)]
+    assert [_rows(plan) for plan in plans] == [
+        [("a", 0, 10, True)],
+        [("a", 10, 1, True)],
+        [("a", 11, 1, True)],
+        [],
+    ]
+    assert (request.num_pending, request.num_output_tokens) == (3, 0)
+    for plan in plans[:3]:
+        _collect(scheduler, plan)
+    assert (request.num_pending, request.num_output_tokens) == (0, 3)
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
+    under_test = make_engine()
+    runner = under_test.engine._runner
+    calls: list[str] = []
+    launch, collect = runner.launch, runner.collect
+
+    def note_launch(plan) -> None:
+        calls.append("launch")
+        launch(plan)
+
+    def note_collect():
+        calls.append("collect")
+        return collect()
+
+    runner.launch, runner.collect = note_launch, note_collect
+    under_test.engine.submit(make_request(max_tokens=4))
+    under_test.run()
+    expected = ["launch", *["launch", "collect"] * 3, "collect"]
+    assert calls == expected
