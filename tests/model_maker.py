@@ -66,6 +66,22 @@ _OPT: dict[str, Any] = {
     "pad_token_id": 2,
     "init_std": 0.3,
 }
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# Keys and values of different sizes, dense and expert layers, latent attention.
+_DEEPSEEK: dict[str, Any] = {
+    **_SMALL,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 # Family -> model type of transformers, and configuration values.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SMALL),
@@ -96,6 +112,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "phi3": ("phi3", {**_SMALL, "rope_parameters": _PARTIAL_ROPE}),
+    "mixtral": ("mixtral", {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("deepseek_v2", _DEEPSEEK),
+    "phi": ("phi", _SMALL),
+    "olmo": ("olmo", _SMALL),
     "opt": ("opt", _OPT),
     "gpt2": ("gpt2", _GPT2),
     # Not served; see tests/models/test_gate.py.
@@ -130,6 +151,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 12,
             "num_attention_heads": 12,
             "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+        },
+    ),
+    "llama-3m": (
+        "llama",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
             "max_position_embeddings": 2048,
             "bos_token_id": 0,
             "eos_token_id": 1,
