@@ -1,0 +1,185 @@
+"""A request gives the same tokens and log-probabilities, bit for bit, whatever runs beside it.
+
+Not only nearly: a request that is taken up elsewhere goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from models.driver import load
+from safetensors.torch import load_file, save_file
+from support.budget import budget, seeded
+
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.link import Output
+from penstock_shard.request import Request, RequestState, SamplingParams
+from penstock_shard.runner.base import Runner
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+_STOP = frozenset({1})
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request before it is made: each run needs a fresh one."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    min_tokens: int
+    logprobs: int
+
+    def request(self, name: str) -> Request:
+        return Request(
+            request_id=name,
+            attempt=0,
+            token_ids=list(self.prompt),
+            num_prompt_tokens=len(self.prompt),
+            num_delivered=0,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            stop_token_ids=_STOP,
+            min_tokens=self.min_tokens,
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass
+class _Answer:
+    token_ids: list[int]
+    chosen: list[float]
+    top_ids: list[int]
+    top: list[float]
+
+    def take(self, output: Output) -> None:
+        assert output.error is None
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.chosen += output.logprobs.chosen
+            self.top_ids += output.logprobs.top_token_ids
+            self.top += output.logprobs.top_logprobs
+
+
+def _random_sampling(rng: random.Random, vocabulary: int) -> SamplingParams:
+    def maybe(value: object, neutral: object) -> object:
+        return value if rng.random() < 0.35 else neutral
+
+    some = tuple(rng.sample(range(vocabulary), 40))
+    values = {
+        "temperature": rng.choice((0.0, 0.3, 1.0, 1.7)),
+        "top_k": maybe(rng.choice((1, 5, 70)), 0),
+        "top_p": maybe(rng.uniform(0.2, 0.99), 1.0),
+        "min_p": maybe(rng.uniform(0.01, 0.3), 0.0),
+        "typical_p": maybe(rng.uniform(0.2, 0.95), 1.0),
+        "repetition_penalty": maybe(rng.uniform(0.8, 1.5), 1.0),
+        "presence_penalty": maybe(rng.uniform(-1, 1), 0.0),
+        "frequency_penalty": maybe(rng.uniform(-1, 1), 0.0),
+        "logit_bias": maybe(tuple((i, rng.uniform(-3, 3)) for i in some[:5]), ()),
+        "bad_words": maybe(((some[5],), (some[6], some[7])), ()),
+        "allowed_token_ids": maybe(some, ()),
+        "seed": rng.randrange(2**64),
+    }
+    return SamplingParams(**values)  # type: ignore[arg-type]
+
+
+def _random_requests(rng: random.Random, count: int, vocabulary: int) -> list[_Asked]:
+    shared = [rng.randrange(3, vocabulary) for _ in range(64)]
+    asked = []
+    for _ in range(count):
+        start = shared[: rng.choice((0, 0, 16, 40, 64))]
+        own = [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, 50))]
+        max_tokens = rng.randint(1, 24)
+        asked.append(
+            _Asked(
+                (*start, *own),
+                _random_sampling(rng, vocabulary),
+                max_tokens,
+                rng.randint(0, max_tokens),
+                rng.choice((0, 3)),
+            )
+        )
+    return asked
+
+
+def _serve(
+    runner: Runner,
+    asked: Sequence[_Asked],
+    *,
+    chunk: int,
+    at_once: int,
+    prefix_caching: bool = False,
+    put_downs: random.Random | None = None,
+) -> list[_Answer]:
+    """Serve all, at most `at_once` together; with `put_downs`, each is put down up to 3 times."""
+    info = runner.info
+    blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=prefix_caching)
+    scheduler = Scheduler(SchedulerLimits(at_once, max(chunk, at_once), chunk), blocks)
+    engine = Engine(runner, scheduler, blocks)
+    requests = [item.request(str(number)) for number, item in enumerate(asked)]
+    answers = [_Answer([], [], [], []) for _ in asked]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for output in engine.step():
+            answers[int(output.request_id)].take(output)
+        if put_downs is not None:
+            running = [r for r in requests if r.state is RequestState.RUNNING and r.preemptions < 3]
+            if running and put_downs.random() < 0.3:
+                scheduler._put_down(put_downs.choice(running))
+    if put_downs is not None:
+        assert sum(request.preemptions for request in requests) > len(requests) // 4
+    return answers
+
+
+def _tie_logits(directory: Path, target: Path) -> Path:
+    """The model with pairs of ids whose logits are always equal."""
+    target.mkdir()
+    for path in directory.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    weights = load_file(target / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight"):
+        if name in weights and (name == "lm_head.weight" or "lm_head.weight" not in weights):
+            head = weights[name].clone()
+            head[1::2] = head[0::2][: len(head[1::2])]
+            weights[name] = head
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"kv_cache_dtype": "float16", "threads": 2}),
+        ("llama", {"quantization": "int8"}),
+        ("gemma2", {}),
+        ("gpt2", {}),
+    ],
+)
+def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
+    family: str, settings: dict[str, object], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    rng = seeded("exact tokens")
+    runner = load(_tie_logits(model_dir(family), tmp_path / "tied"), kv_blocks=1024, **settings)
+    assert runner.info.batch_invariant
+    asked = _random_requests(rng, budget(24, 500 if family == "llama" else 100), 384)
+    alone = [_serve(runner, [item], chunk=512, at_once=1)[0] for item in asked]
+    torch.manual_seed(rng.randrange(2**32))
+    for chunk, at_once in ((1, 2), (16, 7), (512, 64)):
+        together = _serve(runner, asked, chunk=chunk, at_once=at_once)
+        assert together == alone, f"chunks of {chunk}, {at_once} at once"
+    shuffled = rng.sample(range(len(asked)), len(asked))
+    hits = _serve(runner, [asked[i] for i in shuffled], chunk=64, at_once=16, prefix_caching=True)
+    assert hits == [alone[i] for i in shuffled], "with prefix hits"
+    put_down = _serve(
+        runner, asked, chunk=16, at_once=16, prefix_caching=rng.random() < 0.5, put_downs=rng
+    )
+    assert put_down == alone, "after being put down"
