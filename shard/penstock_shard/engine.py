@@ -124,9 +124,11 @@ class Engine:
             self._runner.release(request)
 
     def _take(self, plan: StepPlan, results: Sequence[RowResult], now_s: float) -> None:
+        """Runs for every token: what is here costs each of them."""
         for row, result in zip(plan.rows, results, strict=True):
             request = row.request
-            request.num_pending -= row.samples
+            if row.samples:
+                request.num_pending -= 1
             # It ended while this step was in flight already.
             if request.state is RequestState.ENDED:
                 continue
@@ -137,7 +139,7 @@ class Engine:
             if result.prompt_logprobs is not None:
                 self._add_prompt_logprobs(output, row, result.prompt_logprobs)
             if result.token_id is not None:
-                self._add_token(output, request, result.token_id)
+                _add_token(output, request, result.token_id)
                 request.last_token_s = now_s
                 output.logprobs = result.logprobs
             elif output.prompt_logprobs is None:
@@ -162,18 +164,6 @@ class Engine:
         output.prompt_logprobs_start = request.num_prompt_logprobs_sent + 1
         request.num_prompt_logprobs_sent += len(logprobs.chosen)
 
-    def _add_token(self, output: Output, request: Request, token_id: int) -> None:
-        position = output.first_position
-        if position == request.num_delivered:
-            output.cached_tokens = request.cached_tokens
-        request.token_ids.append(token_id)
-        output.token_ids.append(token_id)
-        if token_id in request.stop_token_ids:
-            output.finish = FinishReason.STOP
-            output.stop_token_id = token_id
-        elif position + 1 >= request.max_tokens:
-            output.finish = FinishReason.LENGTH
-
     def _end(
         self, request: Request, *, finish: FinishReason | None = None, error: Error | None = None
     ) -> None:
@@ -186,8 +176,22 @@ class Engine:
             self._runner.release(request)
 
 
+def _add_token(output: Output, request: Request, token_id: int) -> None:
+    position = output.first_position
+    if position == request.num_delivered:
+        output.cached_tokens = request.cached_tokens
+    request.token_ids.append(token_id)
+    output.token_ids.append(token_id)
+    if token_id in request.stop_token_ids:
+        output.finish = FinishReason.STOP
+        output.stop_token_id = token_id
+    elif position + 1 >= request.max_tokens:
+        output.finish = FinishReason.LENGTH
+
+
 def _output(request: Request) -> Output:
-    return Output(request.request_id, request.attempt, request.num_output_tokens, [])
+    position = len(request.token_ids) - request.num_prompt_tokens
+    return Output(request.request_id, request.attempt, position, [])
 
 
 def _ending(

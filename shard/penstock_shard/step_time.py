@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 # Weight of a step against the one after it.
 _DECAY = 0.98
-_SWEEPS = 4
+_SWEEPS = 2
 # Prompt tokens first, then decode rows: what the first steps take is put down to what they compute.
 _ORDER = (2, 1, 0, 3)
 # What a step may take of what was foreseen before it counts as disturbed, and how much of it is
@@ -53,10 +53,11 @@ class StepTime:
         if self._num_seen > 16:
             seconds = min(seconds, _DISTURBED * foreseen)
         self._num_seen += 1
-        for row, value in zip(self._products, features, strict=True):
-            for column in range(4):
-                row[column] = _DECAY * row[column] + value * features[column]
         for index, value in enumerate(features):
+            self._products[index] = [
+                _DECAY * total + value * other
+                for total, other in zip(self._products[index], features, strict=True)
+            ]
             self._targets[index] = _DECAY * self._targets[index] + value * seconds
         self._solve()
 
@@ -91,7 +92,11 @@ class StepTime:
         return int(seconds / per_token) if per_token > 0 else 2**31
 
     def _dot(self, features: Sequence[float]) -> float:
-        return sum(map(float.__mul__, self._seconds, features))
+        fixed, decode, prompt_token, keys = self._seconds
+        one, num_decodes, num_prompt_tokens, num_keys = features
+        return (
+            fixed * one + decode * num_decodes + prompt_token * num_prompt_tokens + keys * num_keys
+        )
 
     def _solve(self) -> None:
         for _ in range(_SWEEPS):
