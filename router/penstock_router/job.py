@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock_client.types import GenerationRequest, SamplingParams, random_seed
+from penstock_client.types import GenerationRequest, Objective, SamplingParams, random_seed
 from penstock_router.chat_template import ChatTemplate
 from penstock_router.errors import BadRequest
 from penstock_router.models import Models, ServedModel
@@ -177,6 +177,7 @@ def _job(
                 model=model.info.model,
                 tokenizer_hash=model.info.tokenizer_hash,
                 label=options.request_id or "",
+                objective=Objective(priority=options.priority),
             )
             for choice in range(choices)
         )
@@ -219,6 +220,11 @@ def _sampling(options: Options, seed: int) -> SamplingParams:
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=options.logit_bias,
+        allowed_token_ids=options.allowed_token_ids,
         seed=seed,
     )
 

@@ -31,6 +31,8 @@ MAX_STOP_TOKEN_IDS = 1024
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 
+_FLOAT_MAX = sys.float_info.max
+
 JsonObject = dict[str, Any]
 
 
@@ -48,6 +50,12 @@ class Options:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    priority: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -207,6 +215,24 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(parse(name, item) for item in ids)
 
 
+def _some_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _token_ids(name, value)
+    if not ids:
+        raise BadRequest(f"{name}: must name at least one id", param=name)
+    return ids
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    """Ids come as strings, since JSON has no other keys; biases are cut to -100..100."""
+    biases: dict[int, float] = {}
+    for key, bias in _object(name, value).items():
+        if not (key.isascii() and key.isdecimal() and int(key) < 2**32):
+            raise _refuse(name, "an object whose keys are token ids", key)
+        given = _number(-_FLOAT_MAX, _FLOAT_MAX)(f"{name}[{key}]", bias)
+        biases[int(key)] = max(-100.0, min(100.0, given))
+    return biases
+
+
 def _prompts(name: str, value: Any) -> tuple[str | list[int], ...]:
     """The four forms of a prompt, as a tuple of strings and of lists of ids."""
     if not isinstance(value, str | list):
@@ -336,7 +362,6 @@ def _later(name: str, parse: Parser, *neutral: Any, routes: str = "CH") -> Field
 
 _POSITIVE = _integer(1, INT32_MAX)
 _INT64 = _integer(-INT64_MAX - 1, INT64_MAX)
-_FLOAT_MAX = sys.float_info.max
 _ANY_FLOAT = _number(-_FLOAT_MAX, _FLOAT_MAX)
 
 FIELDS: tuple[Field, ...] = (
@@ -352,6 +377,12 @@ FIELDS: tuple[Field, ...] = (
     Field("top_p", _number(0, 1, above_low=True)),
     Field("top_k", _integer(-1, INT32_MAX)),
     Field("min_p", _number(0, 1)),
+    Field("repetition_penalty", _number(0, 100, above_low=True)),
+    Field("presence_penalty", _number(-2, 2)),
+    Field("frequency_penalty", _number(-2, 2)),
+    Field("logit_bias", _logit_bias),
+    Field("allowed_token_ids", _some_token_ids),
+    Field("priority", _integer(-1000, 1000)),
     Field("seed", _INT64),
     Field("stop", _stops),
     Field("stop_token_ids", _token_ids),
@@ -375,10 +406,6 @@ FIELDS: tuple[Field, ...] = (
     Field("request_id", _string),
     Field("user", _string),
     # Known, and not served yet.
-    _later("presence_penalty", _number(-2, 2), 0.0),
-    _later("frequency_penalty", _number(-2, 2), 0.0),
-    _later("repetition_penalty", _number(0, _FLOAT_MAX, above_low=True), 1.0),
-    _later("logit_bias", _object, {}),
     _later("suffix", _string, "", routes="C"),
     _later("response_format", _object, {"type": "text"}),
     _later("tools", _array, routes="H"),
@@ -394,7 +421,6 @@ FIELDS: tuple[Field, ...] = (
     _later("spaces_between_special_tokens", _boolean, True),
     _later("truncate_prompt_tokens", _integer(-1, INT32_MAX)),
     _later("truncation_side", _string),
-    _later("allowed_token_ids", _token_ids),
     _later("bad_words", _array, []),
     _later("prompt_logprobs", _integer(-1, INT32_MAX)),
     _later("logprob_token_ids", _token_ids),
@@ -406,7 +432,6 @@ FIELDS: tuple[Field, ...] = (
     _later("guided_decoding_backend", _string),
     _later("chat_template", _string, routes="H"),
     _later("documents", _array, [], routes="H"),
-    _later("priority", _INT64, 0),
     _later("session_id", _string),
     _later("cache_salt", _string),
     _later("stream_interval", _POSITIVE, 1),

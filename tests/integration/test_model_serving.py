@@ -13,6 +13,9 @@ from support.processes import Router, Shard, running
 
 pytest.importorskip("torch")
 
+# As the references compute.
+EXACT = ("--dtype", "float32")
+
 
 @pytest.fixture(scope="module")
 def opt_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,7 +29,7 @@ def opt_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opt_pair(opt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     logs = tmp_path_factory.mktemp("logs")
     flags = ("--model", str(opt_dir), "--served-model-name", "opt", "--threads", "1")
-    shard = Shard(logs / "shard", *flags, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    shard = Shard(logs / "shard", *flags, *EXACT, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
     router = Router(logs / "router", [shard.address])
     with running(shard, router):
         yield router
@@ -35,7 +38,7 @@ def opt_pair(opt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="module")
 def toy_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     logs = tmp_path_factory.mktemp("toy")
-    shard = Shard(logs / "shard", "--runner", "model", "--threads", "1")
+    shard = Shard(logs / "shard", "--runner", "model", "--threads", "1", *EXACT)
     router = Router(logs / "router", [shard.address])
     with running(shard, router):
         yield router

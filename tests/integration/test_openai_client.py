@@ -170,7 +170,7 @@ def test_a_batch_of_prompts_is_answered_in_order(client: openai.OpenAI) -> None:
         (openai.BadRequestError, {"max_tokens": -1}, ["max_tokens"]),
         (openai.BadRequestError, {"max_tokens": 4000}, ["2048"]),
         (openai.BadRequestError, {"prompt": ""}, ["prompt"]),
-        (openai.BadRequestError, {"presence_penalty": 0.5}, ["presence_penalty"]),
+        (openai.BadRequestError, {"presence_penalty": 2.5}, ["presence_penalty", "2"]),
         (openai.BadRequestError, {"extra_body": {"top_k": "many"}}, ["top_k"]),
         (
             openai.BadRequestError,

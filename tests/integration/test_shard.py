@@ -231,14 +231,22 @@ async def test_an_attempt_that_is_running_already_is_refused(shard: Shard) -> No
         (GenerationRequest([1], SamplingParams(min_p=1.5)), InvalidRequest, ["min_p", "0..1"]),
         (GenerationRequest([1], SamplingParams(top_k=-2)), InvalidRequest, ["top_k", "-1"]),
         (GenerationRequest([1], model="other"), InvalidRequest, ["other", "penstock-toy"]),
-        (GenerationRequest([1], min_tokens=2), NotServed, ["min_tokens"]),
         (
-            GenerationRequest([1], SamplingParams(repetition_penalty=1.1)),
-            NotServed,
-            ["repetition_penalty"],
+            GenerationRequest([1], max_tokens=4, min_tokens=5),
+            InvalidRequest,
+            ["min_tokens", "5", "4"],
+        ),
+        (
+            GenerationRequest([1], SamplingParams(repetition_penalty=-1.0)),
+            InvalidRequest,
+            ["repetition_penalty", "-1", "above 0"],
+        ),
+        (
+            GenerationRequest([1], objective=Objective(priority=5000)),
+            InvalidRequest,
+            ["priority", "5000", "1000"],
         ),
         (GenerationRequest([1], adapter="lora"), NotServed, ["adapter"]),
-        (GenerationRequest([1], objective=Objective(priority=1)), NotServed, ["priority"]),
     ],
 )  # fmt: skip
 async def test_a_bad_request_ends_alone_and_says_why(
@@ -251,7 +259,7 @@ async def test_a_bad_request_ends_alone_and_says_why(
     assert len(await beside) == 10
 
 
-async def test_neutral_values_of_what_is_not_served_are_no_error(client: ShardClient) -> None:
+async def test_neutral_values_are_no_error(client: ShardClient) -> None:
     sampling = SamplingParams(
         repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, typical_p=1.0
     )

@@ -307,3 +307,19 @@ def test_no_body_of_nonsense_raises_anything_but_a_refusal() -> None:
             except BadRequest as error:
                 longest = max(longest, len(error.message))
     assert longest <= 1000
+
+
+def test_a_logit_bias_is_read_by_id_and_cut_to_its_bounds() -> None:
+    request = parse_completion({"prompt": "x", "logit_bias": {"5": 1, "7": -1000.0}})
+    assert request.logit_bias == {5: 1.0, 7: -100.0}
+
+
+@pytest.mark.parametrize("bias", [{"five": 1}, {"-1": 1}, {"5": "much"}, {"4294967296": 1}, [5]])
+def test_a_logit_bias_that_is_none_is_refused(bias: object) -> None:
+    with pytest.raises(BadRequest, match="logit_bias"):
+        parse_completion({"prompt": "x", "logit_bias": bias})
+
+
+def test_allowing_no_token_at_all_is_refused() -> None:
+    with pytest.raises(BadRequest, match="allowed_token_ids"):
+        parse_completion({"prompt": "x", "allowed_token_ids": []})
