@@ -3,8 +3,9 @@
     python benchmarks/offline.py --versus transformers
     python benchmarks/offline.py --model DIR --streams 16 --prompt-tokens 128 --output-tokens 64
 
-Both sides run in this process on the same weights, dtype and threads, and take turns, so that a
-busy neighbour hits both; medians are compared. Without --model a random Llama of 130 M parameters
+Both sides run in this process on the same checkpoint and threads, and take turns, so that a busy
+neighbour hits both; medians are compared. transformers computes in float32 on float32 weights,
+penstock as --dtype and --quantization say. Without --model a random Llama of 130 M parameters
 is made in a temporary directory.
 """
 
@@ -52,6 +53,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: cores minus one")
+    parser.add_argument("--dtype", default="auto", help="as of the shard (default: %(default)s)")
+    parser.add_argument("--quantization", help="as of the shard")
     parser.add_argument("--versus", choices=("none", "transformers"), default="none")
     return parser.parse_args()
 
@@ -67,10 +70,19 @@ def run(args: argparse.Namespace, directory: Path) -> None:
     from penstock_shard.runner.create import create_runner, default_threads
 
     threads = args.threads or default_threads()
-    config = ShardConfig(device="cpu", dtype="float32", threads=threads, kv_memory_bytes=2**30)
+    config = ShardConfig(
+        device="cpu",
+        dtype=args.dtype,
+        quantization=args.quantization,
+        threads=threads,
+        kv_memory_bytes=2**30,
+    )
     begin = time.perf_counter()
     runner = create_runner(config, directory, progress=lambda line: None)
-    print(f"loaded in {time.perf_counter() - begin:.1f} s (without imports); {threads} threads")
+    print(
+        f"loaded in {time.perf_counter() - begin:.1f} s (without imports); weights in "
+        f"{runner.info.dtype}, {threads} threads"
+    )
     contenders: dict[str, Contender] = {"penstock": engine_contender(runner, config, args)}
     if args.versus == "transformers":
         contenders["transformers"] = transformers_contender(directory, args)

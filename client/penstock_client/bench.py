@@ -1,203 +1,269 @@
-"""`penstock bench`: closed-loop streaming load on a router, measured as a user sees it.
+"""`penstock bench`: load on a server, measured as a user sees it.
 
-Each of `--streams` workers sends one completion after another. Prompts are distinct, so that no
-prefix is shared by accident. Prints a table, or JSON for other programs.
+Knows the command line; `bench_load` sends, `bench_report` sums up. Any server with
+`/v1/completions` can be measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import importlib.util
 import json
+import math
 import random
-import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from penstock_client.arguments import (
-    CUT_OFF,
-    NOT_HTTP,
     add_url,
     one_line,
     parser_for,
     positive_int,
+    seconds,
     whole_number,
 )
+from penstock_client.bench_load import Answer, Lengths, Load, Plan, Server, run
+from penstock_client.bench_report import Objective, plot, summarize, table
 
-# Short, common and distinct, so that a prompt of n words is about n tokens for most tokenizers.
-_WORDS = (
-    *("the", "of", "and", "to", "in", "is", "on", "by", "it", "or", "be", "at", "as"),
-    *("an", "we", "us", "if", "do", "my", "up", "so", "he", "go", "no", "me"),
-)
+_DEFAULT_STREAMS = 16
+_DEFAULT_REQUESTS = 64
+# Median prompt words and output tokens, or just those, by --lengths.
+_DEFAULT_LENGTHS = {"fixed": (128, 64), "sharegpt": (64, 128)}
+_PROGRESS_PERIOD_S = 0.25
+_ANSWER_FIELDS = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
+_EPILOG = """\
+examples:
+  penstock bench --streams 1,4,16 --plot curve.png
+  penstock bench --rate 2,4,8 --duration 60 --lengths sharegpt --slo-ttft-ms 500 --slo-tpot-ms 50
+  penstock bench --url http://127.0.0.1:8080 --model NAME --body '{"temperature": 0}'
 
-@dataclass(slots=True)
-class _Request:
-    """What one request looked like from outside."""
-
-    started_s: float = field(default_factory=time.perf_counter)
-    last_s: float = 0.0
-    ttft_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
-    output_tokens: int = 0
-    prompt_tokens: int = 0
-    error: str = ""
-    # What a whole answer has and this one has not had yet.
-    missing: set[str] = field(default_factory=lambda: {"finish_reason", "usage", "[DONE]"})
-
-    def take(self, data: bytes) -> None:
-        """One event of the answer; raises ValueError for what cannot be one."""
-        if data == b"[DONE]":
-            self.missing.discard("[DONE]")
-            return
-        try:
-            self._take_chunk(json.loads(data))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(f"the answer is no completion: {data[:100]!r}") from None
-
-    def _take_chunk(self, chunk: Any) -> None:
-        if "error" in chunk:
-            self.error = one_line(ValueError(chunk["error"].get("message")))
-        elif chunk["choices"]:
-            self._take_time()
-            if any(choice.get("finish_reason") for choice in chunk["choices"]):
-                self.missing.discard("finish_reason")
-        else:
-            self.output_tokens = int(chunk["usage"]["completion_tokens"])
-            self.prompt_tokens = int(chunk["usage"]["prompt_tokens"])
-            self.missing.discard("usage")
-
-    def _take_time(self) -> None:
-        now_s = time.perf_counter()
-        if self.ttft_s:
-            self.gaps_s.append(now_s - self.last_s)
-        else:
-            self.ttft_s = now_s - self.started_s
-        self.last_s = now_s
+A closed loop (--streams) sends the next request when one is answered: it finds the throughput. An
+open loop (--rate) sends at random moments whatever the answers, as a crowd does, and counts
+latency from the moment a request was due: it finds what users wait for.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = parser_for("bench", "Measure a router under streaming load.")
-    add_url(parser)
-    parser.add_argument("--model", help="default: the first the router serves")
-    for name, default, text in (
-        ("--streams", 16, "requests at once"),
-        ("--requests", 64, "requests in all"),
-        ("--prompt-words", 128, "words in a prompt, about one token each"),
-        ("--output-tokens", 64, "tokens to generate, exactly"),
-    ):
-        parser.add_argument(
-            name, type=positive_int, default=default, help=f"{text} (default: {default})"
-        )
-    parser.add_argument("--seed", type=whole_number, default=0, help="of the prompts (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = _parser()
     args = parser.parse_args(arguments)
-    started_s = time.perf_counter()
-    requests = asyncio.run(_load(args))
-    summary = _summarize(requests, time.perf_counter() - started_s)
-    if args.json:
-        print(json.dumps(summary))
+    if args.rate and math.inf in args.rate and args.duration:
+        parser.error("argument --rate: inf sends all at once and needs --requests, not --duration")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("argument --plot: needs matplotlib; pip install 'penstock[bench]'")
+    # Prompts go on where the load before ended: none is found in the server's prefix cache.
+    rng = random.Random(args.seed)
+    summaries = []
+    for load in _loads(args):
+        summaries.append(asyncio.run(_measure(load, args, rng)))
+        _show(summaries[-1], args.json)
+    try:
+        _write_files(summaries, args)
+    except OSError as error:
+        print(f"penstock bench: {one_line(error)}", file=sys.stderr)
+        return 1
+    return 0 if all(summary["requests"] and not summary["failed"] for summary in summaries) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_for("bench", "Measure a server under streaming load, as its users see it.")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    add_url(parser)
+    parser.add_argument("--model", metavar="NAME", help="default: the first the router serves")
+    _add_load(parser)
+    _add_requests(parser)
+    _add_results(parser)
+    return parser
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load", "Several, as in 1,4,16, run one after another.")
+    loop = group.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--streams",
+        type=_list_of(positive_int),
+        metavar="N[,N...]",
+        help=f"closed loop: requests at once (default: {_DEFAULT_STREAMS})",
+    )
+    loop.add_argument(
+        "--rate",
+        "--rates",
+        type=_list_of(_rate),
+        metavar="R[,R...]",
+        help="open loop: requests a second on average; inf: all at once",
+    )
+    end = group.add_mutually_exclusive_group()
+    end.add_argument("--requests", type=positive_int, metavar="N",
+                     help=f"requests in each load (default: {_DEFAULT_REQUESTS})")  # fmt: skip
+    end.add_argument("--duration", type=seconds, metavar="S",
+                     help="send for so long instead, then wait for what is in flight")  # fmt: skip
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("requests").add_argument
+    add("--lengths", choices=tuple(_DEFAULT_LENGTHS), default="fixed",
+        help="sharegpt: log-normal, as in chats people have shared (sigma 1.4 for prompts, 1.0 "
+        "for outputs, 4 to 1024) with the two below as medians (default: %(default)s)")  # fmt: skip
+    add("--prompt-words", type=positive_int, metavar="N",
+        help="words in a prompt, about one token each (default: 128; 64 for sharegpt)")  # fmt: skip
+    add("--output-tokens", type=positive_int, metavar="N",
+        help="tokens to generate, exactly (default: 64; 128 for sharegpt)")  # fmt: skip
+    add("--seed", type=whole_number, default=0, metavar="N",
+        help="of prompts, lengths and arrivals (default: %(default)s)")  # fmt: skip
+    add("--body", type=_fields, default={}, metavar="JSON",
+        help="further fields of each request; null leaves one out that a server does not know, "
+        'as in \'{"ignore_eos": null, "stream_options": null}\'')  # fmt: skip
+    add("--no-done", action="store_true",
+        help="of a server that does not end its streams with [DONE]")  # fmt: skip
+    add("--no-keepalive", action="store_true", help="a new connection for each request")
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("results").add_argument
+    add("--slo-ttft-ms", type=_positive, metavar="MS",
+        help="objective: time to first token; tells the share of requests within")  # fmt: skip
+    add("--slo-tpot-ms", type=_positive, metavar="MS",
+        help="objective: mean time per output token after the first")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object a load, each on its line")
+    add("--output", type=_new_file, metavar="FILE", help="also write all of them as JSON")
+    add("--plot", type=_new_file, metavar="FILE", help="also draw them, as PNG")
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else _positive(text)
+
+
+def _fields(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
+
+
+def _new_file(text: str) -> Path:
+    """Found out before the load runs, not after."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")
+    return path
+
+
+def _loads(args: argparse.Namespace) -> list[Load]:
+    if args.rate:
+        return [Load(open_loop=True, level=rate) for rate in args.rate]
+    return [Load(open_loop=False, level=n) for n in args.streams or [_DEFAULT_STREAMS]]
+
+
+def _lengths(args: argparse.Namespace) -> Lengths:
+    prompt_words, output_tokens = _DEFAULT_LENGTHS[args.lengths]
+    return Lengths(
+        args.prompt_words or prompt_words,
+        args.output_tokens or output_tokens,
+        spread=args.lengths == "sharegpt",
+    )
+
+
+def _plan(load: Load, args: argparse.Namespace) -> Plan:
+    if args.duration:
+        return Plan(load, _lengths(args), duration_s=args.duration)
+    return Plan(load, _lengths(args), requests=args.requests or _DEFAULT_REQUESTS)
+
+
+def _server(args: argparse.Namespace) -> Server:
+    fields = {"model": args.model, **_ANSWER_FIELDS, **args.body}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return Server(
+        args.url,
+        given,
+        args.api_key,
+        keepalive=not args.no_keepalive,
+        sends_done=not args.no_done,
+    )
+
+
+async def _measure(load: Load, args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
+    answers: list[Answer] = []
+    cpu_s = time.process_time()
+    async with _progress(load, answers):
+        wall_s = await run(_plan(load, args), _server(args), rng, answers)
+    objective = None
+    if args.slo_ttft_ms or args.slo_tpot_ms:
+        objective = Objective(args.slo_ttft_ms or math.inf, args.slo_tpot_ms or math.inf)
+    return summarize(
+        load,
+        answers,
+        wall_s=wall_s,
+        client_cpu_s=time.process_time() - cpu_s,
+        objective=objective,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _progress(load: Load, answers: Sequence[Answer]) -> AsyncIterator[None]:
+    """A line that renews itself, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    task = asyncio.create_task(_renew_line(load, answers))
+    try:
+        yield
+    finally:
+        task.cancel()
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+async def _renew_line(load: Load, answers: Sequence[Answer]) -> None:
+    begin_s = time.perf_counter()
+    while True:
+        failed = sum(1 for answer in answers if answer.error)
+        elapsed_s = time.perf_counter() - begin_s
+        line = f"{load.name}: {elapsed_s:.0f} s, {len(answers)} answered, {failed} failed"
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        await asyncio.sleep(_PROGRESS_PERIOD_S)
+
+
+def _show(summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary), flush=True)
     elif summary["requests"]:
-        print(_table(summary))
+        print(table(summary), flush=True)
     else:
         # Most often nobody is there: a table of zeros would hide it.
-        print(f"penstock bench: no request succeeded: {summary['first_error']}", file=sys.stderr)
-    return 1 if summary["failed"] else 0
+        reason = summary["first_error"] or "none was sent in this time"
+        print(f"penstock bench: no request succeeded: {reason}", file=sys.stderr)
 
 
-async def _load(args: Any) -> list[_Request]:
-    rng = random.Random(args.seed)
-    prompts = [" ".join(rng.choices(_WORDS, k=args.prompt_words)) for _ in range(args.requests)]
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    results: list[_Request] = []
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
-    async with aiohttp.ClientSession(
-        headers=headers, connector=connector, timeout=timeout
-    ) as session:
-
-        async def worker() -> None:
-            while prompts:
-                results.append(await _complete(session, prompts.pop(), args))
-
-        await asyncio.gather(*(worker() for _ in range(args.streams)))
-    return results
-
-
-async def _complete(session: aiohttp.ClientSession, prompt: str, args: Any) -> _Request:
-    """One request, whatever becomes of it: one that fails must not end the others."""
-    result = _Request()
-    try:
-        await _stream(session, prompt, args, result)
-    except aiohttp.ClientPayloadError:
-        result.error = CUT_OFF
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        # 400 is what aiohttp's own parser says; one from the router is an answer like others.
-        unreadable = isinstance(error, aiohttp.ClientResponseError) and error.status == 400
-        result.error = NOT_HTTP if unreadable else one_line(error)
-    return result
-
-
-async def _stream(session: aiohttp.ClientSession, prompt: str, args: Any, result: _Request) -> None:
-    body = {
-        "prompt": prompt,
-        "max_tokens": args.output_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if args.model:
-        body["model"] = args.model
-    async with session.post(args.url + "/v1/completions", json=body) as response:
-        if response.status != 200:
-            text = one_line(ValueError(await response.text(errors="replace")))
-            result.error = f"status {response.status}: {text[:200]}"
-            return
-        async for line in response.content:
-            if line.startswith(b"data: "):
-                result.take(line.removeprefix(b"data: ").strip())
-    if result.missing and not result.error:
-        result.error = f"{CUT_OFF}: it has no {' and no '.join(sorted(result.missing))}"
-
-
-def _summarize(requests: Sequence[_Request], wall_s: float) -> dict[str, Any]:
-    good = [request for request in requests if not request.error]
-    gaps_s = [gap for request in good for gap in request.gaps_s]
-    output_tokens = sum(request.output_tokens for request in good)
-    return {
-        "requests": len(good),
-        "failed": len(requests) - len(good),
-        "first_error": next((request.error for request in requests if request.error), ""),
-        "wall_s": wall_s,
-        "prompt_tokens": sum(request.prompt_tokens for request in good),
-        "output_tokens": output_tokens,
-        "output_tokens_per_s": output_tokens / wall_s,
-        "ttft_ms": _percentiles_ms([request.ttft_s for request in good]),
-        "inter_token_ms": _percentiles_ms(gaps_s),
-    }
-
-
-def _percentiles_ms(values_s: Sequence[float]) -> dict[str, float]:
-    if len(values_s) < 2:
-        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
-    cuts = statistics.quantiles(values_s, n=100, method="inclusive")
-    return {"p50": cuts[49] * 1e3, "p90": cuts[89] * 1e3, "p99": cuts[98] * 1e3}
-
-
-def _table(summary: dict[str, Any]) -> str:
-    lines = [
-        f"{summary['requests']} requests in {summary['wall_s']:.1f} s, {summary['failed']} failed",
-        f"{summary['output_tokens_per_s']:.1f} output tokens/s "
-        f"({summary['prompt_tokens']} prompt and {summary['output_tokens']} output tokens)",
-        f"{'ms':<14}{'p50':>9}{'p90':>9}{'p99':>9}",
-    ]
-    for name, key in (("first token", "ttft_ms"), ("inter-token", "inter_token_ms")):
-        row = summary[key]
-        lines.append(f"{name:<14}{row['p50']:>9.1f}{row['p90']:>9.1f}{row['p99']:>9.1f}")
-    if summary["first_error"]:
-        lines.append(f"first error: {summary['first_error']}")
-    return "\n".join(lines)
+def _write_files(summaries: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Raises OSError where one cannot be written."""
+    if args.output:
+        lengths = _lengths(args)
+        settings = {
+            "url": args.url,
+            "model": args.model,
+            "seed": args.seed,
+            "body": args.body,
+            "lengths": args.lengths,
+            "prompt_words": lengths.prompt_words,
+            "output_tokens": lengths.output_tokens,
+        }
+        document = {"settings": settings, "loads": list(summaries)}
+        args.output.write_text(json.dumps(document, indent=2) + "\n")
+    if args.plot:
+        plot(summaries, args.plot)

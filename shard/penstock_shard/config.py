@@ -35,6 +35,8 @@ class ShardConfig:
     runner: str = "model"
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     threads: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
@@ -122,6 +124,8 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         runner=args.runner,
         device=args.device,
         dtype=args.dtype,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         threads=args.threads,
         attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,
@@ -161,7 +165,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"))
     _add_engine_flags(parser.add_argument_group("engine"))
-    _add_scheduling_flags(parser.add_argument_group("scheduling and KV cache"))
+    _add_scheduling_flags(parser.add_argument_group("scheduling"))
+    _add_cache_flags(parser.add_argument_group("KV cache"))
     fake = parser.add_argument_group("fake runner (no torch, no weights)")
     fake.add_argument(
         "--step-ms",
@@ -259,7 +264,19 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "float16", "bfloat16"),
-        help="auto: the model's own on cuda, float32 on cpu",
+        help="auto: the model's own on cuda; on cpu weights in float16 and arithmetic in float32",
+    )
+    group.add_argument(
+        "--quantization",
+        "--quantize",
+        choices=("int8",),
+        help="round weights to 8 bits at load, a step size for each output (cpu only)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", "float32", "float16"),
+        help="auto: as precise as the weights",
     )
     group.add_argument(
         "--threads",
@@ -269,9 +286,9 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--attention-backend",
-        choices=("auto", "sdpa", "flash_attn"),
+        choices=("auto", "cpu", "sdpa", "flash_attn"),
         default="auto",
-        help="default: the best that works here",
+        help="cpu: our kernels, for products too; sdpa: plain torch (default: the best here)",
     )
     group.add_argument(
         "--enforce-eager",
@@ -336,27 +353,6 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
         help="always on: long prompts are computed in chunks",
     )
     group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share KV blocks between equal prefixes",
-    )
-    group.add_argument(
-        "--block-size",
-        type=_positive_int,
-        metavar="TOKENS",
-        help="tokens in a KV block (default: what the attention backend wants)",
-    )
-    group.add_argument(
-        "--kv-blocks",
-        type=_positive_int,
-        metavar="N",
-        help="number of KV blocks (default: from free memory)",
-    )
-    group.add_argument(
-        "--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV blocks, as 512M or 2G"
-    )
-    group.add_argument(
         "--max-queued-requests",
         type=_positive_int,
         default=1024,
@@ -376,6 +372,30 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
         default=20,
         metavar="N",
         help="most alternatives a request may ask for (default: %(default)s)",
+    )
+
+
+def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share KV blocks between equal prefixes",
+    )
+    group.add_argument(
+        "--block-size",
+        type=_positive_int,
+        metavar="TOKENS",
+        help="tokens in a KV block (default: what the attention backend wants)",
+    )
+    group.add_argument(
+        "--kv-blocks",
+        type=_positive_int,
+        metavar="N",
+        help="number of KV blocks (default: from free memory)",
+    )
+    group.add_argument(
+        "--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV blocks, as 512M or 2G"
     )
 
 

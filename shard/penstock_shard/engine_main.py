@@ -33,7 +33,7 @@ from penstock_shard.link import (
     Submit,
 )
 from penstock_shard.loading import LoadedModel, ModelError, load_model
-from penstock_shard.request import Request
+from penstock_shard.request import NO_OBJECTIVE, Request
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.tokenizer_files import tokenizer_hash
 
@@ -123,9 +123,13 @@ def _request(submit: Submit) -> Request:
         sampling=submit.sampling,
         max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
+        min_tokens=submit.min_tokens,
         logprobs=submit.logprobs,
         prompt_logprobs=submit.prompt_logprobs,
+        logprob_token_ids=submit.logprob_token_ids,
         cache_salt=submit.cache_salt,
+        # The one that came was made anew from its bytes.
+        objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import FinishReason, SamplingParams
+from penstock_shard.request import NO_OBJECTIVE, FinishReason, Objective, SamplingParams
 from penstock_shard.runner.base import Logprobs, RunnerInfo
 
 _LENGTH = struct.Struct("<I")
@@ -43,6 +43,9 @@ class Submit(msgspec.Struct, array_like=True):
     logprobs: int | None
     prompt_logprobs: int | None
     cache_salt: str
+    min_tokens: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
+    objective: Objective = NO_OBJECTIVE
 
     @property
     def num_tokens(self) -> int:
@@ -220,5 +223,6 @@ def _merged(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
     first.ranks += later.ranks
     first.top_token_ids += later.top_token_ids
     first.top_logprobs += later.top_logprobs
+    first.requested += later.requested
     first.top_n = later.top_n
     return first

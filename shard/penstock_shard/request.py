@@ -18,7 +18,9 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """How tokens of one request are drawn; complete, after the model's defaults were filled in.
 
-    `temperature` 0 is greedy (then no other field matters); `top_k` 0 is off; `seed` has 64 bits.
+    The defaults below change nothing. `temperature` 0 is greedy: `top_k`, `top_p`, `min_p`,
+    `typical_p` and `seed` do not matter then. `seed` has 64 bits. What each field does, and in
+    which order, is said in `penstock_shard.runner.sampler`.
     """
 
     temperature: float = 1.0
@@ -26,7 +28,16 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    # Empty: every id.
     allowed_token_ids: tuple[int, ...] = ()
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # (id, what is added to its logit); an id stands here once.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # Sequences of ids that the output must not contain.
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -79,9 +90,13 @@ class Request:
     max_tokens: int
     # Ids that end the sequence: the request's own and, unless ignored, the model's eos ids.
     stop_token_ids: frozenset[int]
+    # While the output (deliveries included) is shorter, none of those ids is drawn.
+    min_tokens: int = 0
     # None: no log-probabilities; 0: the chosen token's; k: the k best besides.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # Their log-probabilities are reported beside those of each output token.
+    logprob_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     objective: Objective = NO_OBJECTIVE
     # Order and time of arrival; a request that is put down keeps its own.

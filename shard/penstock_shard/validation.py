@@ -6,16 +6,15 @@ Pure: an incoming request and the shard's facts in, a complete `Submit` or a `Re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Submit
-from penstock_shard.request import SamplingParams
+from penstock_shard.request import Objective, SamplingParams
 from penstock_shard.runner.base import RunnerInfo
 
 TokenIds = npt.NDArray[np.uint32]
@@ -27,9 +26,67 @@ FAILED_PRECONDITION = 9
 
 # Below this a temperature means greedy.
 GREEDY_TEMPERATURE = 1e-5
-_MAX_TEMPERATURE = 100.0
 MAX_ID_CHARACTERS = 256
 _MAX_STOP_TOKEN_IDS = 1024
+_MAX_LOGPROB_TOKEN_IDS = 1024
+_MAX_BAD_WORDS = 1024
+_MAX_BAD_WORD_IDS = 64
+_MAX_LOGIT_BIAS = 100.0
+_MAX_PRIORITY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The values a field may have; `low` itself only where `above_low` is false."""
+
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        """False for NaN and for infinities."""
+        above = self.low < value if self.above_low else self.low <= value
+        return above and value <= self.high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if not self.above_low:
+            return f"{self.low:g}..{self.high:g}"
+        bound = "finite" if self.high == math.inf else f"at most {self.high:g}"
+        return f"above {self.low:g}, {bound}"
+
+
+_SAMPLING_RANGES: Mapping[str, _Range] = {
+    "temperature": _Range(0, 100),
+    "top_p": _Range(0, 1, above_low=True),
+    "min_p": _Range(0, 1),
+    "typical_p": _Range(0, 1, above_low=True),
+    "repetition_penalty": _Range(0, above_low=True),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+}
+_OBJECTIVE_RANGES: Mapping[str, _Range] = {
+    "priority": _Range(-_MAX_PRIORITY, _MAX_PRIORITY),
+    "time_to_first_token_s": _Range(0, above_low=True),
+    "seconds_between_tokens": _Range(0, above_low=True),
+}
+
+# Fields that need a capability of the same name unless they have the value that asks for nothing.
+# The filters that every shard has are not among them.
+_NEUTRAL: Mapping[str, object] = {
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "priority": 0,
+    "time_to_first_token_s": None,
+    "seconds_between_tokens": None,
+    "latency_sensitive": False,
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
+_NEUTRAL_SAMPLING = SamplingParams()
+_NEUTRAL_WHEN_EMPTY = ("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids")
 
 
 class Refusal(Exception):
@@ -48,10 +105,9 @@ def _no_ids() -> TokenIds:
 
 @dataclass(slots=True)
 class IncomingRequest:
-    """A GenerateRequest as it came: None where a field was absent.
+    """A GenerateRequest as it came: None where a field was absent that 0 means something for.
 
-    `features` maps what a capability must cover, by the field's name on the wire, to its value;
-    only what differs from the neutral value is there.
+    `features` maps the names of what only a capability can serve to their values.
     """
 
     request_id: str
@@ -63,15 +119,27 @@ class IncomingRequest:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[TokenIds] = ()
     allowed_token_ids: TokenIds = field(default_factory=_no_ids)
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop_token_ids: TokenIds = field(default_factory=_no_ids)
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: TokenIds = field(default_factory=_no_ids)
     cache_salt: str = ""
+    priority: int = 0
     deadline_ms: int | None = None
+    time_to_first_token_s: float | None = None
+    seconds_between_tokens: float | None = None
+    latency_sensitive: bool = False
     features: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -87,23 +155,15 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
     if not 1 <= len(incoming.request_id) <= MAX_ID_CHARACTERS:
         _refuse("request_id", len(incoming.request_id), f"1..{MAX_ID_CHARACTERS} characters")
     max_tokens = _check_lengths(incoming, info.max_model_len)
-    if incoming.stop_token_ids.size > _MAX_STOP_TOKEN_IDS:
-        _refuse("stop_token_ids", incoming.stop_token_ids.size, f"at most {_MAX_STOP_TOKEN_IDS}")
-    if incoming.allowed_token_ids.size > info.vocab_size:
-        _refuse("allowed_token_ids", incoming.allowed_token_ids.size, f"{info.vocab_size} ids")
-    for name, ids in (
-        ("prompt_token_ids", incoming.prompt),
-        ("output_token_ids", incoming.output),
-        ("stop_token_ids", incoming.stop_token_ids),
-        ("allowed_token_ids", incoming.allowed_token_ids),
-    ):
-        if ids.size and int(ids.max()) >= info.vocab_size:
-            _refuse(name, int(ids.max()), f"0..{info.vocab_size - 1} (the vocabulary)")
+    _check_ids(incoming, info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(incoming, name)
         if asked is not None and asked > config.max_logprobs:
             _refuse(name, asked, f"0..{config.max_logprobs} (--max-logprobs)")
     eos = () if incoming.ignore_eos else info.eos_token_ids
+    stop_token_ids = [*incoming.stop_token_ids.tolist(), *eos]
+    _check_something_is_left(incoming, stop_token_ids)
+    only_requested = incoming.logprobs is None and incoming.logprob_token_ids.size
     return Submit(
         request_id=incoming.request_id,
         attempt=incoming.attempt,
@@ -111,11 +171,14 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         output=incoming.output.tobytes(),
         sampling=_sampling(incoming, info.default_sampling),
         max_tokens=max_tokens,
-        stop_token_ids=[*incoming.stop_token_ids.tolist(), *eos],
-        logprobs=incoming.logprobs,
+        stop_token_ids=stop_token_ids,
+        logprobs=0 if only_requested else incoming.logprobs,
         # Those of a continued request were delivered before its first token was.
         prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
         cache_salt=incoming.cache_salt,
+        min_tokens=incoming.min_tokens,
+        logprob_token_ids=tuple(incoming.logprob_token_ids.tolist()),
+        objective=_objective(incoming),
     )
 
 
@@ -132,11 +195,13 @@ def _check_model(model: str, config: ShardConfig) -> None:
 
 def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> None:
     asked = dict(incoming.features)
-    for name in ("prompt_logprobs", "logprobs"):
-        if getattr(incoming, name) is not None:
-            asked[name] = getattr(incoming, name)
-    if incoming.allowed_token_ids.size:
-        asked["allowed_token_ids"] = f"{incoming.allowed_token_ids.size} ids"
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(incoming, name)
+        if value is not None and value != neutral:
+            asked[name] = value
+    for name in _NEUTRAL_WHEN_EMPTY:
+        if count := len(getattr(incoming, name)):
+            asked[name] = f"{count} entries"
     for name, value in asked.items():
         if name not in capabilities:
             raise Refusal(
@@ -167,35 +232,94 @@ def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:
             f"{incoming.output.size} tokens",
             f"fewer than max_tokens ({max_tokens})",
         )
+    if incoming.min_tokens > max_tokens:
+        _refuse("min_tokens", incoming.min_tokens, f"0..{max_tokens} (max_tokens)")
     return max_tokens
 
 
-def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> SamplingParams:
-    def value(name: str, neutral: float) -> Any:
-        given = getattr(incoming, name)
-        return defaults.get(name, neutral) if given is None else given
+def _check_ids(incoming: IncomingRequest, vocab_size: int) -> None:
+    for name, most in (
+        ("stop_token_ids", _MAX_STOP_TOKEN_IDS),
+        ("logprob_token_ids", _MAX_LOGPROB_TOKEN_IDS),
+        ("allowed_token_ids", vocab_size),
+        ("bad_words", _MAX_BAD_WORDS),
+    ):
+        if (count := len(getattr(incoming, name))) > most:
+            _refuse(name, f"{count} entries", f"at most {most}")
+    for word in incoming.bad_words:
+        if not 1 <= word.size <= _MAX_BAD_WORD_IDS:
+            _refuse("bad_words", f"a word of {word.size} ids", f"1..{_MAX_BAD_WORD_IDS} ids a word")
+    for name, ids in (
+        ("prompt_token_ids", incoming.prompt),
+        ("output_token_ids", incoming.output),
+        ("stop_token_ids", incoming.stop_token_ids),
+        ("logprob_token_ids", incoming.logprob_token_ids),
+        ("allowed_token_ids", incoming.allowed_token_ids),
+        ("logit_bias", np.array(list(incoming.logit_bias), dtype="<u4")),
+        *(("bad_words", word) for word in incoming.bad_words),
+    ):
+        if ids.size and int(ids.max()) >= vocab_size:
+            _refuse(name, int(ids.max()), f"0..{vocab_size - 1} (the vocabulary)")
 
-    temperature, top_p, min_p = value("temperature", 1.0), value("top_p", 1.0), value("min_p", 0.0)
-    top_k = int(value("top_k", 0))
-    if not 0 <= temperature <= _MAX_TEMPERATURE or math.isnan(temperature):
-        _refuse("temperature", temperature, f"0..{_MAX_TEMPERATURE:g}")
-    if not 0 < top_p <= 1:
-        _refuse("top_p", top_p, "above 0, at most 1")
-    if not 0 <= min_p <= 1:
-        _refuse("min_p", min_p, "0..1")
+
+def _check_something_is_left(incoming: IncomingRequest, stop_token_ids: Sequence[int]) -> None:
+    """Of allowed_token_ids, once what is never drawn is gone."""
+    if not incoming.allowed_token_ids.size:
+        return
+    never = {int(word[0]) for word in incoming.bad_words if word.size == 1}
+    if incoming.output.size < incoming.min_tokens:
+        never.update(stop_token_ids)
+    if never.issuperset(incoming.allowed_token_ids.tolist()):
+        _refuse(
+            "allowed_token_ids",
+            f"{incoming.allowed_token_ids.size} ids",
+            "at least one that neither bad_words nor min_tokens rules out",
+        )
+
+
+def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> SamplingParams:
+    values: dict[str, float] = {}
+    for name, allowed in _SAMPLING_RANGES.items():
+        given = getattr(incoming, name)
+        neutral = getattr(_NEUTRAL_SAMPLING, name)
+        values[name] = value = defaults.get(name, neutral) if given is None else given
+        if not allowed.holds(value):
+            _refuse(name, value, str(allowed))
+    top_k = int(defaults.get("top_k", 0)) if incoming.top_k is None else incoming.top_k
     if top_k < -1:
         _refuse("top_k", top_k, "at least -1")
-    allowed = tuple(incoming.allowed_token_ids.tolist())
-    if temperature < GREEDY_TEMPERATURE:
-        # Greedy leaves nothing to draw: two requests that only differ there are the same.
-        return SamplingParams(temperature=0.0, allowed_token_ids=allowed)
+    bias = _Range(-_MAX_LOGIT_BIAS, _MAX_LOGIT_BIAS)
+    for token_id, value in incoming.logit_bias.items():
+        if not bias.holds(value):
+            _refuse("logit_bias", f"{value} for id {token_id}", str(bias))
+    if values["temperature"] < GREEDY_TEMPERATURE:
+        # Nothing is drawn: requests that differ only in how are the same.
+        values |= {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+        top_k, seed = 0, 0
+    else:
+        seed = incoming.seed or 0
     return SamplingParams(
-        temperature=temperature,
+        **values,
         top_k=max(0, top_k),
-        top_p=top_p,
-        min_p=min_p,
-        seed=incoming.seed or 0,
-        allowed_token_ids=allowed,
+        seed=seed,
+        # In one order, as on the wire they have none.
+        logit_bias=tuple(sorted(incoming.logit_bias.items())),
+        bad_words=tuple(tuple(word.tolist()) for word in incoming.bad_words),
+        allowed_token_ids=tuple(incoming.allowed_token_ids.tolist()),
+    )
+
+
+def _objective(incoming: IncomingRequest) -> Objective:
+    for name, allowed in _OBJECTIVE_RANGES.items():
+        value = getattr(incoming, name)
+        if value is not None and not allowed.holds(value):
+            _refuse(name, value, str(allowed))
+    return Objective(
+        priority=incoming.priority,
+        deadline_s=None if incoming.deadline_ms is None else incoming.deadline_ms / 1000,
+        time_to_first_token_s=incoming.time_to_first_token_s,
+        seconds_between_tokens=incoming.seconds_between_tokens,
+        latency_sensitive=incoming.latency_sensitive,
     )
 
 

@@ -18,7 +18,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output
 from penstock_shard.request import FinishReason
 from penstock_shard.runner.base import Logprobs, RunnerInfo
-from penstock_shard.validation import IncomingRequest
+from penstock_shard.validation import IncomingRequest, TokenIds
 
 # What `server.py` needs of the generated code, so that it need not touch it.
 Servicer = ShardServicer
@@ -33,19 +33,17 @@ _FILE_CHUNK_BYTES = 64 * 1024
 # A response is cut where it would outgrow this, so that one slow frame delays no other request.
 _RESPONSE_BYTES = 256 * 1024
 
-# Fields that need a capability of the same name, and the value that asks for nothing.
-_NEUTRAL: Mapping[str, float] = {
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-_NEUTRAL_OBJECTIVE: Mapping[str, object] = {
-    "priority": 0,
-    "time_to_first_token_s": None,
-    "seconds_between_tokens": None,
-    "latency_sensitive": False,
-}
+_SAMPLING_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
 
 _FINISH: Mapping[FinishReason, pb.Finish.Reason] = {
     FinishReason.STOP: pb.Finish.REASON_STOP,
@@ -60,24 +58,32 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
     return IncomingRequest(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt=np.array(message.prompt_token_ids, dtype="<u4"),
-        output=np.array(message.output_token_ids, dtype="<u4"),
+        prompt=_ids(message.prompt_token_ids),
+        output=_ids(message.output_token_ids),
         model=message.model,
-        temperature=_optional(sampling, "temperature"),
-        top_k=_optional(sampling, "top_k"),
-        top_p=_optional(sampling, "top_p"),
-        min_p=_optional(sampling, "min_p"),
-        seed=_optional(sampling, "seed"),
-        allowed_token_ids=np.array(sampling.allowed_token_ids, dtype="<u4"),
+        **{name: _optional(sampling, name) for name in _SAMPLING_SCALARS},
+        logit_bias=dict(sampling.logit_bias),
+        bad_words=[_ids(word.token_ids) for word in sampling.bad_words],
+        allowed_token_ids=_ids(sampling.allowed_token_ids),
         max_tokens=_optional(stop, "max_tokens"),
-        stop_token_ids=np.array(stop.stop_token_ids, dtype="<u4"),
+        min_tokens=stop.min_tokens,
+        stop_token_ids=_ids(stop.stop_token_ids),
         ignore_eos=stop.ignore_eos,
         logprobs=_optional(output, "logprobs"),
         prompt_logprobs=_optional(output, "prompt_logprobs"),
+        logprob_token_ids=_ids(output.logprob_token_ids),
         cache_salt=message.cache_salt,
+        priority=message.objective.priority,
         deadline_ms=_optional(message.objective, "deadline_ms"),
+        time_to_first_token_s=_optional(message.objective, "time_to_first_token_s"),
+        seconds_between_tokens=_optional(message.objective, "seconds_between_tokens"),
+        latency_sensitive=message.objective.latency_sensitive,
         features=dict(_features(message)),
     )
+
+
+def _ids(field: Iterable[int]) -> TokenIds:
+    return np.array(field, dtype="<u4")
 
 
 def _optional(message: Any, name: str) -> Any:
@@ -85,23 +91,7 @@ def _optional(message: Any, name: str) -> Any:
 
 
 def _features(message: pb.GenerateRequest) -> Iterator[tuple[str, object]]:
-    """What the request asks for beyond what every shard serves."""
-    for name, neutral in _NEUTRAL.items():
-        value = _optional(message.sampling, name)
-        if value is not None and value != neutral:
-            yield name, value
-    for name, neutral_value in _NEUTRAL_OBJECTIVE.items():
-        value = _optional(message.objective, name)
-        if value is not None and value != neutral_value:
-            yield name, value
-    if message.sampling.logit_bias:
-        yield "logit_bias", f"{len(message.sampling.logit_bias)} ids"
-    if message.sampling.bad_words:
-        yield "bad_words", f"{len(message.sampling.bad_words)} words"
-    if message.stop.min_tokens:
-        yield "min_tokens", message.stop.min_tokens
-    if message.output.logprob_token_ids:
-        yield "logprob_token_ids", f"{len(message.output.logprob_token_ids)} ids"
+    """What the request asks for that the rest of it does not show."""
     if message.adapter:
         yield "adapter", message.adapter
     constraint = message.constraint.WhichOneof("kind")
@@ -152,7 +142,9 @@ def _pieces(output: Output) -> Iterator[Output]:
 
 def _rows(logprobs: Logprobs | None) -> int:
     """How many tokens go into one piece."""
-    bytes_each = 12 + (0 if logprobs is None else 8 * logprobs.top_n)
+    bytes_each = 12
+    if logprobs is not None:
+        bytes_each += 8 * logprobs.top_n + 4 * logprobs.num_requested
     return _RESPONSE_BYTES // bytes_each
 
 
@@ -182,6 +174,7 @@ def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
     message.top_n = logprobs.top_n
     message.top_token_ids.extend(logprobs.top_token_ids)
     message.top_logprobs.extend(logprobs.top_logprobs)
+    message.requested.extend(logprobs.requested)
 
 
 def _set_error(message: pb.Error, error: Error) -> None:

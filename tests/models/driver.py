@@ -16,8 +16,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def load(directory: Path, **settings: object) -> ModelRunner:
-    """A runner on one cpu thread with 64 blocks."""
-    values: dict[str, object] = {"device": "cpu", "threads": 1, "kv_blocks": 64, **settings}
+    """A runner on one cpu thread with 64 blocks, in float32 as the references are."""
+    values: dict[str, object] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "kv_blocks": 64,
+        **settings,
+    }
     config = ShardConfig(**values)  # type: ignore[arg-type]
     return create_runner(config, directory, progress=lambda line: None)
 

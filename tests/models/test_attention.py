@@ -1,4 +1,4 @@
-"""The sdpa backend against attention written out over whole sequences."""
+"""Attention backends against attention written out over whole sequences."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.attention import choose_backend, sdpa
-from penstock_shard.models.attention.base import AttentionBackend, AttentionBatch
+from penstock_shard.models.attention.base import AttentionBackend, AttentionBatch, LayerSpec
+from penstock_shard.models.attention.cpu import CpuBackend
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.kernels.cpu import load_kernels
 
 HEADS, KV_HEADS = 6, 2
 
@@ -73,6 +75,7 @@ def check_backend(
     block_size: int,
     lengths: Sequence[int],
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     head_dim: int = 8,
     head_dim_v: int = 8,
     tolerance: float = 2e-5,
@@ -95,14 +98,17 @@ def check_backend(
     ]
     width = -(-max(lengths) // block_size)
     blocks = torch.randperm(len(lengths) * width, generator=generator).view(len(lengths), width)
-    cache = (
-        torch.full((blocks.numel(), block_size, KV_HEADS, head_dim), torch.nan, dtype=dtype),
-        torch.full((blocks.numel(), block_size, KV_HEADS, head_dim_v), torch.nan, dtype=dtype),
+    spec = LayerSpec(0, HEADS, KV_HEADS, head_dim, head_dim_v, scale)
+    cache = backend.make_cache(
+        spec, blocks.numel(), block_size, kv_dtype or dtype, torch.device("cpu")
     )
-    if backend.name != "sdpa":
-        # Kernels read whole blocks: NaN there would spread, so the runner clears the cache.
-        cache[0].zero_()
-        cache[1].zero_()
+    if backend.name == "sdpa":
+        # What was never written must not matter; kernels that read whole blocks begin with zeros.
+        for part in cache:
+            part.fill_(torch.nan)
+    elif backend.name == "flash_attn":
+        for part in cache:
+            part.zero_()
     done = [0] * len(lengths)
     for step in ([n - 1 if i % 2 else n // 3 for i, n in enumerate(lengths)], None):
         counts = step or [n - d for n, d in zip(lengths, done, strict=True)]
@@ -113,15 +119,8 @@ def check_backend(
             torch.cat([sequences[i][p][done[i] : done[i] + counts[i]] for i in order])
             for p in range(3)
         ]
-        output = backend.run(
-            cache,
-            parts[0],
-            parts[1],
-            parts[2],
-            batch,
-            scale=scale,
-            **options,
-        )
+        backend.write(cache, parts[1], parts[2], batch.slots)
+        output = backend.attend(cache, parts[0], batch, scale=scale, **options)
         for i, got in zip(order, torch.split(output, [counts[i] for i in order]), strict=True):
             want = expected[i][done[i] : done[i] + counts[i]]
             torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
@@ -145,6 +144,24 @@ def test_sdpa_equals_attention_written_out(name: str, head_dim_v: int) -> None:
         block_size=4,
         lengths=[30, 9, 17, 4],
         head_dim_v=head_dim_v,
+        **OPTIONS[name],
+    )
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (8, 12), (20, 7), (64, 64)])
+def test_the_cpu_kernels_equal_attention_written_out(
+    name: str, head_dim: int, head_dim_v: int, kv_dtype: torch.dtype
+) -> None:
+    check_backend(
+        CpuBackend(load_kernels()),
+        block_size=16,
+        lengths=[70, 9, 33, 4],
+        kv_dtype=kv_dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        tolerance=2e-5 if kv_dtype is torch.float32 else 4e-3,
         **OPTIONS[name],
     )
 

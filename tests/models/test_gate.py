@@ -56,8 +56,7 @@ def test_rope_that_depends_on_the_batch_is_refused_past_its_context() -> None:
 def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("mistral"))
     module.set_attn_implementation(ATTENTION_NAME)
-    with torch.inference_mode():
-        specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).probe()
+    specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
     gate.check_layers(module, specs, SdpaBackend(), 256)
     lost = [dataclasses.replace(spec, window=None) for spec in specs]
     with pytest.raises(ModelError, match="does not get the sliding window"):
@@ -69,8 +68,7 @@ def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> N
 def test_a_lost_softcap_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("gemma2"))
     module.set_attn_implementation(ATTENTION_NAME)
-    with torch.inference_mode():
-        specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).probe()
+    specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
     gate.check_layers(module, specs, SdpaBackend(), 256)
     lost = [dataclasses.replace(spec, softcap=None) for spec in specs]
     with pytest.raises(ModelError, match="do not get the softcap"):
@@ -80,8 +78,7 @@ def test_a_lost_softcap_is_refused(model_dir: Callable[[str], Path]) -> None:
 def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("llama"))
     module.set_attn_implementation(ATTENTION_NAME)
-    with torch.inference_mode():
-        specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).probe()
+    specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
     with pytest.raises(ModelError, match="2 attention calls for 3 layers"):
         gate.check_layers(module, specs[:2], SdpaBackend(), 256)
 
@@ -100,7 +97,7 @@ def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path
 def test_the_self_check_finds_wrong_attention(
     fault: str, dtype: str, model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = SdpaBackend.run
+    good = SdpaBackend.attend
 
     def wrong(self: SdpaBackend, *args: object, **options: object) -> Tensor:
         if fault == "scale":
@@ -116,9 +113,9 @@ def test_the_self_check_finds_wrong_attention(
             output[3] = float("nan")
         return output
 
-    monkeypatch.setattr(SdpaBackend, "run", wrong)
-    with pytest.raises(ModelError, match="LlamaForCausalLM: self-check failed"):
-        load(model_dir("llama"), dtype=dtype)
+    monkeypatch.setattr(SdpaBackend, "attend", wrong)
+    with pytest.raises(ModelError, match="OPTForCausalLM: self-check failed"):
+        load(model_dir("opt"), dtype=dtype, attention_backend="sdpa")
 
 
 def test_an_unknown_architecture_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -1,227 +1,296 @@
-"""Tokens are drawn from the stated distribution, and from nothing but their own row."""
+"""Tokens are drawn from the stated distribution: each filter, penalty and ban, alone and mixed."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from models.sampling_reference import (
+    KINDS,
+    OUTPUT,
+    PROMPT,
+    adjusted_scores,
+    distribution,
+    sampling_request,
+)
+from support.budget import budget, seeded
 
-from penstock_shard.request import SamplingParams
+from penstock_shard.request import Request
+from penstock_shard.runner.draw import _pick, ordered_topk
 from penstock_shard.runner.philox import uniforms
-from penstock_shard.runner.sampler import SampleRow, ordered_topk, sample, token_logprobs
+from penstock_shard.runner.sampler import Sampler, SampleRow
 
 SEED = 20_261_121
-PARAMS = {
-    "plain": SamplingParams(),
-    "cold": SamplingParams(temperature=0.5),
-    "hot": SamplingParams(temperature=3.0),
-    "top_k": SamplingParams(top_k=5),
-    "top_p": SamplingParams(top_p=0.8),
-    "min_p": SamplingParams(min_p=0.15),
-    "all": SamplingParams(temperature=1.5, top_k=8, top_p=0.9, min_p=0.1),
-    "allowed": SamplingParams(allowed_token_ids=(1, 4, 9)),
-    "allowed_top_p": SamplingParams(allowed_token_ids=(1, 4, 9, 11), top_p=0.7),
-}
+VOCABULARY = 24
 
 
-def expected_distribution(logits: NDArray[np.float32], params: SamplingParams) -> dict[int, float]:
-    """The distribution as defined, token by token; tokens in the order they are drawn in."""
-    scores = logits.astype(np.float64)
-    if params.allowed_token_ids:
-        allowed = np.isin(np.arange(len(scores)), params.allowed_token_ids)
-        scores = np.where(allowed, scores, -np.inf)
-    weights = np.exp((scores - scores.max()) / params.temperature)
-    weights /= weights.sum()
-    order = list(range(len(weights)))
-    ranked = params.top_p < 1 or 0 < params.top_k < len(weights)
-    if ranked:
-        order.sort(key=lambda token: (-scores[token], token))
-    if params.top_k:
-        order = order[: params.top_k]
-    if params.top_p < 1:
-        total = sum(weights[token] for token in order)
-        kept, mass = [], 0.0
-        for token in order:
-            kept.append(token)
-            mass += weights[token]
-            if mass >= params.top_p * total:
-                break
-        order = kept
-    floor = params.min_p * weights.max()
-    order = [token for token in order if weights[token] >= floor and weights[token] > 0]
-    total = sum(weights[token] for token in order)
-    return {token: float(weights[token] / total) for token in order}
+def _seeds(request: Request, count: int) -> list[Request]:
+    """The same request with seeds of its own."""
+    return [
+        dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=SEED + i))
+        for i in range(count)
+    ]
 
 
-def draw(logits: torch.Tensor, params: Sequence[SamplingParams], position: int = 0) -> list[int]:
-    results = sample(logits, [SampleRow(p, position) for p in params])
+def _draw(logits: torch.Tensor, requests: list[Request]) -> list[int]:
+    results = Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in requests])
     tokens = [result.token_id for result in results]
     assert all(token is not None for token in tokens)
     return [token for token in tokens if token is not None]
 
 
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=seed,
-        allowed_token_ids=params.allowed_token_ids,
-    )
+def _chi_square_bound(freedom: int) -> float:
+    """Exceeded once in about 10,000 seeds (Wilson and Hilferty)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.7 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-@pytest.mark.parametrize("name", PARAMS)
-def test_tokens_follow_the_distribution(name: str) -> None:
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_follow_the_distribution(kind: str, quantised: bool) -> None:
     print(f"seed {SEED}")
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(SEED)) * 1.5
-    expected = expected_distribution(logits.numpy(), PARAMS[name])
-    draws = 6000
-    tokens = draw(
-        logits.expand(draws, -1), [with_seed(PARAMS[name], SEED + i) for i in range(draws)]
-    )
-    counts = np.bincount(tokens, minlength=12)
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(SEED)) * 1.5
+    if quantised:
+        logits = torch.round(logits)
+    request = sampling_request(PROMPT, OUTPUT, **KINDS[kind])
+    expected = distribution(logits.numpy(), request)
+    assert len(expected) > 2
+    draws = budget(6_000, 100_000)
+    tokens: list[int] = []
+    requests = _seeds(request, draws)
+    for start in range(0, draws, 2000):
+        tokens += _draw(logits.expand(2000, -1), requests[start : start + 2000])
+    counts = np.bincount(tokens, minlength=VOCABULARY)
     assert set(np.flatnonzero(counts)) <= set(expected)
-    statistic = sum(
-        (counts[token] - draws * share) ** 2 / (draws * share) for token, share in expected.items()
-    )
-    freedom = len(expected) - 1
-    # Wilson and Hilferty: exceeded once in about 10,000 seeds.
-    bound = freedom * (1 - 2 / (9 * freedom) + 3.7 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert statistic < bound
+    # Tokens that are expected less than five times are counted together with the likeliest.
+    best = max(expected, key=lambda token: expected[token])
+    rare = {token for token, share in expected.items() if draws * share < 5}
+    statistic = 0.0
+    for token in expected.keys() - rare:
+        group = [token, *rare] if token == best else [token]
+        share = sum(expected[member] for member in group)
+        statistic += (counts[group].sum() - draws * share) ** 2 / (draws * share)
+    assert statistic < _chi_square_bound(len(expected) - len(rare) - 1)
 
 
-@pytest.mark.parametrize("vocabulary", [40, 700, 3000])
-def test_each_token_is_the_inverse_of_its_own_distribution(vocabulary: int) -> None:
-    """Also where the kept tokens outgrow the first and the second window."""
-    generator = torch.Generator().manual_seed(SEED)
-    rows = 60
-    spread = torch.linspace(0.05, 5, rows).unsqueeze(1)
-    logits = torch.randn(rows, vocabulary, generator=generator) * spread
-    choices = [
-        *PARAMS.values(),
-        SamplingParams(top_p=0.97),
-        SamplingParams(top_k=64),
-        SamplingParams(top_k=65, min_p=0.02),
-        SamplingParams(top_k=1500, top_p=0.95),
-        SamplingParams(top_p=0.999, min_p=0.3),
-    ]
-    params = [with_seed(choices[i % len(choices)], i) for i in range(rows)]
-    tokens = draw(logits, params, position=5)
-    for i, token in enumerate(tokens):
-        expected = expected_distribution(logits[i].numpy(), params[i])
-        uniform = uniforms([i], [5])[0]
-        cumulative = np.cumsum(list(expected.values()))
-        position = list(expected).index(token)
-        below = cumulative[position - 1] if position else 0.0
-        assert below - 1e-5 <= uniform <= cumulative[position] + 1e-5
+def test_each_kind_changes_the_distribution() -> None:
+    """Else the test above could not see it lost."""
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(SEED)) * 1.5
+    plain = distribution(logits.numpy(), sampling_request(PROMPT, OUTPUT))
+    for kind, fields in KINDS.items():
+        found = distribution(logits.numpy(), sampling_request(PROMPT, OUTPUT, **fields))
+        differences = [abs(found.get(i, 0) - plain.get(i, 0)) for i in range(VOCABULARY)]
+        assert kind == "plain" or max(differences) > 0.03, kind
 
 
-def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
-    generator = torch.Generator().manual_seed(SEED)
-    rows = 48
-    logits = torch.randn(rows, 3000, generator=generator) * torch.linspace(0.1, 4, rows)[:, None]
-    choices = [*PARAMS.values(), SamplingParams(temperature=0.0), SamplingParams(top_p=0.99)]
-    params = [with_seed(choices[i % len(choices)], i) for i in range(rows)]
-    together = draw(logits, params)
-    alone = [draw(logits[i : i + 1], [params[i]])[0] for i in range(rows)]
-    order = torch.randperm(rows, generator=generator).tolist()
-    shuffled = draw(logits[order], [params[i] for i in order])
-    assert together == alone
-    assert shuffled == [together[i] for i in order]
+def _random_fields(rng: random.Random, vocabulary: int) -> dict[str, Any]:
+    """Some of all parameters; each is left alone more often than not."""
+
+    def ids(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, most)))
+
+    fields: dict[str, Any] = {
+        "temperature": lambda: rng.choice([0.0, 0.3, 0.8, 2.0, 8.0]),
+        "top_k": lambda: rng.choice([1, 3, 40, 1024, 1025, 10**6]),
+        "top_p": lambda: rng.choice([0.01, 0.5, 0.9, 0.99]),
+        "min_p": lambda: rng.choice([0.001, 0.1, 0.5, 1.0]),
+        "typical_p": lambda: rng.choice([0.01, 0.3, 0.8, 0.99]),
+        "repetition_penalty": lambda: rng.choice([0.3, 1.1, 3.0]),
+        "presence_penalty": lambda: rng.uniform(-2, 2),
+        "frequency_penalty": lambda: rng.uniform(-2, 2),
+        "logit_bias": lambda: tuple((i, rng.uniform(-9, 9)) for i in sorted(set(ids(9)))),
+        "bad_words": lambda: tuple(ids(3) for _ in range(5)),
+        "allowed_token_ids": lambda: ids(vocabulary // 2),
+        "min_tokens": lambda: rng.randint(1, 12),
+    }
+    chosen = {name: make() for name, make in fields.items() if rng.random() < 0.3}
+    return {**chosen, "stop_token_ids": ids(3), "seed": rng.getrandbits(64)}
+
+
+def test_each_token_is_the_inverse_of_its_own_distribution() -> None:
+    """Of any mix of parameters, in any vocabulary, within and beyond the first window."""
+    rng = seeded("inverse")
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    for vocabulary in rng.choices([5, 33, 700, 1024, 1025, 3001], k=budget(60, 600)):
+        requests = [
+            sampling_request(
+                rng.choices(range(vocabulary), k=rng.randint(1, 20)),
+                rng.choices(range(vocabulary), k=rng.randint(0, 20)),
+                **_random_fields(rng, vocabulary),
+            )
+            for _ in range(8)
+        ]
+        spread = torch.tensor([rng.choice([0.0, 0.1, 1.0, 6.0]) for _ in requests])
+        logits = torch.randn(len(requests), vocabulary, generator=generator) * spread[:, None]
+        if rng.random() < 0.4:
+            # Ties nearly everywhere.
+            logits = torch.round(logits * 2) / 2
+        rows = [SampleRow(request, request.num_output_tokens) for request in requests]
+        for row, own, result in zip(rows, logits, Sampler().sample(logits, rows), strict=True):
+            _check_inverse(own, row, result.token_id)
+
+
+def _check_inverse(logits: torch.Tensor, row: SampleRow, token: int | None) -> None:
+    params = row.request.sampling
+    if token is None:
+        assert not np.isfinite(adjusted_scores(logits.numpy(), row.request)).any()
+        return
+    uniform = uniforms([params.seed], [row.position])[0]
+    # Where a share ends exactly between two tokens, rounding decides which of them is the last.
+    shares = [1.0, 1 + 1e-5, 1 - 1e-5]
+    found = []
+    for top, typical in [(a, b) for a in shares for b in shares]:
+        nearly = dataclasses.replace(
+            params,
+            top_p=params.top_p * top if params.top_p < 1 else 1.0,
+            typical_p=params.typical_p * typical if params.typical_p < 1 else 1.0,
+        )
+        expected = distribution(logits.numpy(), dataclasses.replace(row.request, sampling=nearly))
+        if token in expected:
+            place = list(expected).index(token)
+            cumulative = np.cumsum(list(expected.values()))
+            below = cumulative[place - 1] if place else 0.0
+            found.append((below, uniform, cumulative[place]))
+            if below - 1e-5 <= uniform <= cumulative[place] + 1e-5:
+                return
+    raise AssertionError(f"token {token}: {found}, {params}")
+
+
+@pytest.mark.parametrize("kind", ["plain", "top_k", "top_p", "typical_p"])
+def test_the_ends_of_the_unit_interval_are_the_first_and_the_last_token(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**KINDS[kind], "allowed_token_ids": (4, 6, 9)}
+    logits = torch.tensor([[0.1, 0.2] * 6])
+    first, *_, last = distribution(logits[0].numpy(), sampling_request(**fields))
+    for uniform, expected in ((0.0, first), (1 - 2.0**-53, last)):
+        monkeypatch.setattr(
+            "penstock_shard.runner.draw.uniforms", lambda *_, u=uniform: np.array([u])
+        )
+        assert _draw(logits, [sampling_request(**fields)]) == [expected]
+
+
+def test_no_uniform_number_points_past_the_last_token() -> None:
+    rng = seeded("totals")
+    totals = [2 ** rng.randint(1, 62) + rng.randint(-1, 2**20) for _ in range(2000)]
+    total = torch.tensor([[max(1, total)] for total in totals])
+    greatest = torch.tensor([[1 - 2.0**-53]], dtype=torch.float64).expand(len(totals), 1)
+    assert not _pick(total, total, greatest).any()
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     logits = torch.zeros(3, 500)
     logits[1, [300, 7, 450]] = 2.0
     logits[2, 499] = 1.0
-    assert draw(logits, [SamplingParams(temperature=0.0)] * 3) == [0, 7, 499]
+    assert _draw(logits, [sampling_request(temperature=0.0)] * 3) == [0, 7, 499]
 
 
-@pytest.mark.parametrize(("vocabulary", "top_k"), [(50, 3), (3000, 3), (3000, 64), (3000, 1024)])
+@pytest.mark.parametrize(("vocabulary", "top_k"), [(50, 3), (3000, 3), (3000, 1024), (3000, 1500)])
 def test_equal_tokens_at_the_edge_of_top_k_go_by_id(vocabulary: int, top_k: int) -> None:
-    logits = torch.zeros(2000, vocabulary)
-    tokens = draw(logits, [SamplingParams(top_k=top_k, seed=i) for i in range(2000)])
+    tokens = _draw(torch.zeros(2000, vocabulary), _seeds(sampling_request(top_k=top_k), 2000))
     assert max(tokens) < top_k
-    assert len(set(tokens)) > 0.8 * min(top_k, 2000 * (1 - math.exp(-2000 / top_k)))
+    assert len(set(tokens)) > 0.9 * top_k * (1 - math.exp(-2000 / top_k))
 
 
 def test_equal_tokens_at_the_edge_of_top_p_go_by_id() -> None:
     logits = torch.zeros(500, 3000)
     logits[:, 2999] = 1.0
-    tokens = draw(logits, [SamplingParams(top_p=0.5, seed=i) for i in range(500)])
-    assert max(token for token in tokens if token != 2999) < 1501
-    assert max(token for token in tokens if token != 2999) > 1400
+    tokens = _draw(logits, _seeds(sampling_request(top_p=0.5), 500))
+    others = [token for token in tokens if token != 2999]
+    assert 1400 < max(others) < 1501
+
+
+def test_equal_tokens_at_the_edge_of_typical_p_go_by_id() -> None:
+    # The mean is nearer to the 2000 equal tokens than to the likelier one.
+    logits = torch.zeros(500, 2001)
+    logits[:, 2000] = 3.0
+    tokens = _draw(logits, _seeds(sampling_request(typical_p=0.5), 500))
+    assert 900 < max(tokens) < 1011
+
+
+def test_negative_zero_equals_zero() -> None:
+    logits = torch.zeros(500, 40)
+    logits[:, ::2] = -0.0
+    assert max(_draw(logits, _seeds(sampling_request(top_k=3), 500))) == 2
 
 
 def test_a_tiny_temperature_is_greedy_and_never_nan() -> None:
-    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(SEED)) * 30
-    params = [SamplingParams(temperature=1e-40, top_p=0.5 if i % 2 else 1.0) for i in range(50)]
-    assert draw(logits, params) == logits.argmax(dim=1).tolist()
+    logits = torch.randn(60, 300, generator=torch.Generator().manual_seed(SEED)) * 30
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.5}, {"typical_p": 0.5}]
+    requests = [sampling_request(temperature=1e-40, **kinds[i % 3]) for i in range(60)]
+    assert _draw(logits, requests) == logits.argmax(dim=1).tolist()
 
 
-def test_only_allowed_tokens_are_chosen_but_logprobs_are_of_the_raw_logits() -> None:
-    logits = torch.tensor([[0.0, 1.0, 5.0, 2.0]]).expand(2, -1)
-    params = SamplingParams(temperature=0.0, allowed_token_ids=(0, 3))
-    hot = SamplingParams(temperature=50.0, allowed_token_ids=(0, 1), seed=2)
-    first, second = sample(logits, [SampleRow(params, 0, logprobs=1), SampleRow(hot, 0)])
-    assert first.token_id == 3
-    assert second.token_id in (0, 1)
-    assert first.logprobs is not None
-    assert first.logprobs.ranks == [2]
-    assert first.logprobs.top_token_ids == [2]
-    expected = torch.log_softmax(logits[0], dim=0)
-    assert first.logprobs.chosen == [pytest.approx(float(expected[3]))]
+def test_huge_logits_and_penalties_stay_in_bounds() -> None:
+    logits = torch.tensor([[3e38, -3e38, 1.0, 0.0]]).expand(4, -1)
+    fields: list[dict[str, Any]] = [
+        {"repetition_penalty": 1e-30},
+        {"repetition_penalty": 3e38, "temperature": 0.0},
+        {"typical_p": 0.9},
+        {"top_p": 0.9, "frequency_penalty": -2.0},
+    ]
+    requests = [sampling_request([0, 1], [0], **each) for each in fields]
+    assert _draw(logits, requests) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
-def test_a_row_without_finite_logits_fails_alone(bad: float | None) -> None:
+def test_a_row_without_finite_logits_ends_alone(bad: float | None) -> None:
     logits = torch.zeros(3, 20)
     if bad is None:
         logits[1] = float("-inf")
     else:
         logits[1, 4] = bad
-    rows = [SampleRow(SamplingParams(top_p=0.9, seed=1), 3, logprobs=2)] * 3
-    first, second, third = sample(logits, rows)
+    request = sampling_request((1,), (2, 2, 2), top_p=0.9, frequency_penalty=1.0, logprobs=2)
+    first, second, third = Sampler().sample(logits, [SampleRow(r, 3) for r in _seeds(request, 3)])
     assert second.token_id is None
-    assert second.error is not None
-    assert "position 3" in second.error
-    assert first.error is None
-    assert first == third
-    assert first.logprobs is not None
+    assert second.logprobs is None
+    assert second.error == "the model gave no finite logits at output position 3"
+    for other in (first, third):
+        assert other.error is None
+        assert other.token_id is not None
+        assert other.logprobs is not None
 
 
-def test_logprobs_ranks_and_best_tokens() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
-    expected = torch.log_softmax(logits, dim=-1)
-    first, second = token_logprobs(logits, torch.tensor([4, 3]), [2, 4])
-    assert (first.ranks, second.ranks) == ([3], [2])
-    assert first.chosen == [pytest.approx(float(expected[0, 4]))]
-    assert (first.top_n, first.top_token_ids) == (2, [1, 2])
-    assert (second.top_n, second.top_token_ids) == (4, [4, 0, 1, 2])
-    assert second.top_logprobs == pytest.approx(
-        [float(expected[1, 4])] + [float(expected[1, 0])] * 3
-    )
+def test_a_row_with_nothing_left_to_draw_ends_alone() -> None:
+    nothing = sampling_request(
+        (1,), (2, 3), allowed_token_ids=(4, 5), bad_words=((3, 4),), min_tokens=9,
+        stop_token_ids=(5,),
+    )  # fmt: skip
+    logits = torch.zeros(2, 20)
+    bad, good = Sampler().sample(logits, [SampleRow(nothing, 2), SampleRow(sampling_request(), 0)])
+    assert bad.token_id is None
+    assert bad.error == "the sampling parameters leave no token to draw at output position 2"
+    assert good.error is None
 
 
-def test_no_alternatives_still_gives_the_chosen_tokens_logprob() -> None:
-    (only,) = token_logprobs(torch.zeros(1, 8), torch.tensor([5]), [0])
-    assert (only.top_n, only.top_token_ids, only.top_logprobs) == (0, [], [])
-    assert only.chosen == [pytest.approx(-math.log(8))]
+def test_the_logits_are_left_as_they_are() -> None:
+    logits = torch.randn(3, 50)
+    before = logits.clone()
+    fields: list[dict[str, Any]] = [{}, {"repetition_penalty": 2.0}, {"typical_p": 0.5}]
+    _draw(logits, [sampling_request((1, 2), (3,), **each) for each in fields])
+    assert torch.equal(logits, before)
+
+
+def test_half_precision_logits_are_drawn_as_the_floats_they_are() -> None:
+    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(SEED)).bfloat16() * 4
+    requests = _seeds(sampling_request(top_p=0.9), 40)
+    assert _draw(logits, requests) == _draw(logits.float(), requests)
+
+
+def test_no_rows_give_no_results() -> None:
+    assert Sampler().sample(torch.empty(0, 10), []) == []
 
 
 def test_ordered_topk_equals_a_full_stable_sort() -> None:
     generator = torch.Generator().manual_seed(SEED)
     # Few distinct values: nearly every edge is tied.
-    values = torch.randint(0, 6, (40, 200), generator=generator).float()
+    values = -torch.randint(0, 6, (40, 200), generator=generator).float()
     values[3, 50:] = float("-inf")
+    values[4] *= 1e-38
     for k in (1, 7, 64, 199, 200):
-        top, ids = ordered_topk(values, k)
-        full, order = values.sort(dim=-1, descending=True, stable=True)
-        finite = torch.isfinite(full[:, :k])
-        assert torch.equal(top, full[:, :k])
-        assert torch.equal(ids[finite], order[:, :k][finite])
+        order = values.sort(dim=-1, descending=True, stable=True).indices
+        assert torch.equal(ordered_topk(values, k), order[:, :k])

@@ -10,7 +10,7 @@ Knows what makes an architecture unfit. Knows nothing of requests or scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their angles depend on the longest position in the batch once it passes the original context.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Difference of a logit that rounding explains, in standard deviations of the model's own logits.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+_TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3, "int8": 0.3}
 # Share of the tokens that must keep to it. In half precision rounding sends a few tokens of a
 # mixture-of-experts model to other experts, while wrong attention spoils nearly all tokens.
-_SHARE = {torch.float32: 1.0, torch.float16: 0.75, torch.bfloat16: 0.75}
+_SHARE = {"float32": 1.0, "float16": 0.75, "bfloat16": 0.75, "int8": 0.75}
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -141,21 +141,22 @@ def _check_windows(
         )
 
 
-def check_logits(module: PreTrainedModel, own: Callable[[], Tensor], paged: Tensor) -> None:
-    """Compare logits [n, V] of the paged path with those of the model's own attention.
-
-    `own` computes them while the module runs eager attention. Raises ModelError if they differ by
-    more than rounding explains.
+def check_logits(module: PreTrainedModel, input_ids: Tensor, paged: Tensor, precision: str) -> None:
+    """Compare logits [B * L, V] of the paged path for input_ids [B, L] with those of the model's
+    own attention. Raises ModelError if they differ by more than `precision`, the coarsest dtype
+    that products take, explains.
     """
     implementation = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
-        expected = own().float()
+        with torch.inference_mode():
+            own: Tensor = module(input_ids=input_ids, use_cache=False).logits
     finally:
         module.set_attn_implementation(implementation)
+    expected = own.flatten(0, 1).float()
     errors = (paged.float() - expected).abs().amax(dim=1)
-    worst = float(errors.quantile(_SHARE[module.dtype]))
-    bound = _TOLERANCE[module.dtype] * float(expected.std())
+    worst = float(errors.quantile(_SHARE[precision]))
+    bound = _TOLERANCE[precision] * float(expected.std())
     # Not `worst > bound`: a NaN must not pass.
     if not worst <= bound:
         raise ModelError(

@@ -9,7 +9,8 @@ Knows transformers' registries and modules. Knows nothing of requests, schedulin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
 class TransformersModel:
-    """Runs flat steps: `input_ids` [T] of many sequences, each attending to its own cache."""
+    """A `CausalModel`; see `penstock_shard.models.base`."""
 
     def __init__(
         self, module: PreTrainedModel, backend: AttentionBackend, device: torch.device
@@ -106,10 +107,15 @@ class TransformersModel:
         self.module = module
         self.backend = backend
         self.device = device
-        self.dtype: torch.dtype = module.dtype
+        self._layers = self._probe()
         self._caches: dict[int, LayerCache] = {}
 
-    def probe(self) -> tuple[LayerSpec, ...]:
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self._layers
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[LayerSpec, ...]:
         """Run one token through the modules and record what each attention call asks for."""
         specs: list[LayerSpec] = []
 
@@ -122,34 +128,43 @@ class TransformersModel:
             self._call(token, token, token)
         return tuple(specs)
 
-    def allocate(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
-        """Make the cache of every layer: `num_blocks` blocks of `block_size` tokens."""
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._caches = {}
-        # On cpu memory is taken when it is first written; kernels that read whole blocks on a
-        # GPU must not meet NaN in places that were never written.
-        make = torch.empty if self.device.type == "cpu" else torch.zeros
-        for spec in specs:
-            shape = (num_blocks, block_size, spec.num_kv_heads)
-            self._caches[spec.index] = (
-                make(*shape, spec.head_dim, dtype=self.dtype, device=self.device),
-                make(*shape, spec.head_dim_v, dtype=self.dtype, device=self.device),
+        for spec in self._layers:
+            self._caches[spec.index] = self.backend.make_cache(
+                spec, num_blocks, block_size, dtype, self.device
             )
 
     def free(self) -> None:
-        """Drop the cache."""
         self._caches = {}
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        stacks = list(_layer_stacks(self.module, len(self._layers)))
+        for parent, name, stack in stacks:
+            setattr(parent, name, self._one_of_each_kind(stack))
+        try:
+            yield
+        finally:
+            for parent, name, stack in stacks:
+                setattr(parent, name, stack)
+
+    def _one_of_each_kind(self, stack: nn.ModuleList) -> nn.ModuleList:
+        kinds: dict[tuple[LayerSpec, str], nn.Module] = {}
+        specs = sorted(self._layers, key=lambda spec: spec.index)
+        for spec, layer in zip(specs, stack, strict=True):
+            kinds.setdefault((dataclasses.replace(spec, index=0), repr(layer)), layer)
+        return nn.ModuleList(kinds.values())
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor
     ) -> Tensor:
-        """input_ids and positions int64 [T], logit_rows int64 [N] into T -> logits [N, V]."""
-
         def attend(call: AttentionCall) -> Tensor:
-            return self.backend.run(
-                self._caches[call.layer_index],
+            cache = self._caches[call.layer_index]
+            self.backend.write(cache, call.key, call.value, batch.slots)
+            return self.backend.attend(
+                cache,
                 call.query,
-                call.key,
-                call.value,
                 batch,
                 scale=call.scale,
                 window=call.window,
@@ -157,8 +172,21 @@ class TransformersModel:
                 sinks=call.sinks,
             )
 
-        with _attention(attend):
+        with _attention(attend), self._threads():
             return self._call(input_ids, positions, logit_rows)
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Beside our kernels, which have threads of their own, torch gets one: it would cut tensors
+        between threads, and compute the ends of the pieces with other instructions.
+        """
+        before = torch.get_num_threads()
+        if self.backend.name == "cpu":
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _call(self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         output = self.module(
@@ -169,6 +197,22 @@ class TransformersModel:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _layer_stacks(
+    module: nn.Module, num_layers: int
+) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
+    """Lists of the model's layers: the module each is in, its name there, and the list."""
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if not isinstance(child, nn.ModuleList) or len(child) != num_layers:
+                continue
+            if all(_has_attention(layer) for layer in child):
+                yield parent, name, child
+
+
+def _has_attention(layer: nn.Module) -> bool:
+    return any(hasattr(module, "layer_idx") for module in layer.modules())
 
 
 def _spec_of(call: AttentionCall) -> LayerSpec:

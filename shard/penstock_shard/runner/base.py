@@ -43,34 +43,48 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log-probabilities of n tokens, in columns; `top_*` hold n times `top_n`, best first."""
+    """Log-probabilities of n tokens, in columns.
+
+    `top_*` hold n times `top_n`, best first; `requested` holds n times as many as the request's
+    `logprob_token_ids`.
+    """
 
     chosen: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     top_n: int = 0
     top_token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
+    requested: list[float] = field(default_factory=list)
+
+    @property
+    def num_requested(self) -> int:
+        """Of each token."""
+        return len(self.requested) // max(1, len(self.chosen))
 
     def first(self, count: int) -> Logprobs:
         """Those of the first `count` tokens."""
         keep = count * self.top_n
+        keep_requested = count * self.num_requested
         return Logprobs(
             self.chosen[:count],
             self.ranks[:count],
             self.top_n,
             self.top_token_ids[:keep],
             self.top_logprobs[:keep],
+            self.requested[:keep_requested],
         )
 
     def without_first(self, count: int) -> Logprobs:
         """The same without the first `count` tokens."""
         skip = count * self.top_n
+        skip_requested = count * self.num_requested
         return Logprobs(
             self.chosen[count:],
             self.ranks[count:],
             self.top_n,
             self.top_token_ids[skip:],
             self.top_logprobs[skip:],
+            self.requested[skip_requested:],
         )
 
 

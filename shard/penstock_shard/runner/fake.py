@@ -1,9 +1,11 @@
 """A runner without torch or weights: for tests, for trying things, for measuring everything else.
 
 Its token is a hash of the prompt, all output so far, every sampling parameter, the seed and the
-position, so whoever loses or mixes up one of them gives other tokens. Log-probabilities come from
-the same hash. A sequence ends early only at `eos_rate`. A step takes `step_s`, counted, as on a
-device stream, from when its inputs are handed over and the step before is over.
+position, so whoever loses or mixes up one of them gives other tokens. It never draws what allowed
+ids, bad words or min_tokens rule out; a penalty or a bias is in the hash and does nothing else.
+Log-probabilities come from the same hash. A sequence ends early only at `eos_rate`. A step takes
+`step_s`, counted, as on a device stream, from when its inputs are handed over and the step before
+is over.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from penstock_shard.request import Request
 from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, StepPlan
+from penstock_shard.runner.token_state import BadWords
 
 CAPABILITIES = frozenset(
     {
@@ -24,10 +28,22 @@ CAPABILITIES = frozenset(
         "top_k",
         "top_p",
         "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
         "seed",
+        "logit_bias",
+        "bad_words",
+        "allowed_token_ids",
+        "min_tokens",
         "logprobs",
         "prompt_logprobs",
-        "allowed_token_ids",
+        "logprob_token_ids",
+        "priority",
+        "time_to_first_token_s",
+        "seconds_between_tokens",
+        "latency_sensitive",
     }
 )
 
@@ -37,6 +53,7 @@ class _Progress:
     """The chained hash over a request's tokens, and how many of them it covers."""
 
     digest: bytes
+    bad_words: BadWords
     num_tokens: int = 0
 
 
@@ -84,34 +101,56 @@ class FakeRunner:
             end = min(start + count, request.num_prompt_tokens - 1)
             result.prompt_logprobs = self._prompt_logprobs(request, start, end)
         if samples:
-            draw = self._draw(request)
-            result.token_id = self._token(request, draw)
-            if request.logprobs is not None:
-                result.logprobs = Logprobs(top_n=request.logprobs)
-                self._add_logprobs(result.logprobs, draw, result.token_id, request.logprobs)
+            self._sample(request, start + count, result)
         return result
 
-    def _draw(self, request: Request) -> bytes:
-        """32 bytes that depend on all that a token may depend on, and on nothing else."""
+    def _sample(self, request: Request, num_tokens: int, result: RowResult) -> None:
+        """What follows the request's first `num_tokens` tokens."""
+        progress = self._progress_at(request, num_tokens)
+        draw = self._draw(request, progress, num_tokens)
+        token_id = self._token(request, draw, _banned(request, progress.bad_words, num_tokens))
+        if token_id is None:
+            position = num_tokens - request.num_prompt_tokens
+            result.error = f"the sampling parameters leave no token to draw at position {position}"
+            return
+        result.token_id = token_id
+        if request.logprobs is not None:
+            result.logprobs = Logprobs(top_n=request.logprobs)
+            self._add_logprobs(result.logprobs, draw, token_id, request.logprobs)
+            self._add_requested(result.logprobs, draw, token_id, request.logprob_token_ids)
+
+    def _progress_at(self, request: Request, num_tokens: int) -> _Progress:
+        """Over no more than the first `num_tokens` tokens."""
         progress = self._progress.get(request)
-        if progress is None:
-            parameters = repr(astuple(request.sampling)).encode()
-            progress = _Progress(hashlib.blake2b(parameters, digest_size=32).digest())
+        if progress is None or progress.num_tokens > num_tokens:
+            parameters = repr((astuple(request.sampling), request.min_tokens)).encode()
+            digest = hashlib.blake2b(parameters, digest_size=32).digest()
+            progress = _Progress(digest, BadWords(request.sampling.bad_words))
             self._progress[request] = progress
+        return progress
+
+    def _draw(self, request: Request, progress: _Progress, num_tokens: int) -> bytes:
+        """32 bytes that depend on all that a token may depend on, and on nothing else."""
         # One token at a time, so that a prompt and an output of the same ids hash alike.
-        for token_id in request.token_ids[progress.num_tokens :]:
+        for token_id in request.token_ids[progress.num_tokens : num_tokens]:
             packed = progress.digest + struct.pack("<I", token_id)
             progress.digest = hashlib.blake2b(packed, digest_size=32).digest()
-        progress.num_tokens = len(request.token_ids)
-        position = struct.pack("<QI", request.sampling.seed, request.num_output_tokens)
-        return hashlib.blake2b(progress.digest + position, digest_size=32).digest()
+        progress.num_tokens = num_tokens
+        position = num_tokens - request.num_prompt_tokens
+        place = struct.pack("<QI", request.sampling.seed, position)
+        return hashlib.blake2b(progress.digest + place, digest_size=32).digest()
 
-    def _token(self, request: Request, draw: bytes) -> int:
+    def _token(self, request: Request, draw: bytes, banned: set[int]) -> int | None:
+        """None if all are banned."""
         ids = request.sampling.allowed_token_ids or self._ordinary_ids
         ends = int.from_bytes(draw[8:16], "little") / 2**64 < self._eos_rate
         if ends and self._info.eos_token_ids and not request.sampling.allowed_token_ids:
-            return self._info.eos_token_ids[0]
-        return ids[int.from_bytes(draw[:8], "little") % len(ids)]
+            eos_id = self._info.eos_token_ids[0]
+            if eos_id not in banned:
+                return eos_id
+        first = int.from_bytes(draw[:8], "little") % len(ids)
+        candidates = (ids[(first + i) % len(ids)] for i in range(len(ids)))
+        return next((token_id for token_id in candidates if token_id not in banned), None)
 
     def _prompt_logprobs(self, request: Request, start: int, end: int) -> Logprobs:
         """Of the prompt tokens at start + 1 .. end."""
@@ -126,12 +165,47 @@ class FakeRunner:
 
     def _add_logprobs(self, columns: Logprobs, draw: bytes, token_id: int, top_n: int) -> None:
         """The chosen token is the most likely; the others follow it in steps of a quarter."""
-        chosen = -(draw[16] + 1) / 64.0
+        chosen = _chosen_logprob(draw)
         columns.chosen.append(chosen)
         columns.ranks.append(1)
-        base = int.from_bytes(draw[17:21], "little")
+        base = _second(draw)
         ids = (self._ordinary_ids[(base + i) % len(self._ordinary_ids)] for i in range(top_n + 1))
         others = [other_id for other_id in ids if other_id != token_id]
         for rank, other_id in enumerate([token_id, *others][:top_n]):
             columns.top_token_ids.append(other_id)
             columns.top_logprobs.append(chosen - 0.25 * rank)
+
+    def _add_requested(
+        self, columns: Logprobs, draw: bytes, token_id: int, requested: Sequence[int]
+    ) -> None:
+        """What `_add_logprobs` would give these ids, were its list long enough."""
+        chosen_place = self._place(draw, token_id)
+        for other_id in requested:
+            place = self._place(draw, other_id)
+            rank = 0 if other_id == token_id else place + (place < chosen_place)
+            columns.requested.append(_chosen_logprob(draw) - 0.25 * rank)
+
+    def _place(self, draw: bytes, token_id: int) -> int:
+        """Among the ordinary ids, from where the draw starts; the others come after all of them."""
+        count = len(self._ordinary_ids)
+        index = bisect_left(self._ordinary_ids, token_id)
+        if index < count and self._ordinary_ids[index] == token_id:
+            return (index - _second(draw)) % count
+        return count + token_id
+
+
+def _banned(request: Request, bad_words: BadWords, num_tokens: int) -> set[int]:
+    """Ids that must not follow the request's first `num_tokens` tokens."""
+    position = num_tokens - request.num_prompt_tokens
+    tail_start = num_tokens - min(position, bad_words.num_tail_tokens)
+    banned = set(bad_words.completing(request.token_ids[tail_start:num_tokens]))
+    return banned | request.stop_token_ids if position < request.min_tokens else banned
+
+
+def _chosen_logprob(draw: bytes) -> float:
+    return -(draw[16] + 1) / 64.0
+
+
+def _second(draw: bytes) -> int:
+    """Where the list of the most likely tokens goes on after the chosen one."""
+    return int.from_bytes(draw[17:21], "little")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from penstock_shard.models.errors import ModelError
 # sequence of full length, and never over this share of the memory that is free.
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_c
     """Number of KV blocks: what the flags say, else what memory allows and requests can use.
 
     `free_bytes` is the memory KV blocks may take at most. Raises ModelError if not even one
-    sequence of max_model_len fits.
+    sequence of max_model_len fits, or on cpu if the flags ask for more than there is: memory there
+    is taken only when it is first written, so a wish that cannot be met would end in a kill.
     """
     needed = shape.blocks_per_sequence
     if config.kv_blocks is not None:
@@ -57,7 +61,33 @@ def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_c
             f"sequence of {shape.max_model_len} tokens needs {needed}; lower --max-model-len to "
             f"{fits} or raise {flag}"
         )
+    if on_cpu and blocks * shape.block_bytes > free_bytes:
+        raise ModelError(no_room(shape, blocks, free_bytes, flag))
     return blocks
+
+
+def no_room(shape: KVShape, blocks: int, free_bytes: int, flag: str) -> str:
+    """The message for KV blocks that cannot be had."""
+    most = max(0, free_bytes // shape.block_bytes)
+    return (
+        f"KV cache: no room for {blocks} blocks ({blocks * shape.block_bytes >> 20} MiB): "
+        f"{most} fit; lower {flag}"
+    )
+
+
+def extra_host_bytes(work: Callable[[], object]) -> int:
+    """Memory that `work` takes at its peak beyond what this process holds after it; 0 where the
+    system does not tell (macOS).
+    """
+    if not _CLEAR_REFS.exists():
+        work()
+        return 0
+    # Sets the peak back to what is held now. See proc(5).
+    _CLEAR_REFS.write_text("5", encoding="ascii")
+    work()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return max(0, peak - int(pages) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def free_host_bytes() -> int:

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.models.base import CausalModel
 from penstock_shard.request import Request
 from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, StepPlan
 from penstock_shard.runner.batch import Piece, StepBatch, build_batches
-from penstock_shard.runner.sampler import SampleRow, sample, token_logprobs
+from penstock_shard.runner.sampler import Sampler, SampleRow, token_logprobs
 
 CAPABILITIES = frozenset(
     {
@@ -26,10 +26,22 @@ CAPABILITIES = frozenset(
         "top_k",
         "top_p",
         "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
         "seed",
+        "logit_bias",
+        "bad_words",
         "allowed_token_ids",
+        "min_tokens",
         "logprobs",
         "prompt_logprobs",
+        "logprob_token_ids",
+        "priority",
+        "time_to_first_token_s",
+        "seconds_between_tokens",
+        "latency_sensitive",
     }
 )
 # Logits kept for prompt log-probabilities in one forward pass.
@@ -43,7 +55,7 @@ class ModelRunner:
     `collect` where they may not.
     """
 
-    def __init__(self, model: TransformersModel, info: RunnerInfo) -> None:
+    def __init__(self, model: CausalModel, info: RunnerInfo) -> None:
         self.model = model
         self._info = info
         self._launched: deque[Callable[[], list[RowResult]]] = deque()
@@ -52,6 +64,7 @@ class ModelRunner:
             self._device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         # The token each request sampled last, which may not have come back to the engine yet.
         self._last_token: dict[Request, int] = {}
+        self._sampler = Sampler()
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
 
@@ -74,6 +87,7 @@ class ModelRunner:
 
     def release(self, request: Request) -> None:
         self._last_token.pop(request, None)
+        self._sampler.forget(request)
 
     # ---- one step ----
 
@@ -108,7 +122,7 @@ class ModelRunner:
             return
         if len(sampled) < len(logits):
             logits = logits[torch.tensor(sampled, device=logits.device)]
-        drawn = sample(logits, [_sample_row(piece) for piece in sampling])
+        drawn = self._sampler.sample(logits, [_sample_row(piece) for piece in sampling])
         for piece, result in zip(sampling, drawn, strict=True):
             result.prompt_logprobs = results[piece.row].prompt_logprobs
             result.error = result.error or results[piece.row].error
@@ -121,7 +135,7 @@ def _sample_row(piece: Piece) -> SampleRow:
     request = piece.scheduled.request
     # From the piece, not from the request: tokens may have been added to that meanwhile.
     position = piece.start + piece.count - request.num_prompt_tokens
-    return SampleRow(request.sampling, position, request.logprobs)
+    return SampleRow(request, position)
 
 
 def _add_prompt_logprobs(result: RowResult, logits: Tensor, piece: Piece) -> None:

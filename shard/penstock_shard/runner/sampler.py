@@ -1,243 +1,202 @@
 """Logits -> tokens and log-probabilities. Knows nothing of models, caches or scheduling.
 
-A token is a function of (its row of logits, its parameters, its seed, its position) and of nothing
-else. One uniform number a row is drawn from a counter-based generator and looked up in the row's
-cumulative distribution. Which distribution, and in which order its tokens stand, follows from the
-row's own parameters and logits alone; what other rows ask for only lets work be skipped.
+A token is a function of (its row of logits, its request's parameters, seed, prompt and output so
+far, its position) and of nothing else; what other rows ask for only lets work be skipped.
 
-Filters apply in this order: allowed_token_ids, temperature, top-k, top-p (over what top-k left),
-min-p (relative to the most likely token after temperature). Greedy rows take the largest logit, the
-lowest id among equals. Log-probabilities are of the raw logits, before all of these.
+Parameters act in this order:
+
+1. repetition_penalty, on tokens of the prompt and the output: positive logits are divided by it,
+   others multiplied (Keskar et al., "CTRL", 2019)
+2. presence_penalty and frequency_penalty, on tokens of the output: the first is subtracted once,
+   the second as often as the token occurs
+3. logit_bias is added
+4. what cannot be drawn: all but allowed_token_ids; the last id of a bad word whose other ids end
+   the output; ids that stop the sequence, before min_tokens
+5. temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely token),
+   typical-p (over what the others left): see `draw`
+
+Greedy rows end with 4 and take the largest logit, the lowest id among equals. Log-probabilities
+are of the raw logits, before all of these.
+
+On one thread of a server cpu, 16 greedy rows of 32k logits take 0.1 ms, 64 rows with penalties and
+every filter 11 ms (sorting them would take 135), 8 rows of 150k with top-p 10 to 20 ms (110).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_shard.request import SamplingParams
+from penstock_shard.request import Request
+from penstock_shard.runner.adjust import adjust
 from penstock_shard.runner.base import Logprobs, RowResult
-from penstock_shard.runner.philox import uniforms
-
-# A row with top-k or top-p is looked at through its most likely tokens: this many, then more if
-# what it keeps does not fit, then all.
-_WINDOWS = (64, 1024)
-# Smaller temperatures divide to infinity in float32; at this one the largest logit always wins
-# unless two differ by less than 2e-5.
-_MIN_TEMPERATURE = 1e-6
+from penstock_shard.runner.draw import draw, ordered_topk
+from penstock_shard.runner.token_state import TokenState, needs_state
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How one row of logits becomes a token: `position` counts from the first output token."""
+    """What a row of logits is for: the token at `position` of the request's output, counted from
+    its first token, those delivered before this attempt included.
+    """
 
-    params: SamplingParams
+    request: Request
     position: int
-    # None: no log-probabilities; k: the chosen token's and the k best.
-    logprobs: int | None = None
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
-    """logits [N, V] -> one result a row. A row without finite logits gets an error, alone."""
-    if not rows:
-        return []
-    logits = logits.float()
-    best, tokens = logits.max(dim=-1)
-    # max() passes NaN on; +inf leaves no distribution, -inf nothing to choose from.
-    usable = torch.isfinite(best)
-    masked = _mask_disallowed(logits, rows)
-    if masked is not logits:
-        best, tokens = masked.max(dim=-1)
-        usable &= torch.isfinite(best)
-    finite = usable.tolist()
-    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy and finite[i]]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        tokens[index] = _draw(masked[index], best[index], [rows[i] for i in drawn])
-    chosen = tokens.tolist()
-    results = [
-        RowResult(token_id=token)
-        if ok
-        else RowResult(error=f"the model gave no finite logits at output position {row.position}")
-        for row, token, ok in zip(rows, chosen, finite, strict=True)
-    ]
-    _add_logprobs(logits, tokens, rows, results)
-    return results
+@dataclass(slots=True)
+class _Pick:
+    """What is known so far of one row: its logits [V], the largest of them, that one's token."""
+
+    row: SampleRow
+    logits: Tensor
+    largest: float
+    token: int
+    error: str | None = None
+
+    def check(self, what: str) -> None:
+        # NaN is the largest where there is one; +inf leaves no distribution, -inf no token.
+        if not math.isfinite(self.largest):
+            self.error = f"{what} at output position {self.row.position}"
 
 
-def _mask_disallowed(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """-inf for all but the allowed ids, in rows that name some."""
-    limited = [i for i, row in enumerate(rows) if row.params.allowed_token_ids]
-    if not limited:
-        return logits
-    masked = logits.clone()
-    for i in limited:
-        allowed = torch.tensor(rows[i].params.allowed_token_ids, device=logits.device)
-        masked[i] = float("-inf")
-        masked[i, allowed] = logits[i, allowed]
-    return masked
+class Sampler:
+    """Draws tokens, and keeps what has to be remembered of the requests they are drawn for.
 
-
-def _draw(logits: Tensor, best: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """logits [n, V] and their maxima [n] -> tokens int64 [n], drawn by each row's parameters."""
-    device = logits.device
-    temperature = _column([max(row.params.temperature, _MIN_TEMPERATURE) for row in rows], device)
-    # From the maximum down, so that a small temperature gives 0 and -inf, never NaN.
-    scaled = (logits - best.unsqueeze(1)) / temperature.float()
-    probabilities = torch.softmax(scaled, dim=-1)
-    random = uniforms([row.params.seed for row in rows], [row.position for row in rows])
-    uniform = torch.from_numpy(random).to(device).unsqueeze(1)
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
-    vocabulary = logits.shape[1]
-    ranked = [i for i, row in enumerate(rows) if _needs_ranking(row.params, vocabulary)]
-    plain = sorted(set(range(len(rows))) - set(ranked))
-    if plain:
-        index = torch.tensor(plain, device=device)
-        tokens[index] = _draw_by_id(
-            probabilities[index], uniform[index], [rows[i].params for i in plain]
-        )
-    for window in (*_WINDOWS, vocabulary):
-        if not ranked:
-            break
-        index = torch.tensor(ranked, device=device)
-        drawn, settled = _draw_by_rank(
-            scaled[index],
-            probabilities[index],
-            uniform[index],
-            [rows[i].params for i in ranked],
-            min(window, vocabulary),
-        )
-        tokens[index] = torch.where(settled, drawn, tokens[index])
-        ranked = [i for i, done in zip(ranked, settled.tolist(), strict=True) if not done]
-    return tokens
-
-
-def _needs_ranking(params: SamplingParams, vocabulary: int) -> bool:
-    return 0 < params.top_k < vocabulary or params.top_p < 1.0
-
-
-def _draw_by_id(probabilities: Tensor, uniform: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Inverse CDF over tokens in the order of their ids; min-p is the only filter."""
-    if any(p.min_p > 0 for p in params):
-        share = _column([p.min_p for p in params], probabilities.device).float()
-        floor = share * probabilities.amax(dim=1, keepdim=True)
-        probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    return _invert(cumulative, cumulative[:, -1:], uniform)
-
-
-def _draw_by_rank(
-    scaled: Tensor,
-    probabilities: Tensor,
-    uniform: Tensor,
-    params: Sequence[SamplingParams],
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the `window` most likely tokens, most likely first, lowest id among equals.
-
-    Returns tokens [n] and whether all that the row's filters keep lay within the window, bool [n].
+    `sample` is called in the order of the steps. What it draws it takes in itself, so a request's
+    own tokens may lag behind; they are read where a position does not follow the last one.
     """
-    vocabulary = scaled.shape[1]
-    device = scaled.device
-    _, ids = ordered_topk(scaled, window)
-    weights = probabilities.gather(1, ids).double()
-    cumulative = weights.cumsum(dim=-1)
-    top_k = _column([p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params], device)
-    top_p = _column([p.top_p for p in params], device)
-    min_p = _column([p.min_p for p in params], device)
-    rank = torch.arange(window, device=device).unsqueeze(0)
-    inside = top_k <= window
-    # The mass that top-p is a share of: what top-k leaves. Softmax made all of it 1.
-    last = (top_k.clamp(max=window) - 1).long()
-    total = torch.where(inside, cumulative.gather(1, last), 1.0)
-    share = top_p * total
-    keep = (rank < top_k) & ((cumulative - weights < share) | (top_p >= 1.0))
-    keep &= weights >= min_p * weights[:, :1]
-    # The most likely token stays, whatever the filters say.
-    kept = keep.sum(dim=1, keepdim=True).clamp(min=1)
-    reached = (cumulative[:, -1:] >= share) | (kept < window) | (window == vocabulary)
-    settled = torch.where(top_k < vocabulary, inside, reached).squeeze(1)
-    drawn = _invert(cumulative, cumulative.gather(1, kept - 1), uniform)
-    return ids.gather(1, drawn.unsqueeze(1)).squeeze(1), settled
+
+    def __init__(self) -> None:
+        self._states: dict[Request, TokenState] = {}
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
+        """logits [N, V] of any float type -> one result a row; the logits are not changed.
+
+        A row with NaN, or with nothing left to draw, has an error, alone.
+        """
+        if not rows:
+            return []
+        logits = logits.float()
+        picks = [
+            _Pick(row, own, value, token)
+            for row, own, value, token in zip(rows, logits.unbind(), *_largest(logits), strict=True)
+        ]
+        states = [self._state(row) if needs_state(row.request) else None for row in rows]
+        for pick in picks:
+            pick.check("the model gave no finite logits")
+        _adjust([(p, s) for p, s in zip(picks, states, strict=True) if s and not p.error])
+        _draw([p for p in picks if not p.error and not p.row.request.sampling.is_greedy])
+        for pick, state in zip(picks, states, strict=True):
+            # Also after an error: a step that was launched ahead may still ask for what follows.
+            if state is not None:
+                state.append(pick.token)
+        results = [RowResult(None if p.error else p.token, error=p.error) for p in picks]
+        _add_logprobs(logits, rows, results)
+        return results
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self._states.pop(request, None)
+
+    def _state(self, row: SampleRow) -> TokenState:
+        state = self._states.get(row.request)
+        if state is None:
+            state = self._states[row.request] = TokenState(row.request)
+        state.move_to(row.position)
+        return state
 
 
-def _invert(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
-    """The first index whose cumulative weight exceeds uniform * total, where total [n, 1] is the
-    cumulative weight of the last token that is kept.
-    """
-    # The product may round up to total, which would point past the kept tokens.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniform * total, below)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+def _largest(logits: Tensor) -> tuple[list[float], list[int]]:
+    """Of each row of logits [N, V]: the largest, or NaN if there is one; its lowest token."""
+    if logits.device.type == "cpu":
+        # numpy's argmax uses vector instructions: a seventh of torch's time.
+        tokens = torch.from_numpy(logits.numpy().argmax(axis=1))
+    else:
+        tokens = logits.argmax(dim=1)
+    largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return largest.tolist(), tokens.tolist()
 
 
-def ordered_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of values [n, V] and their indices [n, k]: larger first, then lower index.
-
-    torch.topk leaves open which of equal values it takes, and in which order.
-    """
-    width = values.shape[1]
-    if k >= width:
-        return values.sort(dim=-1, descending=True, stable=True)
-    top, indices = values.topk(k + 1, dim=-1)
-    # Two stable sorts: by index, then by value.
-    indices, order = indices.sort(dim=-1)
-    top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    indices = indices.gather(1, order)
-    # Where the edge is tied, topk may have left out the lower index. Ties of -inf never matter.
-    tied = torch.nonzero((top[:, k - 1] == top[:, k]) & torch.isfinite(top[:, k])).flatten()
-    if tied.numel():
-        full, order = values[tied].sort(dim=-1, descending=True, stable=True)
-        top[tied], indices[tied] = full[:, : k + 1], order[:, : k + 1]
-    return top[:, :k], indices[:, :k]
+def _adjust(picks: Sequence[tuple[_Pick, TokenState]]) -> None:
+    """Give rows that their requests' tokens and wishes change logits of their own."""
+    changed = [(pick, state) for pick, state in picks if state.changes_logits]
+    if not changed:
+        return
+    logits = torch.stack([pick.logits for pick, _ in changed])
+    adjust(logits, [state for _, state in changed])
+    for (pick, _), own, value, token in zip(
+        changed, logits.unbind(), *_largest(logits), strict=True
+    ):
+        pick.logits, pick.largest, pick.token = own, value, token
+        pick.check("the sampling parameters leave no token to draw")
 
 
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    """float64 [n, 1]"""
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+def _draw(picks: Sequence[_Pick]) -> None:
+    if not picks:
+        return
+    tokens = draw(
+        [pick.logits for pick in picks],
+        [pick.largest for pick in picks],
+        [pick.row.request.sampling for pick in picks],
+        [pick.row.position for pick in picks],
+    )
+    for pick, token in zip(picks, tokens, strict=True):
+        pick.token = token
 
 
-def _add_logprobs(
-    logits: Tensor, tokens: Tensor, rows: Sequence[SampleRow], results: Sequence[RowResult]
-) -> None:
+def _add_logprobs(logits: Tensor, rows: Sequence[SampleRow], results: Sequence[RowResult]) -> None:
     wanted = [
-        i for i, row in enumerate(rows) if row.logprobs is not None and results[i].error is None
+        i
+        for i, (row, result) in enumerate(zip(rows, results, strict=True))
+        if row.request.logprobs is not None and result.error is None
     ]
     if not wanted:
         return
-    index = torch.tensor(wanted, device=logits.device)
-    counts = [rows[i].logprobs or 0 for i in wanted]
-    for i, logprobs in zip(
-        wanted, token_logprobs(logits[index], tokens[index], counts), strict=True
-    ):
+    requests = [rows[i].request for i in wanted]
+    found = token_logprobs(
+        logits if len(wanted) == len(rows) else torch.stack([logits[i] for i in wanted]),
+        torch.tensor([results[i].token_id for i in wanted], device=logits.device),
+        [request.logprobs or 0 for request in requests],
+        [request.logprob_token_ids for request in requests],
+    )
+    for i, logprobs in zip(wanted, found, strict=True):
         results[i].logprobs = logprobs
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[Logprobs]:
+def token_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    counts: Sequence[int],
+    requested: Sequence[Sequence[int]] = (),
+) -> list[Logprobs]:
     """Of raw logits [n, V]: the log-probability of tokens [n], their rank (1 is the most likely;
-    equals share a rank), and the `counts[i]` best of row i.
+    equals share a rank), the `counts[i]` best of row i, and those of the ids `requested[i]`.
     """
-    scores = torch.log_softmax(logits.float(), dim=-1)
+    scores = torch.log_softmax(logits.float(), dim=1)
     chosen = scores.gather(1, tokens.unsqueeze(1))
-    ranks = (scores > chosen).sum(dim=1) + 1
-    most = max(counts)
-    top = ids = np.empty((len(counts), 0))
-    if most:
-        top_scores, top_ids = ordered_topk(scores, min(most, scores.shape[1]))
-        top, ids = top_scores.cpu().numpy(), top_ids.cpu().numpy()
-    return [
+    ranks = ((scores > chosen).sum(dim=1, dtype=torch.int32) + 1).tolist()
+    vocabulary = logits.shape[1]
+    top_ids = torch.empty((len(counts), 0), dtype=torch.int64, device=logits.device)
+    if most := min(max(counts), vocabulary):
+        top_ids = ordered_topk(scores, most)
+    top = scores.gather(1, top_ids).cpu().numpy()
+    ids = top_ids.cpu().numpy()
+    columns = [
         Logprobs(
             chosen=[score],
-            ranks=[rank],
-            top_n=min(count, scores.shape[1]),
+            ranks=[ranks[i]],
+            top_n=min(count, vocabulary),
             top_token_ids=ids[i, :count].tolist(),
             top_logprobs=top[i, :count].tolist(),
         )
-        for i, (score, rank, count) in enumerate(
-            zip(chosen.squeeze(1).tolist(), ranks.tolist(), counts, strict=True)
-        )
+        for i, (score, count) in enumerate(zip(chosen.squeeze(1).tolist(), counts, strict=True))
     ]
+    for row, asked, logprobs in zip(scores, requested, columns, strict=False):
+        if asked:
+            logprobs.requested = row[torch.tensor(asked, device=row.device)].tolist()
+    return columns

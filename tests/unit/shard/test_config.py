@@ -37,6 +37,11 @@ def test_the_model_is_served_under_its_first_name() -> None:
     assert parse_config(["--model", "org/m", "--served-model-name", "a", "b"]).model_name == "a"
 
 
+@pytest.mark.parametrize("flag", ["--quantization", "--quantize"])
+def test_quantization_has_two_spellings(flag: str) -> None:
+    assert parse_config([flag, "int8"]).quantization == "int8"
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -52,6 +57,8 @@ def test_the_model_is_served_under_its_first_name() -> None:
         ("--tensor-parallel-size 2", ["--tensor-parallel-size", "2", "only 1"]),
         ("--max-num-batched-tokens 8", ["--max-num-batched-tokens", "8", "--max-num-seqs"]),
         ("--dtype float8", ["--dtype", "float8"]),
+        ("--quantize int3", ["--quantize", "int3", "int8"]),
+        ("--kv-cache-dtype fp8", ["--kv-cache-dtype", "fp8", "float16"]),
         ("--no-such-flag", ["--no-such-flag"]),
     ],
 )

@@ -2,9 +2,9 @@
 
 Knows shapes of one decoder layer and of a step. Knows nothing of models, requests or sampling.
 
-The cache of a layer is a pair K [num_blocks, block_size, Hkv, D], V [num_blocks, block_size, Hkv,
-Dv], both contiguous. Token i of a sequence lives in block `block_table[row, i // block_size]` at
-offset `i % block_size`; that place, counted over all blocks, is its slot.
+Token i of a sequence lives in block `block_table[row, i // block_size]` at offset
+`i % block_size`; that place, counted over all blocks, is its slot. How a cache lies in memory is
+its backend's affair.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-LayerCache = tuple[Tensor, Tensor]
+# The keys and values of one layer, as the backend that made them lays them out.
+LayerCache: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +116,34 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Writes a step's keys and values to the cache, then attends over it."""
+    """Makes the cache of a layer, writes a step's keys and values to it, attends over it."""
 
     name: str
     # Block sizes must be a multiple of this; it is also the default.
     block_multiple: int
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Why this backend cannot serve such a layer; None if it can."""
+        """Why this backend cannot serve such a layer with activations of this dtype; None if it
+        can.
+        """
 
-    def run(
+    def make_cache(
+        self,
+        spec: LayerSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerCache:
+        """Memory for `num_blocks` blocks of one layer, elements rounded to `dtype`."""
+
+    def write(self, cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]."""
+
+    def attend(
         self,
         cache: LayerCache,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
         batch: AttentionBatch,
         *,
         scale: float,
@@ -137,17 +151,36 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv].
+        """query [T, Hq, D] -> [T, Hq, Dv], over keys and values that are in the cache, those of
+        the queries included.
 
         `sinks` [Hq] are logits of a virtual key with value 0 that each query also sees.
         """
 
 
-def write_cache(cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]."""
+def make_paged_pair(
+    spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A cache of keys [num_blocks, block_size, Hkv, D] and values [num_blocks, block_size, Hkv,
+    Dv], as GPU libraries read it.
+    """
+    # On cpu memory is taken when it is first written; kernels that read whole blocks on a GPU must
+    # not meet NaN in places that were never written.
+    make = torch.empty if device.type == "cpu" else torch.zeros
+    shape = (num_blocks, block_size, spec.num_kv_heads)
+    return (
+        make(*shape, spec.head_dim, dtype=dtype, device=device),
+        make(*shape, spec.head_dim_v, dtype=dtype, device=device),
+    )
+
+
+def write_paged_pair(
+    cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
+) -> None:
+    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype."""
     keys, values = cache
-    keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, key)
-    values.view(-1, *values.shape[2:]).index_copy_(0, slots, value)
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, key.to(keys.dtype))
+    values.view(-1, *values.shape[2:]).index_copy_(0, slots, value.to(values.dtype))
 
 
 def causal_mask(

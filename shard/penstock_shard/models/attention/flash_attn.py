@@ -13,9 +13,9 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import (
     AttentionBatch,
-    LayerCache,
     LayerSpec,
-    write_cache,
+    make_paged_pair,
+    write_paged_pair,
 )
 
 
@@ -36,12 +36,25 @@ class FlashAttentionBackend:
             return f"head size {spec.head_dim} must be a multiple of 8, at most 256"
         return None
 
-    def run(
+    def make_cache(
         self,
-        cache: LayerCache,
+        spec: LayerSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
+
+    def write(
+        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
+    ) -> None:
+        write_paged_pair(cache, key, value, slots)
+
+    def attend(
+        self,
+        cache: tuple[Tensor, Tensor],
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
         batch: AttentionBatch,
         *,
         scale: float,
@@ -51,8 +64,7 @@ class FlashAttentionBackend:
     ) -> Tensor:
         if sinks is not None:
             raise ValueError("flash_attn knows no attention sinks")
-        write_cache(cache, key, value, batch.slots)
-        output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        output = query.new_empty(*query.shape[:2], cache[1].shape[3])
         # flash-attn counts the keys to the left of the query, without the query's own.
         sides = (-1, -1) if window is None else (window - 1, 0)
         cap = 0.0 if softcap is None else softcap
@@ -66,7 +78,7 @@ class FlashAttentionBackend:
 
 def _decode(
     query: Tensor,
-    cache: LayerCache,
+    cache: tuple[Tensor, Tensor],
     batch: AttentionBatch,
     scale: float,
     window_size: tuple[int, int],
@@ -90,7 +102,7 @@ def _decode(
 
 def _prefill(
     query: Tensor,
-    cache: LayerCache,
+    cache: tuple[Tensor, Tensor],
     batch: AttentionBatch,
     scale: float,
     window_size: tuple[int, int],

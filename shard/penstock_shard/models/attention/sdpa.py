@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from penstock_shard.models.attention.base import (
     AttentionBatch,
-    LayerCache,
     LayerSpec,
     RowSpan,
     causal_mask,
-    write_cache,
+    make_paged_pair,
+    write_paged_pair,
 )
 
 # Bound on queries times keys of one masked product: at 4 M a float mask takes 16 MB.
@@ -33,12 +33,25 @@ class SdpaBackend:
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return None
 
-    def run(
+    def make_cache(
         self,
-        cache: LayerCache,
+        spec: LayerSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
+
+    def write(
+        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
+    ) -> None:
+        write_paged_pair(cache, key, value, slots)
+
+    def attend(
+        self,
+        cache: tuple[Tensor, Tensor],
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
         batch: AttentionBatch,
         *,
         scale: float,
@@ -46,11 +59,10 @@ class SdpaBackend:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        write_cache(cache, key, value, batch.slots)
-        output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        output = query.new_empty(*query.shape[:2], cache[1].shape[3])
         plain = softcap is None and sinks is None
         for row in batch.rows(window):
-            keys, values = _gather(cache[0], row), _gather(cache[1], row)
+            keys, values = (_gather(part, row).to(query.dtype) for part in cache)
             queries = query[row.queries]
             if plain and row.num_queries == 1:
                 attended = _decode(queries, keys, values, scale)

@@ -51,12 +51,10 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def resolve_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype of weights and KV cache: for "auto" float32 on cpu, else the model's own."""
+def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+    """The dtype of weights on a GPU: for "auto" the model's own."""
     if name != "auto":
         return _DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
     own = config.get_text_config().dtype or config.dtype
     if isinstance(own, str):
         own = _DTYPES.get(own)

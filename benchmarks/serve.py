@@ -1,0 +1,15 @@
+"""Load on a running server: `penstock bench` by another name.
+
+    python benchmarks/serve.py --streams 1,4,16 --plot benchmarks/plots/serve.png
+
+See `penstock bench --help`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from penstock_client.bench import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,283 @@
+"""Load on an OpenAI-compatible server: when requests are sent, and what each looked like.
+
+Knows HTTP and clocks; knows neither command lines nor statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from penstock_client.arguments import CUT_OFF, NOT_HTTP, one_line
+
+# Short, common and distinct, so that a prompt of n words is about n tokens for most tokenizers.
+_WORDS = (
+    *("the", "of", "and", "to", "in", "is", "on", "by", "it", "or", "be", "at", "as"),
+    *("an", "we", "us", "if", "do", "my", "up", "so", "he", "go", "no", "me"),
+)
+# The shape of chats as people have shared them: most are short, a few are very long.
+_SHAREGPT_PROMPT_SIGMA = 1.4
+_SHAREGPT_OUTPUT_SIGMA = 1.0
+_SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
+_READ_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests arrive.
+
+    Closed loop: `level` requests at once, the next as soon as one is answered. Open loop: on
+    average `level` requests a second whatever the answers, with exponential gaps (a Poisson
+    process); an infinite level sends all at once.
+    """
+
+    open_loop: bool
+    level: float
+
+    @property
+    def name(self) -> str:
+        if not self.open_loop:
+            return "1 stream" if self.level == 1 else f"{self.level:g} streams"
+        return "all at once" if math.isinf(self.level) else f"{self.level:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Words in a prompt and tokens in an answer.
+
+    `spread`: they are medians of log-normal distributions (sigma 1.4 and 1.0, clipped to 4 to
+    1024) as in ShareGPT's chats; otherwise every request has exactly these.
+    """
+
+    prompt_words: int
+    output_tokens: int
+    spread: bool = False
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Prompt words and output tokens of the next request."""
+        if not self.spread:
+            return self.prompt_words, self.output_tokens
+        return (
+            _log_normal(rng, self.prompt_words, _SHAREGPT_PROMPT_SIGMA),
+            _log_normal(rng, self.output_tokens, _SHAREGPT_OUTPUT_SIGMA),
+        )
+
+
+def _log_normal(rng: random.Random, median: int, sigma: float) -> int:
+    drawn = rng.lognormvariate(math.log(median), sigma)
+    return min(max(round(drawn), _SHAREGPT_MIN), _SHAREGPT_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one load sends: at least one of `requests` and `duration_s` ends it.
+
+    After `duration_s` nothing new is sent, and what is in flight is waited for.
+    """
+
+    load: Load
+    lengths: Lengths
+    requests: int | None = None
+    duration_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where requests go, and the fields each body has beside its prompt and its length.
+
+    Without `sends_done` its streams end without the [DONE] of the OpenAI API.
+    """
+
+    url: str
+    fields: dict[str, Any]
+    api_key: str | None = None
+    keepalive: bool = True
+    sends_done: bool = True
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request looked like from outside. Times are of `time.perf_counter`."""
+
+    # When it should have been sent: a load that lags behind must not flatter the server.
+    due_s: float
+    # What a whole answer has and this one has not had yet.
+    missing: set[str]
+    first_s: float = 0.0
+    last_s: float = 0.0
+    ended_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    error_kind: str = ""
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it was due to its first text, or to its end where there was no text."""
+        return (self.first_s or self.ended_s) - self.due_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per output token after the first; 0 where there is no second."""
+        return (self.last_s - self.first_s) / max(self.output_tokens - 1, 1)
+
+    @property
+    def e2e_s(self) -> float:
+        """From when it was due to the end of its answer."""
+        return self.ended_s - self.due_s
+
+    def fail(self, kind: str, error: str) -> None:
+        self.error_kind, self.error = kind, error
+
+    def take(self, data: bytes) -> None:
+        """One event of the answer; raises ValueError for what cannot be one."""
+        if data == b"[DONE]":
+            self.missing.discard("[DONE]")
+            return
+        try:
+            self._take_chunk(json.loads(data))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"the answer is no completion: {data[:100]!r}") from None
+
+    def _take_chunk(self, chunk: Any) -> None:
+        if "error" in chunk:
+            self.fail("error event", one_line(ValueError(chunk["error"].get("message"))))
+            return
+        choices, usage = chunk["choices"], chunk.get("usage")
+        if any(choice.get("text") for choice in choices):
+            self._take_time()
+        if any(choice.get("finish_reason") for choice in choices):
+            self.missing.discard("finish_reason")
+        # Some servers send it along with the last choice, most in an event of its own.
+        if usage or not choices:
+            self.output_tokens = int(usage["completion_tokens"])
+            self.prompt_tokens = int(usage["prompt_tokens"])
+            self.missing.discard("usage")
+
+    def _take_time(self) -> None:
+        now_s = time.perf_counter()
+        if self.first_s:
+            self.gaps_s.append(now_s - self.last_s)
+        else:
+            self.first_s = now_s
+        self.last_s = now_s
+
+
+async def run(plan: Plan, server: Server, rng: random.Random, answers: list[Answer]) -> float:
+    """Send what the plan says; answers are appended as they end. Returns the seconds it took."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0, force_close=not server.keepalive)
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    async with aiohttp.ClientSession(
+        headers=headers, connector=connector, timeout=timeout
+    ) as session:
+        bodies = _bodies(plan, server, rng)
+
+        async def send(body: dict[str, Any], due_s: float) -> None:
+            answers.append(await _complete(session, server, body, due_s))
+
+        begin_s = time.perf_counter()
+        if plan.load.open_loop:
+            await _open_loop(plan, bodies, send, rng, begin_s)
+        else:
+            await _closed_loop(plan, bodies, send, begin_s)
+        return time.perf_counter() - begin_s
+
+
+def _bodies(plan: Plan, server: Server, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Prompts are distinct, so that no prefix is shared by accident."""
+    for _ in itertools.repeat(None) if plan.requests is None else range(plan.requests):
+        prompt_words, output_tokens = plan.lengths.draw(rng)
+        prompt = " ".join(rng.choices(_WORDS, k=prompt_words))
+        yield {"prompt": prompt, "max_tokens": output_tokens, "stream": True, **server.fields}
+
+
+async def _closed_loop(
+    plan: Plan, bodies: Iterator[dict[str, Any]], send: Callable[..., Any], begin_s: float
+) -> None:
+    async def worker() -> None:
+        for body in bodies:
+            now_s = time.perf_counter()
+            if now_s - begin_s >= plan.duration_s:
+                return
+            await send(body, now_s)
+
+    await asyncio.gather(*(worker() for _ in range(int(plan.load.level))))
+
+
+async def _open_loop(
+    plan: Plan,
+    bodies: Iterator[dict[str, Any]],
+    send: Callable[..., Any],
+    rng: random.Random,
+    begin_s: float,
+) -> None:
+    due_s = begin_s
+    async with asyncio.TaskGroup() as group:
+        for body in bodies:
+            due_s += rng.expovariate(plan.load.level)
+            if due_s - begin_s >= plan.duration_s:
+                return
+            await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+            group.create_task(send(body, due_s))
+
+
+async def _complete(
+    session: aiohttp.ClientSession, server: Server, body: dict[str, Any], due_s: float
+) -> Answer:
+    """One request, whatever becomes of it: one that fails must not end the others."""
+    answer = Answer(due_s, missing={"finish_reason"})
+    if server.sends_done:
+        answer.missing.add("[DONE]")
+    if "stream_options" in body:
+        answer.missing.add("usage")
+    try:
+        await _stream(session, server.url, body, answer)
+    except aiohttp.ClientPayloadError:
+        answer.fail("cut off", CUT_OFF)
+    except ValueError as error:
+        answer.fail("no completion", one_line(error))
+    except (aiohttp.ClientError, OSError) as error:
+        # 400 is what aiohttp's own parser says; one from the server is an answer like others.
+        unreadable = isinstance(error, aiohttp.ClientResponseError) and error.status == 400
+        kind = "timeout" if isinstance(error, TimeoutError) else "connection"
+        answer.fail(kind, NOT_HTTP if unreadable else one_line(error))
+    answer.ended_s = time.perf_counter()
+    return answer
+
+
+async def _stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], answer: Answer
+) -> None:
+    async with session.post(url + "/v1/completions", json=body) as response:
+        if response.status != 200:
+            text = one_line(ValueError(await response.text(errors="replace")))
+            answer.fail(f"status {response.status}", f"status {response.status}: {text[:200]}")
+            return
+        async for data in _events(response.content):
+            answer.take(data)
+    if answer.missing and not answer.error:
+        lacks = " and no ".join(sorted(answer.missing))
+        answer.fail("cut off", f"{CUT_OFF}: it has no {lacks}")
+    if "stream_options" not in body and answer.first_s:
+        answer.output_tokens = len(answer.gaps_s) + 1
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event. Several that came together cost one wake-up."""
+    rest = b""
+    async for piece in content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()

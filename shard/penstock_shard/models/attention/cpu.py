@@ -1,0 +1,64 @@
+"""Backend over the CPU kernels: equal bits for a query in decode and in prefill, alone and in any
+batch.
+
+Knows which call of the kernels does what. Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.models.kernels.cpu import KEY_TILE, CpuKernels, KvCache, make_cache
+
+
+class CpuBackend:
+    """See the module's docstring; honours everything a layer can ask for."""
+
+    name = "cpu"
+    block_multiple = KEY_TILE
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+
+    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        return None if dtype is torch.float32 else f"computes in float32, not {dtype}"
+
+    def make_cache(
+        self,
+        spec: LayerSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KvCache:
+        return make_cache(
+            num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.head_dim_v, dtype
+        )
+
+    def write(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        self._kernels.write_cache(cache, key.contiguous(), value.contiguous(), slots)
+
+    def attend(
+        self,
+        cache: KvCache,
+        query: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._kernels.attention(
+            query.contiguous(),
+            cache,
+            batch.cu_queries,
+            batch.seq_lens_tensor,
+            batch.block_table,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )

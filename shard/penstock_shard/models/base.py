@@ -1,0 +1,41 @@
+"""What the runner asks of a model, whichever code computes it. Knows nothing of requests."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBackend, AttentionBatch, LayerSpec
+
+
+class CausalModel(Protocol):
+    """Runs flat steps: tokens of many sequences, each of which has its part of a paged cache."""
+
+    device: torch.device
+    backend: AttentionBackend
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each attention layer asks for."""
+
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        """Make the cache of every layer, instead of the one there was."""
+
+    def free(self) -> None:
+        """Drop the cache."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor
+    ) -> Tensor:
+        """input_ids and positions int64 [T], logit_rows int64 [N], rising, into T -> logits [N, V].
+
+        Where N is T the rows are all in order.
+        """
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """While it lasts, forward runs one layer of each kind: for checks of how layers compute and
+        of what memory they take, which more layers of the same kinds do not change.
+        """

@@ -1,0 +1,102 @@
+"""The safetensors files of a model directory, mapped and read tensor by tensor.
+
+Pages that were read count as this process's memory until they are given back, so whoever copies a
+tensor into another form gives its pages back at once. Knows files; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock_shard.models.errors import ModelError
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Checkpoint:
+    """Names, shapes and tensors of the weights in a directory."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Raises ModelError if the files cannot be read."""
+        self._files: dict[str, Any] = {}
+        try:
+            for path in _weight_files(model_dir):
+                file = safe_open(path, framework="pt")
+                names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+                self._files |= dict.fromkeys(names, file)
+            slices = {name: file.get_slice(name) for name, file in self._files.items()}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"{model_dir}: cannot load the weights: {error}") from error
+        self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        # None for dtypes that are not simply numbers to compute with, as fp8.
+        self.dtypes = {name: _DTYPES.get(part.get_dtype()) for name, part in slices.items()}
+
+    @contextmanager
+    def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
+        """The tensors, in the file's memory; to be copied before the context ends."""
+        tensors = [self._files[name].get_tensor(name) for name in names]
+        yield tensors
+        give_back_pages(tensors)
+
+    def main_dtype(self) -> torch.dtype | None:
+        """The dtype most weights have; None if there are none of a dtype to compute with."""
+        sizes: dict[torch.dtype, int] = {}
+        for name, dtype in self.dtypes.items():
+            if dtype is not None:
+                sizes[dtype] = sizes.get(dtype, 0) + torch.Size(self.shapes[name]).numel()
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    """As transformers chooses them: the one file, else those of the index."""
+    index = model_dir / _INDEX
+    if (model_dir / _WEIGHTS).exists() or not index.exists():
+        return [model_dir / _WEIGHTS]
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return [model_dir / name for name in sorted(set(weight_map.values()))]
+
+
+def give_back_pages(tensors: Sequence[Tensor]) -> None:
+    """Drop the pages of tensors that lie in a mapped file: they are read again when touched.
+
+    Tensors in other memory are left alone, as all are on other systems than Linux.
+    """
+    if sys.platform != "linux":
+        return
+    mapped = list(_mapped_files())
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        if any(low <= start < high for low, high in mapped):
+            # Pages that lie wholly within: the next tensor's begin may share the last.
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if last > first:
+                _libc().madvise(first, last - first, mmap.MADV_DONTNEED)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    """Where this process has files in its memory: first address and the one after the last."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
+        if inode != "0":
+            low, high = addresses.split("-")
+            yield int(low, 16), int(high, 16)

@@ -1,0 +1,188 @@
+"""One decoder for the Llama family, driven by a spec and written on an ops interface.
+
+Layers are pre-norm; what a block computes is added to the residual stream by the norm that follows
+it, so that each layer is ten calls whatever the number of tokens. Knows layers. Knows nothing of
+checkpoints, requests or of how ops are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.models.decoder_spec import DecoderSpec
+from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
+from penstock_shard.models.ops.base import Ops, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """All that is fixed of a layer."""
+
+    spec: LayerSpec
+    weights: LayerWeights
+    rope: Rope
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Memory for what layers compute on the way, [T, ...]; each layer uses it again."""
+
+    hidden: Tensor | None
+    qkv: Tensor | None
+    query: Tensor | None
+    update: Tensor | None
+    gate_up: Tensor | None
+    active: Tensor | None
+
+
+class Decoder:
+    """A `CausalModel`; see `penstock_shard.models.base`."""
+
+    def __init__(
+        self, spec: DecoderSpec, weights: DecoderWeights, ropes: dict[str, Rope], ops: Ops
+    ) -> None:
+        """`ropes` has a table for each of the spec's rope types."""
+        self.device = ops.device
+        self.backend = ops.backend
+        self._spec = spec
+        self._ops = ops
+        self._weights = weights
+        self._layers = tuple(
+            _Layer(layer, weights.layers[layer.index], ropes[spec.rope_types[layer.index]])
+            for layer in spec.layers
+        )
+        # The layers that forward runs: all of them, but for checks.
+        self._running = self._layers
+        self._caches: dict[int, LayerCache] = {}
+        self._scratch: dict[int, _Scratch] = {}
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self._spec.layers
+
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self._caches = {}
+        for layer in self._running:
+            self._caches[layer.spec.index] = self.backend.make_cache(
+                layer.spec, num_blocks, block_size, dtype, self.device
+            )
+
+    def free(self) -> None:
+        self._caches = {}
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        kinds = {
+            (layer.spec.window, self._spec.rope_types[layer.spec.index]): layer
+            for layer in reversed(self._layers)
+        }
+        self._running = tuple(kinds.values())
+        try:
+            yield
+        finally:
+            self._running = self._layers
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor
+    ) -> Tensor:
+        stream = self._weights.embedding.rows(input_ids)
+        if self._spec.embedding_scale != 1.0:
+            stream.mul_(self._spec.embedding_scale)
+        update = None
+        for layer in self._running:
+            attended = self._attention(layer, stream, update, positions, batch)
+            if layer is self._running[-1] and len(logit_rows) < len(stream):
+                # Past its keys and values, the last layer matters for these tokens only.
+                stream, attended = stream[logit_rows], attended[logit_rows]
+            update = self._feed_forward(layer, stream, attended)
+        return self._logits(stream, update)
+
+    def _attention(
+        self,
+        layer: _Layer,
+        stream: Tensor,
+        update: Tensor | None,
+        positions: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Adds the update to the stream; attention of the layer [T, Hq * D], before its output
+        matrix.
+        """
+        ops, weights, spec = self._ops, layer.weights, layer.spec
+        scratch = self._scratch_for(len(stream))
+        cache = self._caches[spec.index]
+        hidden = self._norm(stream, update, weights.input_norm, scratch.hidden)
+        query = ops.rope_and_cache(
+            weights.qkv(hidden, scratch.qkv),
+            spec,
+            cache,
+            positions,
+            batch.slots,
+            layer.rope,
+            weights.head_norm,
+            scratch.query,
+        )
+        attended = self.backend.attend(
+            cache, query, batch, scale=spec.scale, window=spec.window, softcap=spec.softcap
+        )
+        return attended.view(len(stream), -1)
+
+    def _feed_forward(self, layer: _Layer, stream: Tensor, attended: Tensor) -> Tensor:
+        """Adds the output of attention to the stream; the update that is to be added next."""
+        ops, weights = self._ops, layer.weights
+        scratch = self._scratch_for(len(stream))
+        update = weights.output(attended, scratch.update)
+        if weights.output_norm is not None:
+            update = self._norm(update, None, weights.output_norm, update)
+        hidden = self._norm(stream, update, weights.mlp_norm, scratch.hidden)
+        gate_up = weights.gate_up(hidden, scratch.gate_up)
+        active = ops.gated_activation(gate_up, self._spec.activation, scratch.active)
+        update = weights.down(active, scratch.update)
+        if weights.mlp_output_norm is not None:
+            update = self._norm(update, None, weights.mlp_output_norm, update)
+        return update
+
+    def _logits(self, stream: Tensor, update: Tensor | None) -> Tensor:
+        scratch = self._scratch_for(len(stream))
+        hidden = self._norm(stream, update, self._weights.final_norm, scratch.hidden)
+        logits = self._weights.head(hidden)
+        cap = self._spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _norm(
+        self, stream: Tensor, update: Tensor | None, weight: Tensor, out: Tensor | None
+    ) -> Tensor:
+        """`stream += update`, then the norm of the stream."""
+        spec = self._spec
+        if update is None:
+            return self._ops.add_rms_norm(
+                stream, None, weight, spec.norm_eps, spec.norm_offset, out
+            )
+        return self._ops.add_rms_norm(update, stream, weight, spec.norm_eps, spec.norm_offset, out)
+
+    def _scratch_for(self, num_tokens: int) -> _Scratch:
+        """That of the last steps while their sizes last: T tokens, and those that need logits."""
+        scratch = self._scratch.get(num_tokens)
+        if scratch is None:
+            if len(self._scratch) == 2:
+                self._scratch.clear()
+            scratch = self._scratch[num_tokens] = self._make_scratch(num_tokens)
+        return scratch
+
+    def _make_scratch(self, num_tokens: int) -> _Scratch:
+        make, weights = self._ops.scratch, self._layers[0].weights
+        spec = self._layers[0].spec
+        return _Scratch(
+            hidden=make(num_tokens, self._spec.hidden_size),
+            qkv=make(num_tokens, weights.qkv.matrix.out_features),
+            query=make(num_tokens, spec.num_heads, spec.head_dim),
+            update=make(num_tokens, self._spec.hidden_size),
+            gate_up=make(num_tokens, 2 * self._spec.intermediate_size),
+            active=make(num_tokens, self._spec.intermediate_size),
+        )

@@ -1,0 +1,325 @@
+"""A configuration of transformers -> the few numbers that drive our own decoder, or why not.
+
+Strict: a configuration that says anything not read here is left to transformers' own code, since
+an ignored value would make silently wrong text. Knows configurations and the names of tensors in
+checkpoints; knows nothing of how layers are computed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+
+from penstock_shard.models.attention.base import LayerSpec
+from penstock_shard.models.ops.base import Activation, Rope
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Angles that depend on the position alone.
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
+_ROPE_VALUES = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
+# Values that every family has and that `decoder_spec` reads.
+_READ = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+}
+# Values that do not bear on what a forward pass computes.
+_INDIFFERENT = {
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "model_type",
+    "_name_or_path",
+    "pad_token_id",
+    "pretraining_tp",
+    "resid_pdrop",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    *GenerationConfig().to_dict(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How the models of one type differ from Llama."""
+
+    # Module and prefix of the classes in transformers.
+    module: str
+    prefix: str
+    # Further values of the configuration that are read.
+    reads: frozenset[str] = frozenset()
+    qkv_bias: bool = False
+    head_norms: bool = False
+    # Query, key and value in one tensor, gate and up in another.
+    fused_tensors: bool = False
+    partial_rotary: bool = False
+    # Norm weights are stored less 1, each block's output is normed too, embeddings are scaled.
+    gemma: bool = False
+
+
+_LAYER_WINDOWS = frozenset(
+    {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
+)
+_GEMMA_READS = frozenset(
+    {
+        "attention_bias",
+        "layer_types",
+        "sliding_window",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+    }
+)
+_FAMILIES = {
+    "llama": _Family("llama", "Llama", frozenset({"attention_bias", "mlp_bias"})),
+    "mistral": _Family("mistral", "Mistral", frozenset({"sliding_window"})),
+    "qwen2": _Family("qwen2", "Qwen2", _LAYER_WINDOWS, qkv_bias=True),
+    "qwen3": _Family("qwen3", "Qwen3", _LAYER_WINDOWS | {"attention_bias"}, head_norms=True),
+    "phi3": _Family(
+        "phi3", "Phi3", frozenset({"sliding_window"}), fused_tensors=True, partial_rotary=True
+    ),
+    "gemma2": _Family("gemma2", "Gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, gemma=True),
+    "gemma3_text": _Family(
+        "gemma3", "Gemma3", _GEMMA_READS | {"_sliding_window_pattern"}, head_norms=True, gemma=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder of the Llama family. Sizes count elements; biases and norms are there or not."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
+    # For each layer, which of the rotary tables it uses; see `rope_tables`.
+    rope_types: tuple[str, ...]
+    activation: Activation
+    norm_eps: float
+    norm_offset: float
+    # The output of attention and of the feed-forward part is normed before it is added.
+    output_norms: bool
+    head_norms: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    embedding_scale: float
+    logit_softcap: float | None
+    tied: bool
+    fused_tensors: bool
+
+
+class NotOurs(Exception):
+    """This model is not one for our decoder; the message names what stands in the way."""
+
+
+def decoder_spec(config: PreTrainedConfig) -> DecoderSpec:
+    """Raises NotOurs for a configuration that our decoder might not compute as transformers."""
+    family = _FAMILIES.get(config.model_type)
+    if family is None or type(config).__module__.split(".")[:2] != ["transformers", "models"]:
+        raise NotOurs(f"model type {config.model_type}")
+    _refuse_unknown(config, family)
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if activation not in _ACTIVATIONS:
+        raise NotOurs(f"activation {activation}")
+    all_biases = bool(getattr(config, "attention_bias", False))
+    layers = tuple(_layers(config, family))
+    return DecoderSpec(
+        vocab_size=int(config.vocab_size),
+        hidden_size=int(config.hidden_size),
+        intermediate_size=int(config.intermediate_size),
+        layers=layers,
+        rope_types=_rope_types(config, len(layers)),
+        activation=_ACTIVATIONS[activation],
+        norm_eps=float(config.rms_norm_eps),
+        norm_offset=1.0 if family.gemma else 0.0,
+        output_norms=family.gemma,
+        head_norms=family.head_norms,
+        qkv_bias=family.qkv_bias or all_biases,
+        output_bias=all_biases,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        embedding_scale=config.hidden_size**0.5 if family.gemma else 1.0,
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        tied=bool(config.tie_word_embeddings),
+        fused_tensors=family.fused_tensors,
+    )
+
+
+def _refuse_unknown(config: PreTrainedConfig, family: _Family) -> None:
+    known = _READ | _INDIFFERENT | family.reads
+    for name, value in config.to_dict().items():
+        if name not in known and value not in (None, False, ""):
+            raise NotOurs(f"{name} in the configuration")
+    architectures = getattr(config, "architectures", None) or [f"{family.prefix}ForCausalLM"]
+    if architectures != [f"{family.prefix}ForCausalLM"]:
+        raise NotOurs(f"architecture {', '.join(architectures)}")
+    parameters = config.rope_parameters or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in _ROPE_TYPES:
+            raise NotOurs(f"rope type {rope_type}")
+        extra = ["partial_rotary_factor"] if family.partial_rotary else []
+        unknown = sorted(set(rope) - _ROPE_VALUES - set(extra))
+        if unknown:
+            raise NotOurs(f"{unknown[0]} in the rope parameters")
+
+
+def _layers(config: PreTrainedConfig, family: _Family) -> Iterator[LayerSpec]:
+    num_heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    query_size = config.query_pre_attn_scalar if family.gemma else head_dim
+    count = int(config.num_hidden_layers)
+    types = getattr(config, "layer_types", None) or _default_types(config, count)
+    for index in range(count):
+        if types[index] not in ("full_attention", "sliding_attention"):
+            raise NotOurs(f"layer type {types[index]}")
+        yield LayerSpec(
+            index=index,
+            num_heads=num_heads,
+            num_kv_heads=int(config.num_key_value_heads),
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            scale=float(query_size**-0.5),
+            window=int(config.sliding_window) if types[index] == "sliding_attention" else None,
+            softcap=getattr(config, "attn_logit_softcapping", None),
+        )
+
+
+def _default_types(config: PreTrainedConfig, count: int) -> list[str]:
+    """Without types of layers a window holds for all of them."""
+    windowed = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if windowed else "full_attention"] * count
+
+
+def _rope_types(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
+    if any(isinstance(value, dict) for value in (config.rope_parameters or {}).values()):
+        return tuple(config.layer_types)
+    return ("",) * count
+
+
+def rope_tables(
+    config: PreTrainedConfig, spec: DecoderSpec, max_positions: int, device: torch.device
+) -> dict[str, Rope]:
+    """Tables for each of `spec.rope_types`, from the rotary module of the family in transformers,
+    which knows all ways to scale frequencies.
+    """
+    family = _FAMILIES[config.model_type]
+    module = importlib.import_module(
+        f"transformers.models.{family.module}.modeling_{family.module}"
+    )
+    rotary: Any = getattr(module, f"{family.prefix}RotaryEmbedding")(config)
+    positions = torch.arange(max_positions).unsqueeze(0)
+    like = torch.empty(0, dtype=torch.float32)
+    tables = {}
+    for name in set(spec.rope_types):
+        layer_type = {"layer_type": name} if name else {}
+        # Each [1, max_positions, rotary_dim]: the angles of the pairs, twice.
+        cos, sin = (part[0].chunk(2, dim=-1)[0] for part in rotary(like, positions, **layer_type))
+        tables[name] = Rope(cos.contiguous().to(device), sin.contiguous().to(device))
+    return tables
+
+
+def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor the checkpoint must have, and its shape."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "model.norm.weight": (spec.hidden_size,),
+    }
+    if not spec.tied:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    for layer in spec.layers:
+        for name, shape in _layer_shapes(spec, layer):
+            shapes[f"model.layers.{layer.index}.{name}"] = shape
+    return shapes
+
+
+def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    for name in norm_names(spec):
+        yield f"{name}.weight", (hidden,)
+    if spec.head_norms:
+        yield "self_attn.q_norm.weight", (layer.head_dim,)
+        yield "self_attn.k_norm.weight", (layer.head_dim,)
+    if spec.fused_tensors:
+        qkv = {"qkv_proj": queries + 2 * keys}
+        gate_up = {"gate_up_proj": 2 * wide}
+    else:
+        qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        gate_up = {"gate_proj": wide, "up_proj": wide}
+    linears = [(f"self_attn.{name}", rows, hidden, spec.qkv_bias) for name, rows in qkv.items()]
+    linears += [("self_attn.o_proj", hidden, queries, spec.output_bias)]
+    linears += [(f"mlp.{name}", rows, hidden, spec.mlp_bias) for name, rows in gate_up.items()]
+    linears += [("mlp.down_proj", hidden, wide, spec.mlp_bias)]
+    for name, rows, columns, has_bias in linears:
+        yield f"{name}.weight", (rows, columns)
+        if has_bias:
+            yield f"{name}.bias", (rows,)
+
+
+def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
+    """Norms of a layer in the order they are applied: before attention, its output's, before the
+    feed-forward part, its output's.
+    """
+    if spec.output_norms:
+        return (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+    return ("input_layernorm", "post_attention_layernorm")
+
+
+def check_tensors(spec: DecoderSpec, found: dict[str, tuple[int, ...]]) -> None:
+    """Raises NotOurs unless a checkpoint with tensors of these shapes is what the spec says."""
+    wanted = tensor_shapes(spec)
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            raise NotOurs(f"no tensor {name} of shape {list(shape)} in the weights")
+    for name in found:
+        is_tied_head = spec.tied and name == "lm_head.weight"
+        if name not in wanted and not is_tied_head and not name.endswith("rotary_emb.inv_freq"):
+            raise NotOurs(f"tensor {name} in the weights")

@@ -1,0 +1,45 @@
+"""Embedding tables: rows stay small in memory and are widened when they are looked up.
+
+Knows tensors. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.checkpoint import give_back_pages
+from penstock_shard.models.ops.base import Ops
+
+# Rows copied at once.
+_ROWS = 1024
+
+
+class Embedding:
+    """A table [V, H] whose rows come out in the dtype of the ops."""
+
+    def __init__(self, table: Tensor, ops: Ops) -> None:
+        """Copies the table. Raises ValueError for a value that float16 cannot hold."""
+        self.table = torch.empty(table.shape, dtype=_stored_dtype(table, ops), device=ops.device)
+        self._dtype = ops.dtype
+        # In pieces, so that a mapped file and the copy are never in memory as a whole.
+        for start in range(0, len(table), _ROWS):
+            piece = table[start : start + _ROWS]
+            copy = self.table[start : start + _ROWS].copy_(piece)
+            if copy.dtype is torch.float16 and not bool(torch.isfinite(copy).all()):
+                raise ValueError("has a value beyond 65504, where float16 ends")
+            give_back_pages([piece])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] -> [..., H]."""
+        found = self.table.index_select(0, ids.reshape(-1)).to(self._dtype)
+        return found.view(*ids.shape, -1)
+
+
+def _stored_dtype(table: Tensor, ops: Ops) -> torch.dtype:
+    """The checkpoint's own if it is small, else as precise as the weights are."""
+    if ops.dtype is not torch.float32:
+        return ops.dtype
+    if ops.weights == "float32" or table.dtype is not torch.float32:
+        return table.dtype
+    return torch.float16

@@ -1,0 +1,452 @@
+"""Binding of the CPU kernels in cpu.c: tensors in, tensors out, and the types that hold what the
+kernels alone read (packed weights, the paged cache).
+
+Knows shapes, dtypes and which C function takes what. Knows nothing of models or of a step. All
+results have the same bits whatever the number of rows or threads and whatever the level (avx512,
+avx2, portable); a row of a result depends on that row alone (in attention: and on its sequence).
+Activations are float32 and contiguous. A call releases the interpreter lock; one call runs at a
+time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.kernels.build import build_library, chosen_level
+
+WeightKind = Literal["float32", "float16", "int8"]
+Activation = Literal["silu", "gelu_tanh"]
+
+WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "int8")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+# Block sizes are multiples of this: keys lie in tiles of 16 side by side.
+KEY_TILE = 16
+
+# Outputs of a packed weight are filled up to a multiple of this; see cpu.c.
+_GROUP = 64
+# Sums of products of int8 stay exact in int32 up to here.
+_MAX_INT8_K = 1 << 17
+_OUT_OF_BOUNDS = (
+    "",
+    "a slot is outside the cache",
+    "a position is outside the rotation tables",
+    "a block table names a block outside the cache or is too short",
+)
+_ARGUMENT_TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "f": ctypes.c_float,
+}
+_SOURCE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class _WeightStruct(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+    )
+
+
+class _CacheStruct(ctypes.Structure):
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("dim_v", ctypes.c_int64),
+        ("half", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [n, k] as the kernels read it. The layout is theirs alone."""
+
+    n: int
+    k: int
+    kind: WeightKind
+    data: Tensor
+    # float32 [n] and int32 [n], for int8 only: one step's size, and the sum of each row.
+    scales: Tensor | None
+    sums: Tensor | None
+    _struct: _WeightStruct = field(repr=False)
+    address: int = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.data, self.scales, self.sums)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvCache:
+    """The paged cache of one layer, float32 or float16; slots as in `attention.base`.
+
+    keys [num_blocks, Hkv, block_size / 16, D, 16], values [num_blocks, Hkv, block_size, Dv].
+    """
+
+    keys: Tensor
+    values: Tensor
+    kv_heads: int
+    dim: int
+    dim_v: int
+    block_size: int
+    _struct: _CacheStruct = field(repr=False)
+    address: int = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+def make_cache(
+    num_blocks: int, block_size: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype
+) -> KvCache:
+    """A cache without content, of memory that is not taken before it is written to: attention
+    reads no key or value that was not. Raises ValueError for a block size or dtype that the kernels
+    do not serve.
+    """
+    if block_size < 1 or block_size % KEY_TILE:
+        raise ValueError(f"block_size is {block_size}; it must be a multiple of {KEY_TILE}")
+    if dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"dtype is {dtype}; the CPU cache is float32 or float16")
+    keys = torch.empty(num_blocks, kv_heads, block_size // KEY_TILE, dim, KEY_TILE, dtype=dtype)
+    # The last row is read 16 elements at a time, past its end where dim_v is no multiple of 16.
+    shape = (num_blocks, kv_heads, block_size, dim_v)
+    room = num_blocks * kv_heads * block_size * dim_v
+    values = torch.empty(room + KEY_TILE, dtype=dtype)[:room].view(shape)
+    struct = _CacheStruct(
+        keys.data_ptr(),
+        values.data_ptr(),
+        num_blocks,
+        block_size,
+        kv_heads,
+        dim,
+        dim_v,
+        int(dtype is torch.float16),
+    )
+    address = ctypes.addressof(struct)
+    return KvCache(keys, values, kv_heads, dim, dim_v, block_size, struct, address)
+
+
+class CpuKernels:
+    """The kernels of one level. Make it with `load_kernels`."""
+
+    def __init__(self, level: str, library: ctypes.CDLL) -> None:
+        self.level = level
+        self._set_threads = _declare(library, "set_threads", "i", None)
+        self._pack = _declare(library, "pack", "piipiii", ctypes.c_int64)
+        self._linear = _declare(library, "linear", "pippp", None)
+        self._add_rms_norm = _declare(library, "add_rms_norm", "pppiiffp", None)
+        self._gated_activation = _declare(library, "gated_activation", "piiip", None)
+        self._rope_and_cache = _declare(
+            library, "rope_and_cache", "piipppppiiippffp", ctypes.c_int64
+        )
+        self._write_cache = _declare(library, "write_cache", "ppppi", ctypes.c_int64)
+        self._attention = _declare(library, "attention", "piippppiififpp", ctypes.c_int64)
+
+    def set_threads(self, count: int) -> None:
+        """Compute threads, the calling one included. Results do not depend on it."""
+        if count < 1:
+            raise ValueError(f"threads is {count}; it must be at least 1")
+        self._set_threads(count)
+
+    def pack(self, weight: Tensor | Sequence[Tensor], kind: WeightKind) -> PackedWeight:
+        """weight [n, k], float32, float16 or bfloat16, of any strides -> the packed weight.
+
+        Several weights with one k are packed one below the other, without a copy of them. Raises
+        ValueError for a value that the kind cannot hold: beyond 65504 or not a number in float16,
+        not finite in int8.
+        """
+        parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
+        n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        packed = _empty_weight(n, k, kind)
+        first = 0
+        for part in parts:
+            self._pack_part(packed, first, part)
+            first += part.shape[0]
+        return packed
+
+    def _pack_part(self, packed: PackedWeight, first: int, part: Tensor) -> None:
+        """part [rows, k] as outputs `first` and on."""
+        rows, k = part.shape
+        if k != packed.k or part.dtype not in _SOURCE_TYPES:
+            raise ValueError(
+                f"weight is {_say(part)}; it must have {packed.k} columns"
+                " and be float32, float16 or bfloat16"
+            )
+        bad = self._pack(
+            packed.address,
+            first,
+            rows,
+            part.data_ptr(),
+            _SOURCE_TYPES[part.dtype],
+            *part.stride(),
+        )
+        if bad >= 0:
+            raise ValueError(_bad_weight(part, bad // k, bad % k, packed.kind))
+
+    def linear(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n]."""
+        rows, k = x.shape
+        if out is None:
+            out = torch.empty(rows, weight.n, dtype=torch.float32)
+        if k != weight.k or not _plain(x) or not _plain(out) or out.shape != (rows, weight.n):
+            raise ValueError(
+                f"linear: x {_say(x)}, weight [{weight.n}, {weight.k}], out {_say(out)}"
+            )
+        self._linear(x.data_ptr(), rows, weight.address, _pointer(bias), out.data_ptr())
+        return out
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, H] -> RMSNorm of `residual += x` (of x where residual is None), times
+        `weight_offset + weight`, [T, H]. `out` may be x.
+        """
+        rows, width = x.shape
+        if out is None:
+            out = torch.empty_like(x)
+        plain = _plain(x) and _plain(out) and out.shape == x.shape and len(weight) == width
+        if not plain or not (residual is None or (_plain(residual) and residual.shape == x.shape)):
+            raise ValueError(f"add_rms_norm: x {_say(x)}, weight {_say(weight)}, out {_say(out)}")
+        self._add_rms_norm(
+            x.data_ptr(),
+            _pointer(residual),
+            weight.data_ptr(),
+            rows,
+            width,
+            eps,
+            weight_offset,
+            out.data_ptr(),
+        )
+        return out
+
+    def gated_activation(
+        self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
+    ) -> Tensor:
+        """gate_up [T, 2I] -> activation(first half) times second half, [T, I]."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if out is None:
+            out = torch.empty(rows, width, dtype=torch.float32)
+        if not _plain(gate_up) or not _plain(out) or out.shape != (rows, width):
+            raise ValueError(f"gated_activation: gate_up {_say(gate_up)}, out {_say(out)}")
+        self._gated_activation(
+            gate_up.data_ptr(), rows, width, ACTIVATIONS.index(kind), out.data_ptr()
+        )
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        cache: KvCache,
+        positions: Tensor,
+        slots: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        *,
+        interleaved: bool = False,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        weight_offset: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """qkv [T, (Hq + 2 Hkv) * D] -> rotated queries [T, Hq, D]; keys and values go to the cache.
+
+        positions and slots int64 [T]; a slot of -1 is not stored. cos and sin float32
+        [max_positions, rotary_dim / 2] rotate the first rotary_dim of D: halves (x[i], x[i + half])
+        or, interleaved, neighbours (x[2i], x[2i + 1]); None leaves heads unrotated. q_norm and
+        k_norm [D] are weights of an RMSNorm over each head, before the rotation. Raises
+        IndexError for a position or slot out of bounds.
+        """
+        rows = qkv.shape[0]
+        heads = qkv.shape[1] // cache.dim - 2 * cache.kv_heads
+        if out is None:
+            out = torch.empty(rows, heads, cache.dim, dtype=torch.float32)
+        if (
+            not _plain(qkv)
+            or not _plain(out)
+            or qkv.shape[1] != (heads + 2 * cache.kv_heads) * cache.dim
+            or cache.dim_v != cache.dim
+            or out.shape != (rows, heads, cache.dim)
+            or not len(positions) == len(slots) == rows
+            or not positions.dtype is slots.dtype is torch.int64
+        ):
+            raise ValueError(
+                f"rope_and_cache: qkv {_say(qkv)}, cache of {cache.kv_heads} heads of {cache.dim},"
+                f" positions {_say(positions)}, slots {_say(slots)}, out {_say(out)}"
+            )
+        status = self._rope_and_cache(
+            qkv.data_ptr(),
+            rows,
+            heads,
+            cache.address,
+            positions.data_ptr(),
+            slots.data_ptr(),
+            _pointer(cos),
+            _pointer(sin),
+            0 if cos is None else cos.shape[0],
+            0 if cos is None else cos.shape[1],
+            interleaved,
+            _pointer(q_norm),
+            _pointer(k_norm),
+            eps,
+            weight_offset,
+            out.data_ptr(),
+        )
+        if status:
+            raise IndexError(_OUT_OF_BOUNDS[status])
+        return out
+
+    def write_cache(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Stores key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; -1 is skipped."""
+        rows = len(slots)
+        if (
+            not _plain(key)
+            or not _plain(value)
+            or key.shape != (rows, cache.kv_heads, cache.dim)
+            or value.shape != (rows, cache.kv_heads, cache.dim_v)
+            or slots.dtype is not torch.int64
+        ):
+            raise ValueError(
+                f"write_cache: key {_say(key)}, value {_say(value)}, slots {_say(slots)},"
+                f" cache of {cache.kv_heads} heads of {cache.dim}, {cache.dim_v}"
+            )
+        status = self._write_cache(
+            cache.address, key.data_ptr(), value.data_ptr(), slots.data_ptr(), rows
+        )
+        if status:
+            raise IndexError(_OUT_OF_BOUNDS[status])
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: KvCache,
+        cu_queries: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """query [T, Hq, D] -> [T, Hq, Dv], causal within each sequence; see `attention.base`.
+
+        cu_queries int32 [B + 1], seq_lens int32 [B], block_table int32 [B, M], sinks float32 [Hq].
+        Keys and values, those of the queries included, are read from the cache.
+        """
+        rows, heads, dim = query.shape
+        if out is None:
+            out = torch.empty(rows, heads, cache.dim_v, dtype=torch.float32)
+        if (
+            not _plain(query)
+            or not _plain(out)
+            or dim != cache.dim
+            or heads % cache.kv_heads
+            or out.shape != (rows, heads, cache.dim_v)
+            or not len(cu_queries) - 1 == len(seq_lens) == len(block_table)
+            or not cu_queries.dtype is seq_lens.dtype is block_table.dtype is torch.int32
+        ):
+            raise ValueError(
+                f"attention: query {_say(query)}, cache of {cache.kv_heads} heads of {cache.dim},"
+                f" {cache.dim_v}, seq_lens {_say(seq_lens)}, block_table {_say(block_table)}"
+            )
+        status = self._attention(
+            query.data_ptr(),
+            rows,
+            heads,
+            cache.address,
+            cu_queries.data_ptr(),
+            seq_lens.data_ptr(),
+            block_table.data_ptr(),
+            len(seq_lens),
+            block_table.stride(0),
+            scale,
+            window or 0,
+            softcap or 0.0,
+            _pointer(sinks),
+            out.data_ptr(),
+        )
+        if status:
+            raise IndexError(_OUT_OF_BOUNDS[status])
+        return out
+
+
+def load_kernels(level: str | None = None) -> CpuKernels:
+    """The kernels of this level (default: see `build.chosen_level`), loaded once a process.
+
+    They start with one thread. Raises KernelBuildError with one line where they cannot be built.
+    """
+    return _load(level or chosen_level())
+
+
+@functools.cache
+def _load(level: str) -> CpuKernels:
+    return CpuKernels(level, ctypes.CDLL(str(build_library(level))))
+
+
+def _declare(
+    library: ctypes.CDLL, name: str, arguments: str, result: type[ctypes.c_int64] | None
+) -> Callable[..., Any]:
+    """A function of the library; its arguments are p(ointers), i(ntegers) and f(loats)."""
+    function = library[f"penstock_{name}"]
+    function.argtypes = [_ARGUMENT_TYPES[letter] for letter in arguments]
+    function.restype = result
+    return function
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_contiguous()
+
+
+def _say(tensor: Tensor) -> str:
+    strided = "" if tensor.is_contiguous() else ", not contiguous"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}{strided}"
+
+
+def _empty_weight(n: int, k: int, kind: WeightKind) -> PackedWeight:
+    if kind == "int8" and k > _MAX_INT8_K:
+        raise ValueError(f"k is {k}; an int8 weight has at most {_MAX_INT8_K}")
+    outputs = -(-n // _GROUP) * _GROUP
+    width = {"float32": 4 * k, "float16": 2 * k, "int8": -(-k // 4) * 4}[kind]
+    data = torch.empty(outputs * width, dtype=torch.uint8)
+    scales = torch.empty(n, dtype=torch.float32) if kind == "int8" else None
+    sums = torch.empty(n, dtype=torch.int32) if kind == "int8" else None
+    number = WEIGHT_KINDS.index(kind)
+    struct = _WeightStruct(n, k, number, data.data_ptr(), _pointer(scales), _pointer(sums))
+    return PackedWeight(n, k, kind, data, scales, sums, struct, ctypes.addressof(struct))
+
+
+def _bad_weight(weight: Tensor, row: int, column: int, kind: WeightKind) -> str:
+    if kind == "int8":
+        return f"weight has a value that is not finite in row {row}; int8 cannot hold it"
+    value = float(weight[row, column])
+    return f"weight[{row}, {column}] is {value:g}; float16 holds at most 65504"

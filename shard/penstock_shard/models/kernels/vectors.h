@@ -1,0 +1,280 @@
+/* Vectors of 16 floats, half precision, exp and tanh: the arithmetic of the kernels, once for each
+ * level (PENSTOCK_LEVEL: 0 portable, 1 AVX2 with FMA and F16C, 2 AVX-512 with VNNI) and with the
+ * same bits on all of them. Knows nothing of tensors.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if PENSTOCK_LEVEL > 0
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+#define LANES 16
+
+INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
+INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
+
+/* ---- Half precision: single values, and the portable level. Rounds to nearest even ---- */
+
+#ifdef __aarch64__
+
+INLINE float half_to_float(uint16_t h) { __fp16 x; memcpy(&x, &h, 2); return (float)x; }
+INLINE uint16_t float_to_half(float x) {
+    __fp16 half = (__fp16)x;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+
+#else
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ff;
+    if (exponent == 31)
+        return float_of(sign | 0x7f800000 | (mantissa ? 0x400000 : 0) | mantissa << 13);
+    if (exponent == 0)
+        return float_of(sign | bits_of((float)mantissa * 0x1p-24f));
+    return float_of(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+INLINE uint16_t float_to_half(float x) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000)
+        return (uint16_t)(sign | 0x7e00 | (size >> 13 & 0x3ff));
+    if (size >= 0x477ff000) /* 65520: half way from the largest to what would be the next */
+        return (uint16_t)(sign | 0x7c00);
+    if (size < 0x38800000) /* subnormal: 0.5 has the right last place to round there */
+        return (uint16_t)(sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | ((size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13));
+}
+
+#endif
+
+/* ---- Vectors of 16 floats: one register, two, or an array ----
+ *
+ * v_min and v_max return their second argument where either is not a number. v_less(a, b, x, y)
+ * is x where a < b, else y. v_exponent(x, t) is x * 2^n for t = 1.5 * 2^23 + n.
+ */
+
+#if PENSTOCK_LEVEL == 2
+
+typedef __m512 v16;
+INLINE v16 v_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void v_store(float *p, v16 x) { _mm512_storeu_ps(p, x); }
+INLINE v16 v_load_half(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE void v_store_half(uint16_t *p, v16 x) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE v16 v_all(float x) { return _mm512_set1_ps(x); }
+INLINE v16 v_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE v16 v_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
+INLINE v16 v_sub(v16 a, v16 b) { return _mm512_sub_ps(a, b); }
+INLINE v16 v_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
+INLINE v16 v_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
+INLINE v16 v_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
+INLINE v16 v_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
+INLINE v16 v_less(v16 a, v16 b, v16 x, v16 y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+INLINE v16 v_exponent(v16 x, v16 t) {
+    __m512i shift = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), shift));
+}
+
+#elif PENSTOCK_LEVEL == 1
+
+typedef struct { __m256 a, b; } v16;
+INLINE v16 v_load(const float *p) { return (v16){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void v_store(float *p, v16 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+INLINE v16 v_load_half(const uint16_t *p) {
+    return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+INLINE void v_store_half(uint16_t *p, v16 x) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE v16 v_all(float x) { return (v16){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE v16 v_fma(v16 x, v16 y, v16 z) {
+    return (v16){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+#define V_BINARY(name, op) \
+    INLINE v16 name(v16 x, v16 y) { return (v16){op(x.a, y.a), op(x.b, y.b)}; }
+V_BINARY(v_add, _mm256_add_ps)
+V_BINARY(v_sub, _mm256_sub_ps)
+V_BINARY(v_mul, _mm256_mul_ps)
+V_BINARY(v_div, _mm256_div_ps)
+V_BINARY(v_min, _mm256_min_ps)
+V_BINARY(v_max, _mm256_max_ps)
+INLINE __m256 less8(__m256 a, __m256 b, __m256 x, __m256 y) {
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+INLINE v16 v_less(v16 a, v16 b, v16 x, v16 y) {
+    return (v16){less8(a.a, b.a, x.a, y.a), less8(a.b, b.b, x.b, y.b)};
+}
+INLINE __m256 exponent8(__m256 x, __m256 t) {
+    __m256i shift = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), shift));
+}
+INLINE v16 v_exponent(v16 x, v16 t) { return (v16){exponent8(x.a, t.a), exponent8(x.b, t.b)}; }
+
+#else
+
+typedef struct { float x[LANES]; } v16;
+#define V_EACH(expression) \
+    v16 r; for (int i = 0; i < LANES; i++) r.x[i] = (expression); return r
+INLINE v16 v_load(const float *p) { V_EACH(p[i]); }
+INLINE void v_store(float *p, v16 x) { memcpy(p, x.x, sizeof x.x); }
+INLINE v16 v_load_half(const uint16_t *p) { V_EACH(half_to_float(p[i])); }
+INLINE void v_store_half(uint16_t *p, v16 x) {
+    for (int i = 0; i < LANES; i++) p[i] = float_to_half(x.x[i]);
+}
+INLINE v16 v_all(float x) { V_EACH(x); }
+INLINE v16 v_fma(v16 a, v16 b, v16 c) { V_EACH(fmaf(a.x[i], b.x[i], c.x[i])); }
+INLINE v16 v_add(v16 a, v16 b) { V_EACH(a.x[i] + b.x[i]); }
+INLINE v16 v_sub(v16 a, v16 b) { V_EACH(a.x[i] - b.x[i]); }
+INLINE v16 v_mul(v16 a, v16 b) { V_EACH(a.x[i] * b.x[i]); }
+INLINE v16 v_div(v16 a, v16 b) { V_EACH(a.x[i] / b.x[i]); }
+INLINE v16 v_min(v16 a, v16 b) { V_EACH(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
+INLINE v16 v_max(v16 a, v16 b) { V_EACH(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+INLINE v16 v_less(v16 a, v16 b, v16 x, v16 y) { V_EACH(a.x[i] < b.x[i] ? x.x[i] : y.x[i]); }
+INLINE v16 v_exponent(v16 x, v16 t) { V_EACH(float_of(bits_of(x.x[i]) + (bits_of(t.x[i]) << 23))); }
+
+#endif
+
+/* The first n of 16, zeros after them. */
+INLINE v16 v_load_part(const float *p, int64_t n) {
+    float lanes[LANES] = {0};
+    memcpy(lanes, p, (size_t)n * 4);
+    return v_load(lanes);
+}
+
+INLINE void v_store_part(float *p, v16 x, int64_t n) {
+    float lanes[LANES];
+    v_store(lanes, x);
+    memcpy(p, lanes, (size_t)n * 4);
+}
+
+/* By one fixed tree: i and i + 8, then i and i + 4, ... */
+INLINE float v_sum(v16 x) {
+    float lanes[LANES];
+    v_store(lanes, x);
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] = lanes[i] + lanes[i + width];
+    return lanes[0];
+}
+
+INLINE float v_largest(v16 x) {
+    float lanes[LANES];
+    v_store(lanes, x);
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; i++)
+            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+/* ---- Dot products of int8, exact ----
+ *
+ * sum[lane] += four steps times the four weights of that lane. Steps are stored with OFFSET added
+ * where the instruction wants them unsigned.
+ */
+
+#if PENSTOCK_LEVEL == 2
+
+#define OFFSET 128
+typedef __m512i i16;
+INLINE i16 i_zero(void) { return _mm512_setzero_si512(); }
+INLINE void i_store(int32_t *p, i16 x) { _mm512_storeu_si512(p, x); }
+INLINE i16 i_dot(i16 sum, const uint8_t *steps, const int8_t *w) {
+    int32_t four;
+    memcpy(&four, steps, 4);
+    return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
+}
+
+#elif PENSTOCK_LEVEL == 1
+
+#define OFFSET 0
+typedef struct { __m256i a, b; } i16;
+INLINE i16 i_zero(void) { return (i16){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE void i_store(int32_t *p, i16 x) {
+    _mm256_storeu_si256((__m256i *)p, x.a);
+    _mm256_storeu_si256((__m256i *)(p + 8), x.b);
+}
+/* |w| times x with the sign of w: both are within +-127, so two of them stay below 2^15. */
+INLINE __m256i dot8(__m256i sum, __m256i x, __m256i w) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE i16 i_dot(i16 sum, const uint8_t *steps, const int8_t *w) {
+    int32_t four;
+    memcpy(&four, steps, 4);
+    __m256i x = _mm256_set1_epi32(four);
+    return (i16){dot8(sum.a, x, _mm256_loadu_si256((const __m256i *)w)),
+                 dot8(sum.b, x, _mm256_loadu_si256((const __m256i *)(w + 32)))};
+}
+
+#else
+
+#define OFFSET 0
+typedef struct { int32_t x[LANES]; } i16;
+INLINE i16 i_zero(void) { return (i16){{0}}; }
+INLINE void i_store(int32_t *p, i16 x) { memcpy(p, x.x, sizeof x.x); }
+INLINE i16 i_dot(i16 sum, const uint8_t *steps, const int8_t *w) {
+    const int8_t *x = (const int8_t *)steps;
+    for (int i = 0; i < 4 * LANES; i++) sum.x[i / 4] += x[i % 4] * w[i];
+    return sum;
+}
+
+#endif
+
+/* ---- Functions ---- */
+
+/* e^x: x = n ln 2 + r, a polynomial in r times 2^n. Relative error below 1.5e-7; 0 below -86.5
+ * and infinity above 88.3, where 2^n would leave the normal range; exp(0) is 1. */
+INLINE v16 v_exp(v16 x) {
+    const v16 magic = v_all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    v16 t = v_fma(x, v_all(1.44269504f), magic);
+    v16 n = v_sub(t, magic);
+    v16 r = v_fma(n, v_all(-0.693145752f), x);
+    r = v_fma(n, v_all(-1.42860677e-06f), r);
+    v16 p = v_all(0.00138146001f);
+    p = v_fma(p, r, v_all(0.00836871541f));
+    p = v_fma(p, r, v_all(0.0416683879f));
+    p = v_fma(p, r, v_all(0.166665206f));
+    p = v_fma(p, r, v_all(0.499999934f));
+    p = v_fma(p, r, v_all(1.0f));
+    p = v_fma(p, r, v_all(1.0f));
+    p = v_exponent(p, t);
+    p = v_add(p, v_sub(x, x)); /* what is not a number stays so */
+    p = v_less(v_all(88.3f), x, v_all(INFINITY), p);
+    return v_less(x, v_all(-86.5f), v_all(0.0f), p);
+}
+
+INLINE float exp_of(float x) {
+    float lanes[LANES];
+    v_store(lanes, v_exp(v_all(x)));
+    return lanes[0];
+}
+
+/* tanh x: an odd polynomial where 1 - 2 / (e^2x + 1) would cancel. */
+INLINE v16 v_tanh(v16 x) {
+    v16 e = v_exp(v_add(x, x));
+    v16 far = v_sub(v_all(1.0f), v_div(v_all(2.0f), v_add(e, v_all(1.0f))));
+    v16 square = v_mul(x, x);
+    v16 p = v_all(-0.00570499038f);
+    p = v_fma(p, square, v_all(0.0206390906f));
+    p = v_fma(p, square, v_all(-0.0537397163f));
+    p = v_fma(p, square, v_all(0.133314422f));
+    p = v_fma(p, square, v_all(-0.333332819f));
+    v16 near = v_fma(v_mul(p, square), x, x);
+    return v_less(square, v_all(0.39f), near, far);
+}

@@ -1,0 +1,108 @@
+"""Ops over the CPU kernels. Knows which call of the kernels does what; knows nothing of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBackend, LayerSpec
+from penstock_shard.models.attention.cpu import CpuBackend
+from penstock_shard.models.kernels.cpu import CpuKernels, KvCache, PackedWeight
+from penstock_shard.models.ops.base import Activation, HeadNorm, Matrix, Rope, WeightKind
+
+
+class CpuMatrix:
+    """A weight in panels of the kernels."""
+
+    __slots__ = ("_kernels", "_packed")
+
+    def __init__(self, kernels: CpuKernels, packed: PackedWeight) -> None:
+        self._kernels = kernels
+        self._packed = packed
+
+    @property
+    def out_features(self) -> int:
+        return self._packed.n
+
+    @property
+    def in_features(self) -> int:
+        return self._packed.k
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return self._kernels.linear(x, self._packed, bias, out)
+
+
+class CpuOps:
+    """See the module's docstring; activations are float32."""
+
+    def __init__(self, kernels: CpuKernels, weights: Literal["float32", "float16", "int8"]) -> None:
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.weights: WeightKind = weights
+        self.backend: AttentionBackend = CpuBackend(kernels)
+        self._kind = weights
+        self._kernels = kernels
+
+    @property
+    def keeps_tensors(self) -> bool:
+        return False
+
+    def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
+        return CpuMatrix(
+            self._kernels, self._kernels.pack(parts, "float32" if exact else self._kind)
+        )
+
+    def set_threads(self, count: int) -> None:
+        self._kernels.set_threads(count)
+        torch.set_num_threads(count)
+
+    def scratch(self, *shape: int) -> Tensor:
+        return torch.empty(shape)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._kernels.add_rms_norm(x, residual, weight, eps, offset, out)
+
+    def gated_activation(
+        self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
+    ) -> Tensor:
+        return self._kernels.gated_activation(gate_up, kind, out)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerSpec,
+        cache: KvCache,
+        positions: Tensor,
+        slots: Tensor,
+        rope: Rope,
+        norm: HeadNorm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._kernels.rope_and_cache(
+            qkv,
+            cache,
+            positions,
+            slots,
+            rope.cos,
+            rope.sin,
+            q_norm=None if norm is None else norm.query_weight,
+            k_norm=None if norm is None else norm.key_weight,
+            eps=0.0 if norm is None else norm.eps,
+            weight_offset=0.0 if norm is None else norm.offset,
+            out=out,
+        )

@@ -1,0 +1,151 @@
+"""Ops in plain torch, on any device: the reference, and what is used where no kernels are.
+
+Knows torch functions. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock_shard.models.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.models.ops.base import Activation, HeadNorm, Matrix, Rope, WeightKind
+
+_DTYPES: dict[WeightKind, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_LARGEST_HALF = 65504.0
+
+
+class DenseMatrix:
+    """A weight as an ordinary tensor [N, K]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = weight.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return functional.linear(x, self._weight, bias)
+
+
+class PackedHalfMatrix:
+    """A weight in float16 as torch's fbgemm packs it for x86; sums are in float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = 2 * weight.numel()
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight, None)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return product if bias is None else product.add_(bias)
+
+
+def packs_half() -> bool:
+    """Whether this torch has packed float16 products for this cpu."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+class TorchOps:
+    """See the module's docstring. Float32 activations with float16 weights need `packs_half`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: WeightKind,
+        backend: AttentionBackend,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.weights = weights
+        self.backend = backend
+
+    @property
+    def keeps_tensors(self) -> bool:
+        return _DTYPES[self.weights] is self.dtype
+
+    def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
+        if exact or self.keeps_tensors:
+            if len(parts) == 1:
+                return DenseMatrix(parts[0].to(self.device, self.dtype, copy=True))
+            return DenseMatrix(torch.cat([part.to(self.device, self.dtype) for part in parts]))
+        weight = torch.cat([part.float() for part in parts])
+        worst = float(weight.abs().amax())
+        # Not `worst > ...`: a NaN must not pass.
+        if not worst <= _LARGEST_HALF:
+            raise ValueError(f"has the value {worst:g}; float16 ends at {_LARGEST_HALF:g}")
+        return PackedHalfMatrix(weight)
+
+    def set_threads(self, count: int) -> None:
+        if self.device.type == "cpu":
+            torch.set_num_threads(count)
+
+    def scratch(self, *shape: int) -> None:
+        return None
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return _rms_norm(x if residual is None else residual.add_(x), weight, eps, offset)
+
+    def gated_activation(
+        self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
+    ) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if kind == "silu":
+            return functional.silu(gate).mul_(up)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerSpec,
+        cache: LayerCache,
+        positions: Tensor,
+        slots: Tensor,
+        rope: Rope,
+        norm: HeadNorm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
+        num_kept = layer.num_heads + layer.num_kv_heads
+        query, key, value = torch.tensor_split(heads, (layer.num_heads, num_kept), dim=1)
+        if norm is not None:
+            query = _rms_norm(query, norm.query_weight, norm.eps, norm.offset)
+            key = _rms_norm(key, norm.key_weight, norm.eps, norm.offset)
+        cos = rope.cos[positions].unsqueeze(1)
+        sin = rope.sin[positions].unsqueeze(1)
+        self.backend.write(cache, _rotate(key, cos, sin), value, slots)
+        return _rotate(query, cos, sin)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Over the last dimension, in float32; the result has the dtype of x."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * (weight.float() + offset)).to(x.dtype)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """heads [T, H, D], cos and sin [T, 1, rotary_dim / 2]: rotates pairs (i, i + half), leaves
+    what is past rotary_dim.
+    """
+    half = cos.shape[-1]
+    wide = heads.float()
+    first, second, rest = torch.tensor_split(wide, (half, 2 * half), dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(rotated, dim=-1).to(heads.dtype)

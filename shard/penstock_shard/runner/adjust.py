@@ -1,0 +1,81 @@
+"""What a request's tokens and wishes change in its logits before a token is drawn.
+
+Knows penalties, biases and bans, one sparse pass over all rows each; in which order, `sampler`
+says. Knows nothing of distributions. An element is computed from its own row alone, with operations
+that round the same way everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock_shard.runner.token_state import TokenCounts, TokenState
+
+_LARGEST_LOGIT = torch.finfo(torch.float32).max
+
+
+def adjust(logits: Tensor, states: Sequence[TokenState]) -> None:
+    """Change logits float32 [n, V], contiguous, in place: row i as `states[i]` says."""
+    _penalize(logits, [(i, s, s.counts) for i, s in enumerate(states) if s.counts is not None])
+    _add_bias(logits, [(i, s) for i, s in enumerate(states) if s.bias_ids.size])
+    _allow_only(logits, [(i, s.allowed_ids) for i, s in enumerate(states) if s.allowed_ids.size])
+    _ban(logits, [(i, np.array(s.banned_ids)) for i, s in enumerate(states) if s.banned_ids])
+
+
+def _penalize(logits: Tensor, rows: Sequence[tuple[int, TokenState, TokenCounts]]) -> None:
+    if not rows:
+        return
+    elements = _elements(logits, [(i, counts.ids) for i, _, counts in rows])
+    repetition = np.repeat(
+        np.array([s.sampling.repetition_penalty for _, s, _ in rows], dtype=np.float32),
+        [len(counts.ids) for _, _, counts in rows],
+    )
+    subtracted = np.concatenate([_subtracted(s, counts.counts) for _, s, counts in rows])
+    factor = torch.from_numpy(repetition).to(logits.device)
+    flat = logits.view(-1)
+    values = flat.index_select(0, elements)
+    values = torch.where(values > 0, values / factor, values * factor)
+    # A tiny penalty divides to infinity.
+    values = values.clamp(max=_LARGEST_LOGIT) - torch.from_numpy(subtracted).to(logits.device)
+    flat.index_copy_(0, elements, values)
+
+
+def _subtracted(state: TokenState, counts: NDArray[np.int64]) -> NDArray[np.float32]:
+    sampling = state.sampling
+    penalty = sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
+    return penalty.astype(np.float32)
+
+
+def _add_bias(logits: Tensor, rows: Sequence[tuple[int, TokenState]]) -> None:
+    if not rows:
+        return
+    elements = _elements(logits, [(i, state.bias_ids) for i, state in rows])
+    bias = np.concatenate([state.bias for _, state in rows])
+    logits.view(-1).index_add_(0, elements, torch.from_numpy(bias).to(logits.device))
+
+
+def _allow_only(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
+    if not rows:
+        return
+    elements = _elements(logits, rows)
+    flat = logits.view(-1)
+    allowed = flat.index_select(0, elements)
+    logits.index_fill_(0, torch.tensor([i for i, _ in rows], device=logits.device), float("-inf"))
+    flat.index_copy_(0, elements, allowed)
+
+
+def _ban(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
+    if rows:
+        logits.view(-1).index_fill_(0, _elements(logits, rows), float("-inf"))
+
+
+def _elements(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
+    """Where ids of some rows are in the flat logits, row after row."""
+    vocabulary = logits.shape[1]
+    places = np.concatenate([i * vocabulary + ids for i, ids in rows])
+    return torch.from_numpy(places).to(logits.device)

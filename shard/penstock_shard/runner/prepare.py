@@ -1,0 +1,208 @@
+"""A loaded model -> one that may serve: self-checks, and memory for keys and values.
+
+Knows what is checked and measured and in which order. Knows nothing of how models are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models import gate
+from penstock_shard.models.attention.base import LayerSpec
+from penstock_shard.models.base import CausalModel
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.ops.base import Ops
+from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.runner.invariance import first_variance
+from penstock_shard.runner.memory import (
+    KVShape,
+    choose_num_blocks,
+    extra_host_bytes,
+    free_host_bytes,
+    no_room,
+)
+from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
+
+_CHECK_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was found out and set up."""
+
+    num_blocks: int
+    block_size: int
+    batch_invariant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Makes a loaded model ready."""
+
+    config: ShardConfig
+    model: CausalModel
+    ops: Ops
+    kv_dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    progress: Callable[[str], None]
+
+    def run(self, threads: int) -> Prepared:
+        """Check, measure, allocate; on cpu compute with so many threads afterwards.
+
+        Raises ModelError if the model computes wrongly or does not fit.
+        """
+        block_size = self._block_size()
+        self.progress("checking what the model computes")
+        if isinstance(self.model, TransformersModel):
+            self._check_attention(self.model, block_size)
+        self._check_finite(block_size)
+        invariant = self.ops.backend.name == "cpu" and self._is_invariant(block_size)
+        self.ops.set_threads(threads)
+        num_blocks = self._allocate(block_size)
+        self.progress(f"KV cache: {num_blocks} blocks of {block_size} tokens")
+        return Prepared(num_blocks, block_size, invariant)
+
+    def _block_size(self) -> int:
+        backend = self.ops.backend
+        block_size = self.config.block_size or backend.block_multiple
+        if block_size % backend.block_multiple:
+            raise ModelError(
+                f"--block-size {block_size}: attention backend {backend.name} needs a multiple "
+                f"of {backend.block_multiple}"
+            )
+        return block_size
+
+    def _check_attention(self, model: TransformersModel, block_size: int) -> None:
+        """Two random sequences in chunks on the paged cache against the model's own attention."""
+        length = min(_CHECK_TOKENS, self.max_model_len)
+        half = max(1, length // 2)
+        num_blocks = 2 * -(-length // block_size)
+        paged: list[list[Tensor]] = [[], []]
+        with trial_steps(model, self.vocab_size, block_size, num_blocks, self.ops.dtype) as steps:
+            sequences = [steps.sequence(length) for _ in paged]
+            for start, end in ((0, half), (half, length)):
+                if end > start:
+                    rows: list[Row] = [(sequence, start, end - start) for sequence in sequences]
+                    for found, part in zip(paged, steps.run(rows).chunk(2), strict=True):
+                        found.append(part)
+        tokens = torch.tensor([sequence.token_ids for sequence in sequences])
+        logits = torch.cat([torch.cat(parts) for parts in paged])
+        precision = "int8" if self.ops.weights == "int8" else _name(self.ops.dtype)
+        gate.check_logits(model.module, tokens.to(model.device), logits, precision)
+
+    def _check_finite(self, block_size: int) -> None:
+        """Some random tokens must give numbers: half precision may not suffice for a model."""
+        length = min(_CHECK_TOKENS, self.max_model_len)
+        num_blocks = -(-length // block_size)
+        with trial_steps(
+            self.model, self.vocab_size, block_size, num_blocks, self.kv_dtype
+        ) as steps:
+            logits = steps.run([(steps.sequence(length), 0, length)])
+        if not bool(torch.isfinite(logits).all()):
+            raise ModelError(
+                f"the model gives logits that are no numbers with weights in {self.ops.weights} "
+                f"and keys and values in {_name(self.kv_dtype)}; use --dtype float32"
+            )
+
+    def _is_invariant(self, block_size: int) -> bool:
+        found = first_variance(
+            self.model,
+            self.vocab_size,
+            self.max_model_len,
+            block_size,
+            self.kv_dtype,
+            self.ops.set_threads,
+        )
+        if found is not None:
+            self.progress(f"results depend on the batch: {found} changed a bit")
+        return found is None
+
+    def _allocate(self, block_size: int) -> int:
+        """Memory for keys and values: what the largest step leaves."""
+        shape = KVShape(
+            block_size=block_size,
+            block_bytes=block_size * _bytes_per_token(self.model.layers, self.kv_dtype),
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+        )
+        on_cpu = self.model.device.type == "cpu"
+        free = self._free_bytes(block_size, on_cpu)
+        num_blocks = choose_num_blocks(shape, self.config, free, on_cpu)
+        try:
+            self.model.allocate(num_blocks, block_size, self.kv_dtype)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            flag = "--kv-blocks, --kv-memory or --gpu-memory-utilization"
+            raise ModelError(no_room(shape, num_blocks, free, flag)) from error
+        return num_blocks
+
+    def _free_bytes(self, block_size: int, on_cpu: bool) -> int:
+        """What keys and values may take, found by running the largest step once."""
+        tokens = self._most_tokens()
+        length = min(tokens, self.max_model_len)
+        # Each row writes the same blocks: only the size of the step matters here.
+        num_blocks = -(-length // block_size)
+        try:
+            with (
+                self.model.shortened(),
+                trial_steps(
+                    self.model, self.vocab_size, block_size, num_blocks, self.kv_dtype
+                ) as steps,
+            ):
+                if on_cpu:
+                    extra = extra_host_bytes(lambda: self._largest_step(steps, length))
+                    return free_host_bytes() - extra
+                extra = self._extra_device_bytes(lambda: self._largest_step(steps, length))
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"a step of {tokens} tokens does not fit into memory beside the weights; lower "
+                "--max-num-batched-tokens or --max-num-seqs"
+            ) from error
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.model.device)
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - extra
+
+    def _largest_step(self, steps: TrialSteps, length: int) -> None:
+        """The most tokens a step may have, and the most rows of logits, in float32 and float64 as
+        the sampler makes of them.
+        """
+        tokens = self._most_tokens()
+        sequence = steps.sequence(length)
+        rows: list[Row] = [(sequence, 0, length)] * (tokens // length)
+        if tokens % length:
+            rows.append((sequence, 0, tokens % length))
+        logits = steps.run(rows, range(min(self.config.max_num_seqs, tokens)))
+        torch.softmax(logits, dim=-1, dtype=torch.float64)
+
+    def _most_tokens(self) -> int:
+        return self.config.batched_tokens(str(self.model.device))
+
+    def _extra_device_bytes(self, work: Callable[[], None]) -> int:
+        device = self.model.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """On cpu torch has no class for it, only the words of its allocator."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _bytes_per_token(layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:
+    return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,82 @@
+"""Steps of made-up tokens on a model that is not serving yet: for checks and measurements at load.
+
+Knows how to make a step. Knows nothing of what is checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.base import CausalModel
+from penstock_shard.request import Request, SamplingParams
+from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.batch import build_batches
+
+# A sequence, the first of its tokens to compute, and how many.
+Row = tuple[Request, int, int]
+
+
+class TrialSteps:
+    """Gives out sequences, with blocks of their own, and computes parts of them."""
+
+    def __init__(
+        self, model: CausalModel, vocab_size: int, block_size: int, num_blocks: int
+    ) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self._block_size = block_size
+        self._random = random.Random(1)
+        self._free = list(range(num_blocks))
+        # So that a block table that is not read, or read wrongly, shows.
+        self._random.shuffle(self._free)
+
+    def sequence(self, length: int) -> Request:
+        """A sequence of random tokens, none of them computed."""
+        needed = -(-length // self._block_size)
+        blocks, self._free = self._free[:needed], self._free[needed:]
+        assert len(blocks) == needed, (
+            f"{length} tokens need {needed} blocks, {len(blocks)} are left"
+        )
+        return _request(self._random.choices(range(self.vocab_size), k=length), blocks)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], logit_rows: Sequence[int] | None = None) -> Tensor:
+        """Compute the rows as one step; logits of all its tokens, or of those named: [N, V]."""
+        plan = StepPlan(tuple(ScheduledRequest(*row, samples=False) for row in rows))
+        (batch,) = build_batches(plan, self._block_size, self.model.device, 1)
+        wanted = range(len(batch.input_ids)) if logit_rows is None else logit_rows
+        index = torch.tensor(wanted, dtype=torch.int64, device=self.model.device)
+        return self.model.forward(batch.input_ids, batch.positions, batch.attention, index)
+
+
+@contextmanager
+def trial_steps(
+    model: CausalModel, vocab_size: int, block_size: int, num_blocks: int, kv_dtype: torch.dtype
+) -> Iterator[TrialSteps]:
+    """Steps over a cache that lasts as long as the context. Raises what torch raises for want of
+    memory.
+    """
+    model.allocate(num_blocks, block_size, kv_dtype)
+    try:
+        yield TrialSteps(model, vocab_size, block_size, num_blocks)
+    finally:
+        model.free()
+
+
+def _request(token_ids: list[int], block_ids: list[int]) -> Request:
+    return Request(
+        request_id="trial",
+        attempt=0,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        num_delivered=0,
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=1,
+        stop_token_ids=frozenset(),
+        block_ids=block_ids,
+    )

@@ -1,0 +1,642 @@
+"""The CPU kernels against float64 references, and their one promise: a row's bits depend on that
+row alone, whatever the batch, the threads and the level.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.budget import budget, seeded
+from torch import Tensor
+from torch.nn import functional
+
+from penstock_shard.models.kernels import build
+from penstock_shard.models.kernels.cpu import (
+    WEIGHT_KINDS,
+    CpuKernels,
+    KvCache,
+    WeightKind,
+    load_kernels,
+    make_cache,
+)
+
+ROW_COUNTS = (1, 2, 3, 7, 64, 512)
+# (n, k): odd, smaller and larger than a panel, a group and a block of k.
+SHAPES = ((1, 1), (17, 33), (64, 128), (100, 300), (130, 515))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module", params=build.supported_levels())
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return load_kernels(request.param)
+
+
+@pytest.fixture(scope="module")
+def all_levels() -> list[CpuKernels]:
+    return [load_kernels(level) for level in build.supported_levels()]
+
+
+def generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(seeded(name).randrange(2**31))
+
+
+def stored(weight: Tensor, kind: WeightKind) -> Tensor:
+    """The values a packed weight stands for, in float64."""
+    if kind == "int8":
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        return ((weight.float() / scale).round() * scale).double()
+    return (weight.half() if kind == "float16" else weight).double()
+
+
+def int8_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """As the kernels define it: integers are summed exactly, then scaled once."""
+    x_scale, w_scale = x.abs().amax(1) / 127, weight.abs().amax(1) / 127
+    sums = (x / x_scale[:, None]).round().long() @ (weight / w_scale[:, None]).round().long().T
+    return sums.float() * (x_scale[:, None] * w_scale)
+
+
+# ---- Linear ----
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_linear_is_the_product(kernels: CpuKernels, kind: WeightKind, n: int, k: int) -> None:
+    random = generator("linear")
+    weight = torch.randn(n, k, generator=random)
+    bias = torch.randn(n, generator=random)
+    packed = kernels.pack(weight, kind)
+    for rows in (1, 3, 13, 64) if kernels.level == "portable" else ROW_COUNTS:
+        x = torch.randn(rows, k, generator=random)
+        expected = x.double() @ stored(weight, kind).T
+        if kind == "int8":
+            # A step of an activation is 1/127 of its largest; half of it is lost.
+            slack = 0.004 * x.abs().amax() * weight.abs().sum(1).amax()
+        else:
+            slack = 2e-7 * k * x.abs().amax() * weight.abs().amax() + 1e-6
+        for used in (None, bias):
+            exact = expected if used is None else expected + used
+            assert (kernels.linear(x, packed, used) - exact).abs().max() <= slack
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_int8_sums_integers_exactly(kernels: CpuKernels, n: int, k: int) -> None:
+    random = generator("int8")
+    x, weight = torch.randn(7, k, generator=random), torch.randn(n, k, generator=random)
+    result = kernels.linear(x, kernels.pack(weight, "int8"))
+    assert torch.equal(result, int8_reference(x, weight))
+
+
+def test_int8_holds_the_largest_sums(kernels: CpuKernels) -> None:
+    k = 70_000
+    x, weight = torch.ones(1, k), torch.ones(2, k)
+    weight[1] = -1
+    result = kernels.linear(x, kernels.pack(weight, "int8"))
+    assert torch.equal(result, int8_reference(x, weight))
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def test_a_linear_row_has_the_same_bits_alone_and_among_others(
+    kernels: CpuKernels, kind: WeightKind
+) -> None:
+    random = generator("rows")
+    # Several blocks of k; K and N that fill nothing.
+    packed = kernels.pack(torch.randn(70, 300, generator=random), kind)
+    x = torch.randn(512, 300, generator=random)
+    alone = torch.cat([kernels.linear(x[i : i + 1], packed) for i in range(32)])
+    most = 96 if kernels.level == "portable" else 512
+    for rows in (*range(2, 32), 47, 96, 241, 512):
+        if rows <= most:
+            result = kernels.linear(x[:rows], packed)
+            assert torch.equal(result[:32], alone[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def test_packing_reads_any_dtype_strides_and_parts(
+    kernels: CpuKernels, dtype: torch.dtype, kind: WeightKind
+) -> None:
+    random = generator("pack")
+    weight = torch.randn(75, 90, generator=random).to(dtype)
+    x = torch.randn(3, 90, generator=random)
+    expected = kernels.linear(x, kernels.pack(weight.float().contiguous(), kind))
+    transposed = weight.t().contiguous().t()
+    every_other = torch.empty(75, 180, dtype=dtype)[:, ::2].copy_(weight)
+    for same in (weight, transposed, every_other, weight.split([5, 11, 32, 27])):
+        assert torch.equal(kernels.linear(x, kernels.pack(same, kind)), expected)
+
+
+def test_float16_weights_are_rounded_as_torch_rounds(all_levels: list[CpuKernels]) -> None:
+    tiny = torch.tensor([0.0, -0.0, 1e-8, 2.9e-8, 3e-8, 6e-8, 5.96e-8, 6.1e-5, 6.097e-5, -1e-7])
+    halves = torch.arange(-31744, 31744, 7, dtype=torch.int16).view(torch.float16)
+    between = halves.float() * 1.0002
+    values = torch.cat((tiny, halves.float(), between[between.abs() <= 65504]))
+    values = values[torch.isfinite(values)]
+    for kernels in all_levels:
+        packed = kernels.pack(values[:, None], "float16")
+        result = kernels.linear(torch.ones(1, 1), packed)[0]
+        assert torch.equal(result, values.half().float())
+
+
+@pytest.mark.parametrize("value", [65505.0, -1e9, math.inf, math.nan])
+def test_a_weight_beyond_float16_is_refused(kernels: CpuKernels, value: float) -> None:
+    weight = torch.full((40, 70), 65504.0)
+    kernels.pack(weight, "float16")
+    weight[33, 65] = value
+    with pytest.raises(ValueError, match=r"weight\[33, 65\] is .*; float16 holds at most 65504"):
+        kernels.pack(weight, "float16")
+    kernels.pack(weight, "float32")
+
+
+def test_a_weight_that_is_not_finite_is_refused_as_int8(kernels: CpuKernels) -> None:
+    weight = torch.ones(40, 70)
+    weight[33, 65] = math.nan
+    with pytest.raises(ValueError, match="not finite in row 33; int8"):
+        kernels.pack(weight, "int8")
+
+
+def test_operands_that_do_not_fit_are_refused(kernels: CpuKernels) -> None:
+    packed = kernels.pack(torch.ones(8, 4), "float32")
+    with pytest.raises(ValueError, match=r"linear: x float32 \[2, 5\], weight \[8, 4\]"):
+        kernels.linear(torch.ones(2, 5), packed)
+    with pytest.raises(ValueError, match="not contiguous"):
+        kernels.linear(torch.ones(4, 2).t(), packed)
+    with pytest.raises(ValueError, match=r"float64 \[2, 4\]"):
+        kernels.linear(torch.ones(2, 4, dtype=torch.float64), packed)
+    with pytest.raises(ValueError, match="must have 4 columns and be float32"):
+        kernels.pack([torch.ones(8, 4), torch.ones(8, 5)], "float32")
+    with pytest.raises(ValueError, match="at most 131072"):
+        kernels.pack(torch.ones(1, 131_073), "int8")
+    with pytest.raises(ValueError, match="threads is 0"):
+        kernels.set_threads(0)
+
+
+# ---- Norm and activation ----
+
+
+@pytest.mark.parametrize("width", [1, 16, 77, 768])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_add_rms_norm(kernels: CpuKernels, width: int, offset: float) -> None:
+    random = generator("norm")
+    x = torch.randn(5, width, generator=random)
+    residual = torch.randn(5, width, generator=random)
+    weight = torch.randn(width, generator=random)
+    for added in (None, residual):
+        summed = x if added is None else x + added
+        mean = summed.double().square().mean(-1, keepdim=True)
+        expected = summed * torch.rsqrt(mean + 1e-5) * (offset + weight.double())
+        kept = None if added is None else added.clone()
+        result = kernels.add_rms_norm(x.clone(), kept, weight, 1e-5, offset)
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+        assert kept is None or torch.equal(kept, summed)
+
+
+def test_add_rms_norm_may_write_over_its_input(kernels: CpuKernels) -> None:
+    x, weight = torch.randn(3, 50), torch.randn(50)
+    expected = kernels.add_rms_norm(x, None, weight, 1e-5)
+    assert torch.equal(kernels.add_rms_norm(x, None, weight, 1e-5, out=x), expected)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("width", [1, 16, 53])
+def test_gated_activation(kernels: CpuKernels, width: int) -> None:
+    random = generator("gate")
+    gate_up = torch.randn(6, 2 * width, generator=random) * 10
+    gate_up[:, 0] = torch.tensor([0.0, -100.0, 100.0, 1e-3, -1e-6, 88.5])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    silu = kernels.gated_activation(gate_up, "silu")
+    torch.testing.assert_close(silu.double(), functional.silu(gate) * up, rtol=1e-6, atol=1e-6)
+    gelu = kernels.gated_activation(gate_up, "gelu_tanh")
+    expected = functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(gelu.double(), expected, rtol=3e-6, atol=3e-6)
+
+
+# ---- Rotation and cache ----
+
+
+def read_cache(cache: KvCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [T, Hkv, D] and values [T, Hkv, Dv] at slots, out of the layout that KvCache states."""
+    block, offset = slots // cache.block_size, slots % cache.block_size
+    return cache.keys[block, :, offset // 16, :, offset % 16], cache.values[block, :, offset]
+
+
+def rotated(heads: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """heads [T, H, D] by angles [T, rotary_dim / 2]."""
+    half = angles.shape[1]
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    result = heads.clone()
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    result[..., first] = heads[..., first] * cos - heads[..., second] * sin
+    result[..., second] = heads[..., second] * cos + heads[..., first] * sin
+    return result
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (10, 6), (8, 0)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_and_cache(
+    kernels: CpuKernels, interleaved: bool, dim: int, rotary: int, normed: bool
+) -> None:
+    random = generator("rope")
+    heads, kv_heads, rows = 6, 2, 5
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=random)
+    q_norm, k_norm = torch.randn(2, dim, generator=random)
+    positions = torch.tensor([7, 0, 30, 31, 2])
+    slots = torch.tensor([40, 3, 16, -1, 47])
+    angles = torch.rand(32, rotary // 2, generator=random) * 6
+    cache = make_cache(2, 32, kv_heads, dim, dim, torch.float16)
+    cache.keys.zero_(), cache.values.zero_()
+    query = kernels.rope_and_cache(
+        qkv,
+        cache,
+        positions,
+        slots,
+        angles.cos() if rotary else None,
+        angles.sin() if rotary else None,
+        interleaved=interleaved,
+        q_norm=q_norm if normed else None,
+        k_norm=k_norm if normed else None,
+        eps=1e-6,
+        weight_offset=1.0,
+    )
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+    q, k, v = (part.view(rows, -1, dim) for part in qkv.split(sizes, dim=-1))
+    if normed:
+        q = functional.rms_norm(q, (dim,), 1 + q_norm, 1e-6)
+        k = functional.rms_norm(k, (dim,), 1 + k_norm, 1e-6)
+    torch.testing.assert_close(query, rotated(q, angles[positions], interleaved))
+    keys, values = read_cache(cache, slots[slots >= 0])
+    expected = rotated(k, angles[positions], interleaved)[slots >= 0]
+    torch.testing.assert_close(keys.float(), expected, rtol=1e-3, atol=1e-4)
+    assert torch.equal(values, v[slots >= 0].half())
+    # Nothing else was written.
+    assert int(cache.values.count_nonzero()) == int(values.count_nonzero())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_write_cache(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    random = generator("store")
+    cache = make_cache(3, 48, 2, 24, 7, dtype)
+    slots = torch.randperm(144, generator=random)[:40]
+    key = torch.randn(40, 2, 24, generator=random)
+    value = torch.randn(40, 2, 7, generator=random)
+    kernels.write_cache(cache, key, value, slots)
+    keys, values = read_cache(cache, slots)
+    assert torch.equal(keys, key.to(dtype))
+    assert torch.equal(values, value.to(dtype))
+
+
+def test_places_out_of_bounds_are_refused(kernels: CpuKernels) -> None:
+    cache = make_cache(2, 16, 1, 8, 8, torch.float32)
+    row, zero = torch.zeros(1, 1, 8), torch.tensor([0])
+    for slot in (-2, 32):
+        with pytest.raises(IndexError, match="slot"):
+            kernels.write_cache(cache, row, row, torch.tensor([slot]))
+    angles = torch.zeros(4, 4)
+    for position in (-1, 4):
+        with pytest.raises(IndexError, match="position"):
+            kernels.rope_and_cache(
+                torch.zeros(1, 24), cache, torch.tensor([position]), zero, angles, angles
+            )
+    for table, length in (([[2]], 5), ([[-1]], 5), ([[0]], 17)):
+        with pytest.raises(IndexError, match="block"):
+            kernels.attention(
+                row,
+                cache,
+                torch.tensor([0, 1], dtype=torch.int32),
+                torch.tensor([length], dtype=torch.int32),
+                torch.tensor(table, dtype=torch.int32),
+                scale=1.0,
+            )
+
+
+def test_a_cache_states_its_bounds() -> None:
+    with pytest.raises(ValueError, match="block_size is 24; it must be a multiple of 16"):
+        make_cache(1, 24, 1, 8, 8, torch.float32)
+    with pytest.raises(ValueError, match="float32 or float16"):
+        make_cache(1, 16, 1, 8, 8, torch.bfloat16)
+
+
+# ---- Attention ----
+
+
+class Case:
+    """One kind of layer with the whole of some sequences in its cache, blocks shuffled."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        heads: tuple[int, int] = (4, 2),
+        dims: tuple[int, int] = (16, 16),
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        random: torch.Generator | None = None,
+    ) -> None:
+        random = random or generator("attention")
+        self.lengths, self.window, self.softcap = lengths, window, softcap
+        self.block_size, self.dtype = block_size, dtype
+        self.scale = 2 * dims[0] ** -0.5
+        self.query = [torch.randn(n, heads[0], dims[0], generator=random) for n in lengths]
+        self.key = [torch.randn(n, heads[1], dims[0], generator=random) for n in lengths]
+        self.value = [torch.randn(n, heads[1], dims[1], generator=random) for n in lengths]
+        self.sinks = torch.randn(heads[0], generator=random) if sinks else None
+        blocks = -(-max(lengths) // block_size)
+        order = torch.randperm(len(lengths) * blocks + 1, generator=random)
+        self.tables = order[:-1].view(len(lengths), blocks).int()
+
+    def filled(self, kernels: CpuKernels) -> KvCache:
+        """All that is not written is not a number: whoever reads it shows."""
+        _, kv_heads, dim = self.key[0].shape
+        blocks = self.tables.numel() + 1
+        cache = make_cache(
+            blocks, self.block_size, kv_heads, dim, self.value[0].shape[2], self.dtype
+        )
+        cache.keys.fill_(math.nan), cache.values.fill_(math.nan)
+        for i, length in enumerate(self.lengths):
+            position = torch.arange(length)
+            slots = self.tables[i, position // self.block_size].long() * self.block_size
+            slots += position % self.block_size
+            kernels.write_cache(cache, self.key[i], self.value[i], slots)
+        return cache
+
+    def run(self, kernels: CpuKernels, cache: KvCache, spans: list[tuple[int, int, int]]) -> Tensor:
+        """spans: (sequence, first query, end of queries); what is after the end is unknown yet."""
+        counts = [end - first for _, first, end in spans]
+        return kernels.attention(
+            torch.cat([self.query[i][first:end] for i, first, end in spans]),
+            cache,
+            torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            torch.tensor([end for *_, end in spans], dtype=torch.int32),
+            self.tables[[i for i, *_ in spans]].contiguous(),
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+
+    def expected(self, i: int) -> Tensor:
+        """Of sequence i, in float64."""
+        length, heads, _ = self.query[i].shape
+        group = heads // self.key[i].shape[1]
+        key = self.key[i].to(self.dtype).double().repeat_interleave(group, 1)
+        value = self.value[i].to(self.dtype).double().repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", self.query[i].double(), key) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if self.window is not None:
+            unseen |= torch.ones(length, length, dtype=torch.bool).tril(-self.window)
+        scores = scores.masked_fill(unseen, -math.inf)
+        if self.sinks is not None:
+            sink = self.sinks.double().view(-1, 1, 1).expand(-1, length, 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1)[..., :length]
+        return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "plain": lambda: Case((70, 1, 300)),
+    "one head, tiny": lambda: Case((40, 17), heads=(1, 1), dims=(8, 8)),
+    "many heads to one": lambda: Case((33,), heads=(50, 1)),
+    "float16 cache": lambda: Case((300, 20), dims=(64, 64), dtype=torch.float16),
+    "head of 80": lambda: Case((60,), heads=(3, 3), dims=(80, 80), block_size=32),
+    "head of 256": lambda: Case((40,), heads=(2, 1), dims=(256, 256)),
+    "values of their own size": lambda: Case((270,), dims=(24, 40), block_size=256),
+    "odd sizes": lambda: Case((290,), heads=(3, 1), dims=(5, 3), dtype=torch.float16),
+    "window": lambda: Case((300, 8), window=19),
+    "window of one": lambda: Case((40,), window=1),
+    "softcap": lambda: Case((50, 280), softcap=3.0),
+    "sinks": lambda: Case((50, 280), sinks=True),
+    "everything": lambda: Case(
+        (300, 31), heads=(6, 2), dims=(8, 24), window=270, softcap=5.0, sinks=True
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]()
+
+
+def whole(case: Case) -> list[tuple[int, int, int]]:
+    return [(i, 0, length) for i, length in enumerate(case.lengths)]
+
+
+def test_attention_is_softmax_over_what_a_query_sees(kernels: CpuKernels, case: Case) -> None:
+    result = case.run(kernels, case.filled(kernels), whole(case)).split(case.lengths)
+    for i, part in enumerate(result):
+        torch.testing.assert_close(part.double(), case.expected(i), rtol=1e-4, atol=5e-6)
+
+
+def test_a_query_has_the_same_bits_in_prefill_chunks_and_decode(
+    kernels: CpuKernels, case: Case
+) -> None:
+    cache = case.filled(kernels)
+    together = case.run(kernels, cache, whole(case)).split(case.lengths)
+    random = seeded("spans")
+    for i, length in enumerate(case.lengths):
+        for position in {0, 15, 16, length - 1, *random.sample(range(length), min(12, length))}:
+            if position < length:
+                alone = case.run(kernels, cache, [(i, position, position + 1)])
+                assert torch.equal(alone[0], together[i][position]), f"{i}, {position}"
+    for _ in range(budget(3, 40)):
+        cuts = [sorted({0, n, *(random.randrange(n + 1) for _ in range(3))}) for n in case.lengths]
+        chunks = [(i, *pair) for i, cut in enumerate(cuts) for pair in itertools.pairwise(cut)]
+        random.shuffle(chunks)
+        counts = [end - first for _, first, end in chunks]
+        parts = case.run(kernels, cache, chunks).split(counts)
+        for (i, first, end), part in zip(chunks, parts, strict=True):
+            assert torch.equal(part, together[i][first:end]), f"{i}, {first} to {end}"
+
+
+def test_a_later_key_that_is_not_a_number_changes_no_earlier_query(kernels: CpuKernels) -> None:
+    clean = Case((60,), heads=(4, 1))
+    before = clean.run(kernels, clean.filled(kernels), whole(clean))
+    clean.key[0][37], clean.value[0][45] = math.nan, math.nan
+    after = clean.run(kernels, clean.filled(kernels), whole(clean))
+    assert torch.equal(after[:37], before[:37])
+    assert after[37:].isnan().all()
+
+
+def test_no_sequences_is_no_work(kernels: CpuKernels) -> None:
+    cache = make_cache(1, 16, 1, 8, 8, torch.float32)
+    none = torch.zeros(0, dtype=torch.int32)
+    result = kernels.attention(
+        torch.zeros(0, 1, 8),
+        cache,
+        torch.zeros(1, dtype=torch.int32),
+        none,
+        none.view(0, 1),
+        scale=1.0,
+    )
+    assert result.shape == (0, 1, 8)
+    assert kernels.linear(torch.zeros(0, 4), kernels.pack(torch.ones(3, 4), "int8")).shape == (0, 3)
+
+
+# ---- The same bits whatever the threads, the level and the other rows ----
+
+
+def everything(kernels: CpuKernels, rows: int, poison: bool = False) -> list[Tensor]:
+    """Results of all kernels for inputs that are the same at each call; with `poison`, row 1 of
+    each input has a value that is not a number and one that is infinite.
+    """
+    random = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, 160, generator=random)
+    weight = torch.randn(200, 160, generator=random)
+    gate_up = torch.randn(rows, 90, generator=random)
+    case = Case((40, 300), heads=(6, 2), dims=(24, 40), sinks=True, softcap=20.0, random=random)
+    for part in (x, gate_up):
+        if poison:
+            part[1, 3::40], part[1, 7] = math.nan, math.inf
+    results = [kernels.linear(x, kernels.pack(weight, kind)) for kind in WEIGHT_KINDS]
+    results += [kernels.add_rms_norm(x, None, weight[0], 1e-6)]
+    results += [kernels.gated_activation(gate_up, kind) for kind in ("silu", "gelu_tanh")]
+    cache = make_cache(-(-rows // 16), 16, 1, 40, 40, torch.float16)
+    angles = torch.rand(rows, 20, generator=random)
+    results += [
+        kernels.rope_and_cache(
+            x, cache, torch.arange(rows), torch.arange(rows), angles.cos(), angles.sin(),
+            q_norm=weight[0, :40].contiguous(), k_norm=weight[1, :40].contiguous(), eps=1e-6,
+        )
+    ]  # fmt: skip
+    keys, values = read_cache(cache, torch.arange(rows))
+    return [*results, keys, values, case.run(kernels, case.filled(kernels), whole(case))]
+
+
+def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_bits_do_not_depend_on_the_threads(kernels: CpuKernels) -> None:
+    alone = everything(kernels, 70)
+    for threads in (2, 3, 1):
+        kernels.set_threads(threads)
+        assert same_bits(everything(kernels, 70), alone), f"{threads} threads"
+
+
+def test_bits_do_not_depend_on_the_level(all_levels: list[CpuKernels]) -> None:
+    best, *lower = all_levels
+    expected = everything(best, 70)
+    for kernels in lower:
+        assert same_bits(everything(kernels, 70), expected), kernels.level
+
+
+def test_a_row_that_is_not_a_number_leaves_the_others_alone(kernels: CpuKernels) -> None:
+    clean, poisoned = everything(kernels, 9), everything(kernels, 9, poison=True)
+    others = [0, *range(2, 9)]
+    for before, after in zip(clean[:-1], poisoned[:-1], strict=True):
+        assert torch.equal(before[others], after[others])
+        assert after[1].isnan().any()
+
+
+def test_calls_of_several_python_threads_take_turns(kernels: CpuKernels) -> None:
+    kernels.set_threads(2)
+    packed = [kernels.pack(torch.randn(300, 200), "float16") for _ in range(3)]
+    x = torch.randn(20, 200)
+    expected = [kernels.linear(x, weight) for weight in packed]
+
+    def right(i: int) -> bool:
+        results = (kernels.linear(x, packed[i]) for _ in range(budget(30, 3000)))
+        return all(torch.equal(result, expected[i]) for result in results)
+
+    with ThreadPoolExecutor() as callers:
+        assert all(callers.map(right, range(3)))
+    kernels.set_threads(1)
+
+
+# ---- Build ----
+
+
+@pytest.fixture
+def small_source(tmp_path: Path, monkeypatch) -> None:
+    """A source that takes no time to compile."""
+    source = tmp_path / "small.c"
+    source.write_text("int penstock_level = PENSTOCK_LEVEL;")
+    monkeypatch.setattr(build, "SOURCES", (source,))
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_library_is_built_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "made" / "here"))
+    library = build.build_library("portable")
+    first = library.stat()
+    assert build.build_library("portable") == library
+    assert library.stat().st_mtime_ns == first.st_mtime_ns
+    assert [path.name for path in library.parent.iterdir()] == [library.name]
+    build.SOURCES[0].write_text("int changed;")
+    assert build.build_library("portable") != library
+
+
+@pytest.mark.usefixtures("small_source")
+def test_shards_that_start_at_once_build_side_by_side(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    with ThreadPoolExecutor(4) as shards:
+        libraries = list(shards.map(build.build_library, ["portable"] * 4))
+    assert [*(tmp_path / "cache").iterdir()] == [libraries[0]]
+    assert set(libraries) == {libraries[0]}
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    library = build.build_library("portable")
+    assert library.exists()
+    assert tmp_path not in library.parents
+
+
+@pytest.mark.usefixtures("small_source")
+def test_an_image_gets_every_level_the_compiler_can_build(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    assert build.main() == 0
+    lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+    assert set(lines) >= set(build.supported_levels())
+    assert sorted(lines.values()) == sorted(str(path) for path in (tmp_path / "cache").iterdir())
+
+
+def test_no_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: CC is '/nonexistent/cc'"):
+        build.build_library("portable")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: neither cc, gcc nor clang"):
+        build.build_library("portable")
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    compiler = tmp_path / "broken-cc"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'error: no disk' >&2; exit 1; }\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(build.KernelBuildError, match=r"could not compile cpu\.c: error: no disk$"):
+        build.build_library("portable")
+    assert [path.name for path in tmp_path.iterdir()] == ["broken-cc"]
+
+
+def test_a_lower_level_can_be_asked_for(monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CPU_LEVEL", "portable")
+    assert load_kernels().level == "portable"
+    monkeypatch.setenv("PENSTOCK_CPU_LEVEL", "avx1024")
+    with pytest.raises(build.KernelBuildError, match=r"'avx1024'; this machine runs .*portable"):
+        build.chosen_level()
+    monkeypatch.delenv("PENSTOCK_CPU_LEVEL")
+    assert build.chosen_level() == build.supported_levels()[0]
+
+
+def test_the_kernel_hash_names_the_arithmetic() -> None:
+    assert len(build.kernel_hash()) == 16
+    assert build.kernel_hash() == build.kernel_hash()

@@ -1,0 +1,172 @@
+"""Our decoder computes what transformers computes, and takes only models it understands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_maker import FAMILIES, make_config, make_model
+from models.driver import Driver, load, make_request
+from models.model_steps import cut_logits, relative_errors
+from safetensors.torch import load_file, save_file
+
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder_spec import NotOurs, decoder_spec
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.transformers_model import TransformersModel
+
+Directory = Callable[[str], Path]
+
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
+REFUSED = ("falcon", "bloom", "llama4")
+# Not those of real shapes, which have a hyphen.
+SERVED = [name for name in FAMILIES if name not in REFUSED and "-" not in name]
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "tied and scaled": ("gemma3", {"tie_word_embeddings": True}),
+    "wide heads": ("llama", {"head_dim": 24}),
+    "one kv head": ("llama", {"num_key_value_heads": 1}),
+    "odd sizes": ("llama", {"hidden_size": 40, "intermediate_size": 50, "vocab_size": 391}),
+    "windows on some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    **{f"{name} rope": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_logits_are_those_of_transformers(family: str, backend: str, model_dir: Directory) -> None:
+    worst, _ = relative_errors(model_dir(family), attention_backend=backend)
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_of_variants_are_those_of_transformers(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    family, changes = VARIANTS[name]
+    directory = make_model(tmp_path, family, **changes)
+    runner = load(directory, attention_backend=backend)
+    assert isinstance(runner.model, Decoder)
+    worst, _ = relative_errors(directory, attention_backend=backend)
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_half_precision_is_as_near_as_it_can_be(family: str, model_dir: Directory) -> None:
+    # One rounding of a weight is 2.8e-4 on average; three layers of random weights amplify it.
+    worst, mean = relative_errors(model_dir(family), dtype="auto")
+    assert worst < 0.1
+    assert mean < 5e-3
+
+
+def test_cached_keys_and_values_may_be_rounded_alone(model_dir: Directory) -> None:
+    worst, mean = relative_errors(model_dir("llama"), kv_cache_dtype="float16")
+    assert 1e-4 < worst < 0.05
+    assert mean < 3e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "gpt2"])
+def test_int8_errs_by_a_tenth_of_the_spread_at_most(family: str, model_dir: Directory) -> None:
+    _, mean = relative_errors(model_dir(family), dtype="auto", quantization="int8")
+    assert 1e-3 < mean < 0.1
+
+
+def test_half_weights_keep_a_bfloat16_checkpoint_as_it_is(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    weights = directory / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
+    half = cut_logits(load(directory, dtype="auto", kv_cache_dtype="float32"))[1]
+    full = cut_logits(load(directory, dtype="float32"))[1]
+    assert torch.equal(half, full)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_each_family_goes_its_way(family: str, model_dir: Directory) -> None:
+    way = Decoder if family in DECODERS else TransformersModel
+    assert isinstance(load(model_dir(family)).model, way)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"attention_chunk_size": 8}, "attention_chunk_size"),
+        ("llama", {"some_new_gate": "on"}, "some_new_gate"),
+        ("llama", {"hidden_act": "relu"}, "activation relu"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architecture"),
+        ("llama", {"rope_parameters": {**ROPES["yarn"], "rope_type": "dynamic"}}, "rope type"),
+        ("llama", {"rope_parameters": {**ROPES["yarn"], "mrope_section": [1]}}, "mrope_section"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer type linear_attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ("gpt2", {}, "model type gpt2"),
+        ("mixtral", {}, "model type mixtral"),
+    ],
+)
+def test_a_configuration_that_says_more_is_left_to_transformers(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
+    config = make_config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(NotOurs, match=reason):
+        decoder_spec(config)
+
+
+def test_a_tensor_that_is_not_expected_is_left_to_transformers(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    save_file(tensors, weights, {"format": "pt"})
+    assert isinstance(load(directory).model, TransformersModel)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"]
+)
+def test_a_weight_beyond_half_precision_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    tensors[name][3, 5] = 65521.0
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name}.* 65504.*use --dtype float32") as caught:
+        load(directory, dtype="auto")
+    assert "\n" not in str(caught.value)
+    tensors[name][3, 5] = 65504.0
+    save_file(tensors, weights, {"format": "pt"})
+    load(directory, dtype="auto")
+
+
+def test_a_step_that_samples_nothing_gives_no_logits(model_dir: Directory) -> None:
+    driver = Driver(load(model_dir("llama")))
+    request = make_request(list(range(3, 40)))
+    assert driver.step([(request, 20)])[0].token_id is None
+    assert driver.step([(request, 17)])[0].token_id is not None

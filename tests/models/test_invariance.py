@@ -1,0 +1,170 @@
+"""Logits have the same bits however steps are cut, and where they have not, the shard says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.driver import load
+from models.model_steps import cut_logits
+from models.test_decoder import SERVED
+from support.budget import budget, seeded
+from torch import Tensor
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.attention.cpu import CpuBackend
+from penstock_shard.models.kernels.build import supported_levels
+from penstock_shard.models.kernels.cpu import load_kernels
+from penstock_shard.models.ops.cpu_ops import CpuMatrix
+from penstock_shard.runner.create import create_runner
+from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.runner.trial import Row, trial_steps
+
+Directory = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("weights", ["auto", "float32", "int8"])
+@pytest.mark.parametrize("family", SERVED)
+def test_every_family_is_batch_invariant_on_the_cpu_kernels(
+    family: str, weights: str, model_dir: Directory
+) -> None:
+    settings = {"quantization": "int8"} if weights == "int8" else {"dtype": weights}
+    info = load(model_dir(family), **{"dtype": "auto", **settings}).info
+    assert info.batch_invariant
+    assert len(info.numerics_fingerprint) == 32
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "mixtral"])
+def test_any_cut_among_any_others_gives_the_same_bits(family: str, model_dir: Directory) -> None:
+    rng = seeded(f"cuts of {family}")
+    runner = load(model_dir(family), dtype="auto")
+    with trial_steps(runner.model, runner.info.vocab_size, 16, 64, torch.float16) as steps:
+        watched = steps.sequence(60)
+        others = [steps.sequence(rng.randint(1, 100)) for _ in range(8)]
+        expected = steps.run([(watched, 0, 60)])
+        for _ in range(budget(4, 100)):
+            start = 0
+            while start < 60:
+                count = rng.randint(1, 60 - start)
+                rows: list[Row] = [
+                    (other, 0, rng.randint(1, len(other.token_ids)))
+                    for other in rng.sample(others, rng.randint(0, 8))
+                ]
+                place = rng.randint(0, len(rows))
+                first = sum(row[2] for row in rows[:place])
+                rows.insert(place, (watched, start, count))
+                load_kernels().set_threads(rng.randint(1, 3))
+                found = steps.run(rows)[first : first + count]
+                assert torch.equal(found, expected[start : start + count])
+                start += count
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_every_level_of_the_kernels_gives_the_same_bits(
+    family: str,
+    quantization: str | None,
+    model_dir: Directory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for level in supported_levels():
+        monkeypatch.setenv("PENSTOCK_CPU_LEVEL", level)
+        runner = load(model_dir(family), dtype="auto", quantization=quantization)
+        found.append((cut_logits(runner)[1], runner.info.numerics_fingerprint))
+    logits, fingerprints = zip(*found, strict=True)
+    assert all(torch.equal(part, logits[0]) for part in logits)
+    assert len(set(fingerprints)) == 1
+
+
+def lines_of_a_load(directory: Path, **settings: object) -> tuple[ModelRunner, list[str]]:
+    values: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_blocks": 64, **settings}
+    lines: list[str] = []
+    return create_runner(ShardConfig(**values), directory, progress=lines.append), lines
+
+
+def check_variance_is_found(directory: Path, way: str) -> None:
+    runner, lines = lines_of_a_load(directory)
+    assert not runner.info.batch_invariant
+    assert runner.info.numerics_fingerprint == ""
+    (line,) = [line for line in lines if "depend on the batch" in line]
+    assert way in line
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_product_whose_bits_depend_on_the_number_of_rows_is_found(
+    family: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuMatrix.linear
+
+    def linear(
+        self: CpuMatrix, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        product = good(self, x, bias, out)
+        # As if another kernel ran that rounds its sums otherwise.
+        return product.mul_(1 + 2**-22) if len(x) >= 300 else product
+
+    monkeypatch.setattr(CpuMatrix, "linear", linear)
+    check_variance_is_found(model_dir(family), "512 rows with 1 threads")
+
+
+def test_attention_whose_bits_depend_on_chunks_is_found(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuBackend.attend
+
+    def attend(self: CpuBackend, cache: Any, query: Tensor, batch: Any, **options: Any) -> Tensor:
+        attended = good(self, cache, query, batch, **options)
+        return attended.mul_(1 + 2**-22) if batch.query_lens == [1] else attended
+
+    monkeypatch.setattr(CpuBackend, "attend", attend)
+    check_variance_is_found(model_dir("llama"), "decodes after a chunk with 1 threads")
+
+
+def test_bits_that_depend_on_threads_are_found(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuBackend.attend
+
+    def attend(self: CpuBackend, *args: Any, **options: Any) -> Tensor:
+        attended = good(self, *args, **options)
+        return attended.mul_(1 + 2**-22) if torch.get_num_threads() == 2 else attended
+
+    monkeypatch.setattr(CpuBackend, "attend", attend)
+    check_variance_is_found(model_dir("llama"), "the whole sequence with 2 threads")
+
+
+def test_plain_torch_does_not_claim_it(model_dir: Directory) -> None:
+    info = load(model_dir("llama"), attention_backend="sdpa").info
+    assert not info.batch_invariant
+    assert info.numerics_fingerprint == ""
+
+
+def test_the_fingerprint_names_all_that_decides_about_bits(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(family: str = "llama", **settings: object) -> str:
+        return lines_of_a_load(model_dir(family), **settings)[0].info.numerics_fingerprint
+
+    first = fingerprint()
+    assert fingerprint(threads=2, kv_blocks=70) == first
+    others = [
+        fingerprint("qwen2"),
+        fingerprint(dtype="float32"),
+        fingerprint(kv_cache_dtype="float32"),
+        fingerprint(quantization="int8"),
+    ]
+    monkeypatch.setattr("torch.__version__", "2.13.99")
+    others.append(fingerprint())
+    assert len({first, *others}) == 6
+
+
+def test_a_check_leaves_the_threads_as_they_were_asked_for(model_dir: Directory) -> None:
+    before = torch.get_num_threads()
+    load(model_dir("opt"), threads=3)
+    assert torch.get_num_threads() == 3
+    load(model_dir("opt"), threads=before)
+    assert torch.get_num_threads() == before

@@ -1,0 +1,253 @@
+"""Weights are never in memory twice; memory or a compiler that is missing is told in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_maker import make_model
+from models.driver import Driver, load, make_request
+from safetensors.torch import load_file, save_file
+from support.budget import budget
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models import decoder_weights
+from penstock_shard.models.attention.cpu import CpuBackend
+from penstock_shard.models.checkpoint import Checkpoint
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.errors import ModelError
+from penstock_shard.runner.create import create_runner
+from penstock_shard.runner.memory import KVShape, choose_num_blocks, extra_host_bytes
+
+Directory = Callable[[str], Path]
+
+# Large enough that what a process takes besides weights is small.
+MEDIUM: dict[str, Any] = {
+    "vocab_size": 16000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "ffn_dim": 2048,
+    "word_embed_proj_dim": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+
+# Loads each directory but the first in a process of its own; the first to have all code in memory,
+# where it must be again after a fork.
+PEAKS = """
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.load import ModelFiles, load_model
+from penstock_shard.models.transformers_loader import load_config
+from penstock_shard.models.ops.choose import choose_ops
+
+
+def status_bytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def load(directory):
+    path = Path(directory)
+    hf_config = load_config(path, trust_remote_code=False)
+    ops = choose_ops(ShardConfig(device="cpu"), hf_config, torch.device("cpu"), lambda line: None)
+    return load_model(ModelFiles(path, hf_config, 64), ops, lambda line: None)
+
+
+warm, *directories = sys.argv[1:]
+load(warm)
+for directory in directories:
+    child = os.fork()
+    if child == 0:
+        load(warm)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status_bytes("VmRSS")
+        model = load(directory)
+        print(status_bytes("VmHWM") - before, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("family", "large"), [("llama", "llama-130m"), ("opt", "opt-125m")])
+def test_loading_takes_little_more_than_the_packed_weights(
+    family: str, large: str, tmp_path: Path, model_dir: Directory
+) -> None:
+    directory = tmp_path / "float32"
+    if budget(0, 1):
+        make_model(directory, large)
+    else:
+        make_model(directory, family, **MEDIUM)
+    tensors = load_file(directory / "model.safetensors")
+    # Two bytes an element; OPT's tied table is an embedding and a matrix.
+    packed = 2 * sum(tensor.numel() for tensor in tensors.values())
+    if family == "opt":
+        packed += 2 * tensors["model.decoder.embed_tokens.weight"].numel()
+    half = tmp_path / "bfloat16"
+    half.mkdir()
+    (half / "config.json").write_bytes((directory / "config.json").read_bytes())
+    half_tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(half_tensors, half / "model.safetensors", {"format": "pt"})
+    result = subprocess.run(
+        [sys.executable, "-c", PEAKS, str(model_dir(family)), str(directory), str(half)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    peaks = [int(line) for line in result.stdout.split()]
+    assert len(peaks) == 2, result.stderr
+    assert max(peaks) < 1.3 * packed, f"{peaks} for {packed}"
+
+
+def test_progress_is_told_in_percent(model_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_weights, "_REPORT_S", 0.0)
+    lines: list[str] = []
+    create_runner(
+        ShardConfig(device="cpu", kv_blocks=64), model_dir("llama"), progress=lines.append
+    )
+    percents = [int(line.split()[-2]) for line in lines if line.endswith("%")]
+    assert percents == sorted(percents)
+    assert percents[-1] == 100
+
+
+def test_a_mapped_tensor_is_read_again_after_its_pages_were_given_back(
+    model_dir: Directory,
+) -> None:
+    checkpoint = Checkpoint(model_dir("llama"))
+    with checkpoint.read(["lm_head.weight"]) as (tensor,):
+        copy = tensor.clone()
+    assert torch.equal(tensor, copy)
+    assert checkpoint.main_dtype() is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "expected"),
+    [
+        ("llama", {}, ("float16", "float32", "sdpa")),
+        ("opt", {}, ("float16", "float32", "sdpa")),
+        ("opt", {"dtype": "float32"}, ("float32", "float32", "sdpa")),
+        ("llama", {"dtype": "bfloat16"}, ("bfloat16", "bfloat16", "sdpa")),
+    ],
+)
+def test_without_a_compiler_torch_computes_and_the_reason_is_told(
+    family: str,
+    flags: dict[str, object],
+    expected: tuple[str, str, str],
+    model_dir: Directory,
+    no_kernels: None,
+) -> None:
+    lines: list[str] = []
+    settings: dict[str, object] = {"device": "cpu", "threads": 1, "kv_blocks": 64, **flags}
+    config = ShardConfig(**settings)  # type: ignore[arg-type]
+    runner = create_runner(config, model_dir(family), progress=lines.append)
+    info = runner.info
+    assert (info.dtype, info.kv_dtype, info.attention_backend) == expected
+    assert not info.batch_invariant
+    assert any("without cpu kernels (no C compiler" in line for line in lines)
+    request = make_request(list(range(9, 30)))
+    assert Driver(runner).step([(request, 21)])[0].token_id is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"quantization": "int8"}, "--quantization int8: only the cpu kernels"),
+        ({"attention_backend": "cpu"}, "--attention-backend cpu: no C compiler"),
+    ],
+)
+def test_what_needs_kernels_is_refused_without_them(
+    flags: dict[str, str], reason: str, model_dir: Directory, no_kernels: None
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        load(model_dir("llama"), **flags)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    from penstock_shard.models.kernels.build import KernelBuildError
+    from penstock_shard.models.ops import choose
+
+    def fail() -> None:
+        raise KernelBuildError("no C compiler: none of cc, gcc, clang is there")
+
+    monkeypatch.setattr(choose, "load_kernels", fail)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "--dtype bfloat16: the cpu kernels have"),
+        ({"dtype": "float32", "attention_backend": "sdpa", "quantization": "int8"}, "int8: only"),
+        ({"kv_blocks": 10**9}, r"no room for 1000000000 blocks .* fit; lower --kv-blocks"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_one_line(
+    flags: dict[str, object], reason: str, model_dir: Directory
+) -> None:
+    with pytest.raises(ModelError, match=reason) as caught:
+        load(model_dir("llama"), **flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_that_does_not_fit_names_the_flags(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = Decoder.forward
+
+    def forward(self: Decoder, input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        if len(input_ids) == 700:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+        return good(self, input_ids, *args)
+
+    monkeypatch.setattr(Decoder, "forward", forward)
+    with pytest.raises(ModelError, match=r"a step of 700 tokens .* lower --max-num-batched-tokens"):
+        load(model_dir("llama"), max_num_batched_tokens=700)
+    assert load(model_dir("llama"), max_num_batched_tokens=699).info.num_blocks == 64
+
+
+def test_a_cache_that_cannot_be_allocated_names_what_fits(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuBackend.make_cache
+
+    def make_cache(self: CpuBackend, spec: object, num_blocks: int, *args: object) -> object:
+        if num_blocks == 555:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+        return good(self, spec, num_blocks, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CpuBackend, "make_cache", make_cache)
+    with pytest.raises(ModelError, match=r"no room for 555 blocks .*: \d+ fit; lower --kv-blocks"):
+        load(model_dir("llama"), kv_blocks=555)
+
+
+def test_blocks_leave_room_for_the_largest_step() -> None:
+    shape = KVShape(block_size=16, block_bytes=2**20, max_model_len=64, max_num_seqs=4)
+    config = ShardConfig()
+    # On a GPU all that is free, but no more than requests can use.
+    assert choose_num_blocks(shape, config, 10 * 2**20, on_cpu=False) == 10
+    assert choose_num_blocks(shape, config, 100 * 2**20, on_cpu=False) == 16
+    # On cpu half of it at most.
+    assert choose_num_blocks(shape, config, 20 * 2**20, on_cpu=True) == 10
+    with pytest.raises(ModelError, match="lower --max-model-len to 48"):
+        choose_num_blocks(shape, config, 3 * 2**20, on_cpu=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_work_takes_for_a_while_is_seen() -> None:
+    size = 64 * 2**20
+    assert extra_host_bytes(lambda: torch.ones(size // 4)) == pytest.approx(size, rel=0.2)
+    assert extra_host_bytes(lambda: None) < size // 8

@@ -1,0 +1,115 @@
+"""A row's result is the same to the last bit alone, in any batch, on any number of threads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models.sampling_reference import KINDS, sampling_request
+from support.budget import budget, seeded
+
+from penstock_shard.request import Request
+from penstock_shard.runner.base import RowResult
+from penstock_shard.runner.draw import _Rows, _weigh
+from penstock_shard.runner.sampler import Sampler, SampleRow
+
+SIZES = (1, 2, 3, 7, 64)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _requests(rng: random.Random, count: int) -> list[Request]:
+    """Every kind of sampling, and log-probabilities for some."""
+    kinds: list[dict[str, Any]] = [dict(fields) for fields in KINDS.values()]
+    kinds += [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.2}]
+    kinds += [{"top_p": 0.999, "temperature": 5.0}, {"top_k": 1500, "top_p": 0.95}]
+    return [
+        sampling_request(
+            [rng.randrange(24) for _ in range(9)],
+            [rng.randrange(24) for _ in range(rng.randint(0, 9))],
+            **{
+                **kinds[i % len(kinds)],
+                "seed": rng.getrandbits(64),
+                "logprobs": rng.choice([None, 0, 3, 12]),
+                "logprob_token_ids": rng.choice([(), (5, 1)]),
+            },
+        )
+        for i in range(count)
+    ]
+
+
+def _sample(logits: torch.Tensor, requests: list[Request]) -> list[RowResult]:
+    return Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in requests])
+
+
+@pytest.mark.parametrize("vocabulary", [33, 5003, 32_001])
+def test_a_row_is_the_same_alone_and_beside_any_others(vocabulary: int) -> None:
+    rng = seeded("batch")
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    torch.set_num_threads(1)
+    requests = _requests(rng, 64)
+    logits = torch.randn(64, vocabulary, generator=generator) * torch.linspace(0.1, 6, 64)[:, None]
+    logits[::3] = torch.round(logits[::3])
+    alone = [_sample(logits[i : i + 1], requests[i : i + 1])[0] for i in range(64)]
+    assert all(result.error is None for result in alone)
+    for _ in range(budget(3, 20)):
+        for size in SIZES:
+            torch.set_num_threads(rng.choice([1, 2]))
+            chosen = rng.sample(range(64), size)
+            together = _sample(logits[chosen], [requests[i] for i in chosen])
+            assert together == [alone[i] for i in chosen]
+
+
+@pytest.mark.parametrize("vocabulary", [13, 999, 32_001, 150_001])
+def test_weights_are_the_same_to_the_last_bit(vocabulary: int) -> None:
+    """All that a token depends on beside whole numbers. A bit that differs in a weight seldom
+    changes a token, so tokens alone would not show it.
+    """
+    rng = seeded("weights")
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    count = 64 if vocabulary < 100_000 else 8
+    logits = torch.randn(count, vocabulary, generator=generator) * 4
+    params = sampling_request(temperature=0.7).sampling
+
+    def weights(rows: torch.Tensor) -> torch.Tensor:
+        largest = rows.amax(dim=1).tolist()
+        return _weigh(_Rows(rows.clone(), largest, [params] * len(rows), [0.5] * len(rows)).scaled)
+
+    torch.set_num_threads(1)
+    expected = weights(logits)
+    for size in (size for size in SIZES if size <= count):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            first = rng.randrange(count - size + 1)
+            chosen = rng.sample(range(count), size)
+            assert torch.equal(
+                weights(logits[first : first + size]), expected[first : first + size]
+            )
+            assert torch.equal(weights(logits[chosen]), expected[chosen])
+
+
+def test_log_probabilities_are_the_same_to_the_last_bit() -> None:
+    rng = seeded("log-probabilities")
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    logits = torch.randn(9, 150_001, generator=generator) * 3
+    requests = [
+        sampling_request(temperature=0.0, logprobs=i, logprob_token_ids=(7, 150_000))
+        for i in range(9)
+    ]
+    torch.set_num_threads(1)
+    alone = [_sample(logits[i : i + 1], requests[i : i + 1])[0] for i in range(9)]
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for size in (1, 2, 9):
+            chosen = rng.sample(range(9), size)
+            assert _sample(logits[chosen], [requests[i] for i in chosen]) == [
+                alone[i] for i in chosen
+            ]

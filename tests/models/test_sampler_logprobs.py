@@ -1,0 +1,99 @@
+"""Log-probabilities are of the raw logits, exact to 1e-4, ranked and listed by one rule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from models.sampling_reference import sampling_request
+
+from penstock_shard.runner.sampler import Sampler, SampleRow, token_logprobs
+
+SEED = 20_261_121
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 150_000])
+@pytest.mark.parametrize(
+    ("scale", "offset"),
+    [(0.0, 0.0), (1e-6, 0.0), (1.0, 0.0), (10.0, 1e4), (300.0, -1e4), (3.0, 1e-4)],
+)
+def test_they_are_those_of_float64(vocabulary: int, scale: float, offset: float) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    logits = torch.randn(3, vocabulary, generator=generator) * scale + offset
+    expected = torch.log_softmax(logits.double(), dim=1)
+    tokens = torch.tensor([0, vocabulary - 1, int(logits[2].argmax())])
+    asked = torch.randint(0, vocabulary, (200,), generator=generator).tolist()
+    for i, found in enumerate(token_logprobs(logits, tokens, [20] * 3, [asked] * 3)):
+        ids = [int(tokens[i]), *found.top_token_ids, *asked]
+        values = [*found.chosen, *found.top_logprobs, *found.requested]
+        for token, value in zip(ids, values, strict=True):
+            # A float32 beyond 1000 has steps of 1e-4.
+            assert value == pytest.approx(float(expected[i, token]), abs=1e-4, rel=1e-6)
+
+
+def test_ranks_and_best_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    expected = torch.log_softmax(logits, dim=-1)
+    first, second = token_logprobs(logits, torch.tensor([4, 3]), [2, 4])
+    assert (first.ranks, second.ranks) == ([3], [2])
+    assert first.chosen == [pytest.approx(float(expected[0, 4]))]
+    assert (first.top_n, first.top_token_ids) == (2, [1, 2])
+    assert (second.top_n, second.top_token_ids) == (4, [4, 0, 1, 2])
+    assert second.top_logprobs == pytest.approx(
+        [float(expected[1, 4])] + [float(expected[1, 0])] * 3
+    )
+    assert first.requested == []
+
+
+def test_the_chosen_token_has_the_very_value_it_has_in_the_lists() -> None:
+    logits = torch.randn(50, 1000, generator=torch.Generator().manual_seed(SEED)) * 5
+    tokens = logits.argmax(dim=1)
+    columns = token_logprobs(logits, tokens, [1] * 50, [[token] for token in tokens.tolist()])
+    for token, found in zip(tokens.tolist(), columns, strict=True):
+        assert found.ranks == [1]
+        assert found.top_token_ids == [token]
+        assert found.chosen == found.top_logprobs == found.requested
+
+
+def test_equal_tokens_are_listed_by_id_and_share_a_rank() -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    logits = torch.randint(-2, 2, (20, 700), generator=generator).float()
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    for i, found in enumerate(token_logprobs(logits, order[:, 400], [64] * 20)):
+        assert found.top_token_ids == order[i, :64].tolist()
+        assert found.ranks == [int((logits[i] > logits[i, order[i, 400]]).sum()) + 1]
+
+
+def test_no_alternatives_still_give_the_chosen_tokens_value() -> None:
+    (only,) = token_logprobs(torch.zeros(1, 8), torch.tensor([5]), [0])
+    assert (only.top_n, only.top_token_ids, only.top_logprobs) == (0, [], [])
+    assert only.chosen == [pytest.approx(-math.log(8))]
+
+
+def test_more_than_the_vocabulary_is_the_vocabulary() -> None:
+    (only,) = token_logprobs(torch.zeros(1, 3), torch.tensor([1]), [20])
+    assert (only.top_n, only.top_token_ids) == (3, [0, 1, 2])
+
+
+def test_sampling_parameters_do_not_change_them() -> None:
+    logits = torch.tensor([[0.0, 1.0, 5.0, 2.0]])
+    request = sampling_request(
+        (2,), (2, 2), temperature=0.3, allowed_token_ids=(0, 3), bad_words=((0,),),
+        frequency_penalty=2.0, logit_bias=((2, 50.0),), logprobs=1, logprob_token_ids=(2, 0),
+    )  # fmt: skip
+    (result,) = Sampler().sample(logits, [SampleRow(request, 2)])
+    expected = torch.log_softmax(logits[0], dim=0).tolist()
+    assert result.token_id == 3
+    assert result.logprobs is not None
+    assert result.logprobs.ranks == [2]
+    assert result.logprobs.top_token_ids == [2]
+    assert result.logprobs.chosen == [pytest.approx(expected[3])]
+    assert result.logprobs.requested == pytest.approx([expected[2], expected[0]])
+
+
+def test_only_rows_that_ask_have_them() -> None:
+    requests = [sampling_request(logprobs=n) for n in (None, 0, 2)]
+    results = Sampler().sample(torch.zeros(3, 9), [SampleRow(r, 0) for r in requests])
+    found = [None if r.logprobs is None else len(r.logprobs.top_token_ids) for r in results]
+    assert found == [None, 0, 2]
