@@ -172,9 +172,10 @@ def objectives(runner: Runner, config: ShardConfig, args: argparse.Namespace) ->
             for timeline in timelines
             if timeline.request.request_id in chosen
         ]
+        rate = sum(len(timeline.times_s) for timeline in timelines) / elapsed_s
         print(
-            f"slo {'said' if with_slo else 'kept secret':<12} attained {statistics.mean(attained):6.1%}   "
-            f"{sum(len(t.times_s) for t in timelines) / elapsed_s:7.1f} output tokens/s   "
+            f"slo {'said' if with_slo else 'kept secret':<12} "
+            f"attained {statistics.mean(attained):6.1%}   {rate:7.1f} output tokens/s   "
             f"longest wait {max(t.longest_wait_s for t in timelines):.1f} s "
             f"(bound {limits.aging_s:.0f})   {len(arrivals) - len(timelines)} turned away"
         )
@@ -184,9 +185,7 @@ def long_prompt(runner: Runner, config: ShardConfig, args: argparse.Namespace) -
     vocab = runner.info.vocab_size
     rng = random.Random(args.seed)
     limits = _limits(config, args, aging_s=600.0)
-    streams = [
-        (0.0, _request(str(i), rng, vocab, 64, args.prompt_tokens // 20)) for i in range(64)
-    ]
+    streams = [(0.0, _request(str(i), rng, vocab, 64, args.prompt_tokens // 20)) for i in range(64)]
     long = _request("long", rng, vocab, args.prompt_tokens, 4)
     timelines = serve(runner, limits, [*streams, (args.seconds / 4, long)])
     joined = next(timeline for timeline in timelines if timeline.request is long)

@@ -5,7 +5,7 @@
 
 A shard with the fake runner, whose steps take exactly --step-ms as on a device stream, serves so
 many sequences at once over one call; a client reads every token. Were the device never to wait
-for Python, steps would follow each other at --step-ms. Printed is by how much the period exceeds it.
+for Python, steps would follow each other at --step-ms. Printed is by how much the period is longer.
 """
 
 from __future__ import annotations

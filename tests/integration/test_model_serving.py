@@ -29,7 +29,9 @@ def opt_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opt_pair(opt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     logs = tmp_path_factory.mktemp("logs")
     flags = ("--model", str(opt_dir), "--served-model-name", "opt", "--threads", "1")
-    shard = Shard(logs / "shard", *flags, *EXACT, "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    shard = Shard(
+        logs / "shard", *flags, *EXACT, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"
+    )
     router = Router(logs / "router", [shard.address])
     with running(shard, router):
         yield router

@@ -21,7 +21,7 @@ _SLO_S = 0.05
 
 def _traffic(rng: random.Random, rate: float, duration_s: float) -> list[tuple[float, Request]]:
     """Poisson arrivals with lengths as chats have them."""
-    arrivals = []
+    arrivals: list[tuple[float, Request]] = []
     at_s = rng.expovariate(rate)
     while at_s < duration_s:
         prompt = min(1024, max(4, int(rng.lognormvariate(4.8, 0.8))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.engines import make_engine, make_request
 
 
@@ -142,7 +143,9 @@ def test_the_next_step_is_scheduled_before_the_token_of_the_last_has_come_back()
     assert (request.num_pending, request.num_output_tokens) == (0, 3)
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
+def test_a_step_is_launched_before_the_one_before_it_is_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     under_test = make_engine()
     runner = under_test.engine._runner
     calls: list[str] = []
@@ -156,8 +159,8 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
         calls.append("collect")
         return collect()
 
-    runner.launch, runner.collect = note_launch, note_collect
+    monkeypatch.setattr(runner, "launch", note_launch)
+    monkeypatch.setattr(runner, "collect", note_collect)
     under_test.engine.submit(make_request(max_tokens=4))
     under_test.run()
-    expected = ["launch", *["launch", "collect"] * 3, "collect"]
-    assert calls == expected
+    assert calls == ["launch", *["launch", "collect"] * 3, "collect"]
