@@ -97,6 +97,15 @@ def test_a_step_back_reads_the_tokens_again() -> None:
     assert after.token_id == tokens[21]
 
 
+def test_a_step_back_to_the_beginning_forgets_the_words_begun() -> None:
+    sampler = Sampler()
+    request = sampling_request([1], bad_words=((5, 6),), temperature=0.0)
+    for best in (5, 6):
+        logits = torch.zeros(1, 9)
+        logits[0, best] = 1.0
+        assert sampler.sample(logits, [SampleRow(request, 0)])[0].token_id == best
+
+
 def test_tokens_that_nobody_knows_are_an_error_of_ours() -> None:
     sampler, request = Sampler(), _request([], MANY["frequency"])
     sampler.sample(LOGITS[:1], [SampleRow(request, 0)])

@@ -220,9 +220,8 @@ def _nearest_to_entropy(scaled: Tensor, weights: Tensor, typical_p: Tensor) -> I
 
 def _share(share: Tensor, total: Tensor) -> Tensor:
     """The least whole weight that is `share` of a total, both [n, 1]; never more than the total."""
-    part = torch.minimum((share * total).ceil().long(), total)
-    # A total that rounds down as a float must not lose its last token.
-    return torch.where(share < 1.0, part, total)
+    # A total may round down as a float: all of it must not lose the last token.
+    return torch.where(share < 1.0, (share * total).ceil().long(), total)
 
 
 def _widen(keys: Tensor, first: dict[int, int], keep: _Keep) -> Iterator[_Kept]:
