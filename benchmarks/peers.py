@@ -250,13 +250,19 @@ def run_rounds(
         for contender in contenders:
             try:
                 with serving(bench, contender) as server:
-                    server.load(max(bench.case.streams), seed=10_000 + round_)
+                    warm_up(server)
                     for streams in bench.case.streams:
                         run = {"round": round_, **undisturbed(server, streams)}
                         print(one_line(run), flush=True)
                         yield run
             except ServerError as error:
                 print(f"{contender.name}: {error}", flush=True)
+
+
+def warm_up(server: RunningServer) -> None:
+    """As many at once as will ever be, so that nothing is allocated or compiled later."""
+    streams = max(server.bench.case.streams)
+    server.load(streams, requests=streams, seed=time.time_ns() // 1_000_000)
 
 
 class ServerError(Exception):
@@ -271,14 +277,14 @@ class RunningServer:
     url: str
     ready_s: float
 
-    def load(self, streams: int, seed: int) -> dict[str, Any]:
+    def load(self, streams: int, *, requests: int, seed: int) -> dict[str, Any]:
         """What `penstock bench` measured. Raises ServerError when a request failed."""
         case = self.bench.case
         values = self.bench.values()
         command = [
             *(sys.executable, "-m", "penstock_client.cli", "bench", "--json", "--url", self.url),
             *("--model", self.contender.model.format(**values), "--streams", str(streams)),
-            *("--requests", str(case.requests(streams)), "--seed", str(seed)),
+            *("--requests", str(requests), "--seed", str(seed)),
             *("--prompt-words", str(case.prompt_tokens)),
             *("--output-tokens", str(case.output_tokens)),
             *("--body", json.dumps({"temperature": 0, **self.contender.body})),
@@ -367,8 +373,7 @@ def undisturbed(server: RunningServer, streams: int) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     while len(runs) <= server.bench.retries:
         wait_until_quiet(server)
-        # New prompts in each: a prefix cache must find nothing.
-        runs.append(measured(server, streams, seed=time.time_ns() // 1_000_000))
+        runs.append(measured(server, streams))
         if not runs[-1]["disturbed"]:
             return runs[-1]
         print(f"disturbed: {one_line(runs[-1])}", flush=True)
@@ -386,10 +391,13 @@ def wait_until_quiet(server: RunningServer) -> None:
             return
 
 
-def measured(server: RunningServer, streams: int, seed: int) -> dict[str, Any]:
+def measured(server: RunningServer, streams: int) -> dict[str, Any]:
     """One load, and what it cost. `other_cpu_s` is what neither server nor load used."""
+    requests = server.bench.case.requests(streams)
+    # New prompts each time: a prefix cache must find nothing.
+    seed = time.time_ns() // 1_000_000
     begin_s, server_s, busy_s, load_s = time.monotonic(), server.cpu_s(), busy(), children_cpu_s()
-    summary = server.load(streams, seed)
+    summary = server.load(streams, requests=requests, seed=seed)
     wall_s = time.monotonic() - begin_s
     server_s, load_s = server.cpu_s() - server_s, children_cpu_s() - load_s
     other_s = busy() - busy_s - server_s - load_s
@@ -404,6 +412,7 @@ def measured(server: RunningServer, streams: int, seed: int) -> dict[str, Any]:
         "rss_mb": rss_mb,
         "pss_mb": pss_mb,
         "server_cpu_s": server_s,
+        "tokens_per_server_cpu_s": summary["output_tokens"] / max(server_s, 0.01),
         "load_cpu_s": load_s,
         "other_cpu_s": other_s,
         "bench": summary,
@@ -457,7 +466,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
     speeds = {name: median(group, "output_tokens_per_s") for name, group in grouped.items()}
     ours = [name for name in grouped if name.startswith("penstock")]
     head = ["server", "output tokens/s", "TTFT ms mean", "p50", "p99", "inter-token ms p50", "p99",
-            "per token ms", "memory MB", "server CPU s", "ready s", "other CPU s",
+            "per token ms", "tokens/server CPU s", "memory MB", "ready s", "other CPU s",
             *(f"{name} / this" for name in ours)]  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, group in grouped.items():
@@ -482,7 +491,12 @@ def row(name: str, group: Sequence[dict[str, Any]]) -> list[str]:
     ]
     costs = [
         f"{statistics.median(run[key] for run in group):.{digits}f}"
-        for key, digits in (("pss_mb", 0), ("server_cpu_s", 1), ("ready_s", 1), ("other_cpu_s", 1))
+        for key, digits in (
+            ("tokens_per_server_cpu_s", 1),
+            ("pss_mb", 0),
+            ("ready_s", 1),
+            ("other_cpu_s", 1),
+        )
     ]
     spread = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
     return [f"{name}{mark}", spread, *latencies, *costs]

@@ -377,7 +377,7 @@ FIELDS: tuple[Field, ...] = (
     Field("top_p", _number(0, 1, above_low=True)),
     Field("top_k", _integer(-1, INT32_MAX)),
     Field("min_p", _number(0, 1)),
-    Field("repetition_penalty", _number(0, 100, above_low=True)),
+    Field("repetition_penalty", _number(0, _FLOAT_MAX, above_low=True)),
     Field("presence_penalty", _number(-2, 2)),
     Field("frequency_penalty", _number(-2, 2)),
     Field("logit_bias", _logit_bias),

