@@ -8,14 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBackend, AttentionBatch, LayerSpec
+from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 
 
 class CausalModel(Protocol):
     """Runs flat steps: tokens of many sequences, each of which has its part of a paged cache."""
 
     device: torch.device
-    backend: AttentionBackend
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

@@ -147,6 +147,9 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
     # The models' own loops over experts, each a product; the others want all experts in one tensor.
     module.set_experts_implementation("eager")
     module.float()
+    for left in module.parameters():
+        # What needs no packing still lies in the file's memory, which may be written to.
+        left.data = left.data.clone()
     if next(module.parameters(), None) is None:
         # Modelling code asks the first parameter for the model's dtype, even where none is left.
         module.register_parameter("dtype_of_activations", nn.Parameter(torch.empty(0)))
