@@ -190,11 +190,15 @@ def main() -> None:
             args.retries,
             args.logs or Path(scratch),
         )
-        runs = list(run_rounds(bench, chosen, args.rounds))
-    report = {"machine": machine(bench), "runs": runs}
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(markdown(bench, runs))
+        runs: list[dict[str, Any]] = []
+        try:
+            runs.extend(run_rounds(bench, chosen, args.rounds))
+        finally:
+            # Also what was measured before Ctrl-C.
+            if args.output:
+                report = {"machine": machine(bench), "runs": runs}
+                args.output.write_text(json.dumps(report, indent=2) + "\n")
+            print(markdown(bench, runs))
 
 
 def parse_args() -> argparse.Namespace:
@@ -463,10 +467,14 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
     grouped: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         grouped.setdefault(run["contender"], []).append(run)
+    for name, group in grouped.items():
+        # Disturbed ones count only where there is nothing else.
+        grouped[name] = [run for run in group if not run["disturbed"]] or group
     speeds = {name: median(group, "output_tokens_per_s") for name, group in grouped.items()}
     ours = [name for name in grouped if name.startswith("penstock")]
-    head = ["server", "output tokens/s", "TTFT ms mean", "p50", "p99", "inter-token ms p50", "p99",
-            "per token ms", "tokens/server CPU s", "memory MB", "ready s", "other CPU s",
+    head = ["server", "runs", "output tokens/s", "TTFT ms mean", "p50", "p99",
+            "inter-token ms p50", "p99", "per token ms",
+            "tokens/server CPU s", "memory MB", "ready s", "other CPU s",
             *(f"{name} / this" for name in ours)]  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, group in grouped.items():
@@ -499,7 +507,7 @@ def row(name: str, group: Sequence[dict[str, Any]]) -> list[str]:
         )
     ]
     spread = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
-    return [f"{name}{mark}", spread, *latencies, *costs]
+    return [f"{name}{mark}", str(len(group)), spread, *latencies, *costs]
 
 
 def median(group: Sequence[dict[str, Any]], key: str, part: str = "") -> float:

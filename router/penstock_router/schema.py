@@ -226,7 +226,8 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     """Ids come as strings, since JSON has no other keys; biases are cut to -100..100."""
     biases: dict[int, float] = {}
     for key, bias in _object(name, value).items():
-        if not (key.isascii() and key.isdecimal() and int(key) < 2**32):
+        is_id = key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**32
+        if not is_id:
             raise _refuse(name, "an object whose keys are token ids", key)
         given = _number(-_FLOAT_MAX, _FLOAT_MAX)(f"{name}[{key}]", bias)
         biases[int(key)] = max(-100.0, min(100.0, given))
@@ -382,7 +383,9 @@ FIELDS: tuple[Field, ...] = (
     Field("frequency_penalty", _number(-2, 2)),
     Field("logit_bias", _logit_bias),
     Field("allowed_token_ids", _some_token_ids),
-    Field("priority", _integer(-1000, 1000)),
+    # Lower runs first, and who speaks HTTP may only stand back: else anybody could put all others
+    # down.
+    Field("priority", _integer(0, 1000)),
     Field("seed", _INT64),
     Field("stop", _stops),
     Field("stop_token_ids", _token_ids),

@@ -8,19 +8,26 @@ blocks are reused least recently freed first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.request import Request
 
+# The serial of what comes before the first block, by what hashes start from; and of nothing.
+_Serial = int | bytes
+_BROKEN: _Serial = -1
+
 
 @dataclass(frozen=True, slots=True)
 class _Filed:
-    """What a published block holds. Kept to compare: a hash alone proves nothing."""
+    """What a published block holds. Kept to compare: a hash alone proves nothing, and neither does
+    the hash of what comes before, so each filing has a serial of its own, which its children name.
+    """
 
     digest: bytes
-    parent: bytes
+    serial: int
+    parent_serial: _Serial
     token_ids: tuple[int, ...]
 
 
@@ -44,6 +51,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._filed: dict[int, _Filed] = {}
         self._by_digest: dict[bytes, int] = {}
+        self._filings = 0
 
     @property
     def num_free(self) -> int:
@@ -69,12 +77,14 @@ class BlockManager:
             return 0
         # One token short of the end, so that a block with the last known token is never found.
         self._hash_full_blocks(request, request.num_tokens - 1)
+        request.filed_serial = self._root(request)
         for index in range((request.num_tokens - 1) // self.block_size):
             block_id = self._find(request, index)
             if block_id is None:
                 break
             self._refer(block_id)
             request.block_ids.append(block_id)
+            request.filed_serial = self._filed[block_id].serial
         request.num_published = len(request.block_ids)
         request.num_computed = len(request.block_ids) * self.block_size
         return request.num_computed
@@ -100,6 +110,8 @@ class BlockManager:
         if known < (request.num_published + 1) * self.block_size:
             return
         self._hash_full_blocks(request, known)
+        if request.num_published == 0:
+            request.filed_serial = self._root(request)
         for index in range(request.num_published, known // self.block_size):
             self._file(request, index)
             request.num_published = index + 1
@@ -116,39 +128,44 @@ class BlockManager:
 
     # ---- internals ----
 
-    def _parent(self, request: Request, index: int) -> bytes:
-        if index:
-            return request.block_hashes[index - 1]
+    def _root(self, request: Request) -> bytes:
         return root_hash(self._weights_hash, request.cache_salt)
 
-    def _tokens(self, request: Request, index: int) -> Sequence[int]:
-        return request.token_ids[index * self.block_size : (index + 1) * self.block_size]
+    def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
+        return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
-        for index in range(len(request.block_hashes), num_tokens // self.block_size):
-            parent = self._parent(request, index)
-            request.block_hashes.append(block_hash(parent, self._tokens(request, index)))
+        hashes = request.block_hashes
+        for index in range(len(hashes), num_tokens // self.block_size):
+            parent = hashes[index - 1] if index else self._root(request)
+            hashes.append(block_hash(parent, self._tokens(request, index)))
 
     def _find(self, request: Request, index: int) -> int | None:
+        """The block with the request's tokens after those that `filed_serial` stands for."""
         block_id = self._by_digest.get(request.block_hashes[index])
         if block_id is None:
             return None
         filed = self._filed[block_id]
-        same = filed.parent == self._parent(request, index) and filed.token_ids == tuple(
-            self._tokens(request, index)
-        )
-        return block_id if same else None
+        same = filed.parent_serial == request.filed_serial
+        return block_id if same and filed.token_ids == self._tokens(request, index) else None
 
     def _file(self, request: Request, index: int) -> None:
+        if request.filed_serial == _BROKEN:
+            return
         digest = request.block_hashes[index]
         block_id = request.block_ids[index]
-        # Two requests may have computed the same block at once: the first stays the findable one.
         if digest in self._by_digest or block_id in self._filed:
+            # Two requests may have computed the same block at once: the first stays the findable
+            # one, and what follows is filed behind it, if it is the same indeed.
+            found = self._find(request, index)
+            request.filed_serial = _BROKEN if found is None else self._filed[found].serial
             return
+        self._filings += 1
         self._by_digest[digest] = block_id
         self._filed[block_id] = _Filed(
-            digest, self._parent(request, index), tuple(self._tokens(request, index))
+            digest, self._filings, request.filed_serial, self._tokens(request, index)
         )
+        request.filed_serial = self._filings
 
     def _refer(self, block_id: int) -> None:
         if self._references[block_id] == 0:

@@ -116,6 +116,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     # How many of `block_ids` are filed under their hashes, or were found there.
     num_published: int = 0
+    # What the last of these is known by among filed blocks; see `kv_blocks`.
+    filed_serial: int | bytes = b""
     # Tokens found in the prefix cache when the request was first scheduled; None before.
     cached_tokens: int | None = None
     # Prompt tokens whose log-probabilities have been sent; the first token has none.

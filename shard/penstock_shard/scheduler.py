@@ -13,20 +13,30 @@ them, and it is computed again later from its prompt and its output so far.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.request import NO_OBJECTIVE, Request, RequestState
+from penstock_shard.request import Request, RequestState
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.step_time import StepSize, StepTime
-from penstock_shard.urgency import Urgency, seconds_between_tokens, urgency
+from penstock_shard.urgency import (
+    RequestGroup,
+    Urgency,
+    expendable,
+    seconds_between_tokens,
+    urgency,
+)
 
 # Of the time that is left to an objective, how much is planned for: steps vary.
 _MARGIN = 0.95
 # What long prompts may take beside decodes, of the time that these take alone.
-_LONG_SHARE = 0.85
+_LONG_SHARE = 0.8
+# Every so many steps a long prompt gets a little more than is foreseen to fit: of chunks that are
+# all alike nothing is learned, and what was learned wrongly would last.
+_PROBE_STEPS = 8
 # What prompts that have waited for too long get of a step at least.
 _AGED_TOKENS = 16
 
@@ -65,20 +75,18 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager) -> None:
         self._limits = limits
         self._blocks = blocks
-        # In order of arrival; a request that was put down stands before those that never ran.
-        self._waiting: OrderedDict[Request, None] = OrderedDict()
-        self._running: dict[Request, None] = {}
+        # A request that was put down stands before those that never ran.
+        self._waiting = RequestGroup()
+        self._running = RequestGroup()
         # Neither running nor free of launched steps: they hold blocks until those are collected.
         self._leaving: set[Request] = set()
         self._step_time = StepTime()
-        self._queued_tokens = 0
         self._arrivals = 0
-        # Live requests that state an objective: without any, arrival is the only order.
-        self._num_objectives = 0
-        # Live requests of each class of priority.
-        self._classes: Counter[int] = Counter()
-        # The request that found too few free blocks, and how many there were.
-        self._turned_away: tuple[Request, int] | None = None
+        self._steps = 0
+        # Whether the next place is given by age.
+        self._by_age = True
+        # The arrival that found too few free blocks, and how many there were.
+        self._turned_away: tuple[int, int] | None = None
         self.preemptions_total = 0
 
     @property
@@ -92,7 +100,7 @@ class Scheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens of waiting requests."""
-        return self._queued_tokens
+        return self._waiting.num_tokens_joined
 
     @property
     def num_running_tokens(self) -> int:
@@ -113,24 +121,21 @@ class Scheduler:
         request.arrival = self._arrivals
         request.arrived_s = now_s
         self._arrivals += 1
-        self._count_objective(request, 1)
-        self._enqueue(request)
+        self._waiting.add(request)
 
     def remove(self, request: Request) -> bool:
         """Forget a request, finished or aborted, wherever it is. Its blocks are freed as soon as
         no launched step refers to them: now if this returns True, else see `collected`.
         """
-        if request.state is RequestState.RUNNING:
-            del self._running[request]
-        else:
-            self._dequeue(request)
-        self._count_objective(request, -1)
+        running = request.state is RequestState.RUNNING
+        (self._running if running else self._waiting).remove(request)
         self._leave(request, RequestState.ENDED)
         return request.num_steps_in_flight == 0
 
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> StepPlan:
         """The next step, which will start at `starts_s`. Empty when there is nothing to do."""
         preemptions_before = self.preemptions_total
+        self._steps += 1
         self._make_way(now_s)
         decodes, behind = [], []
         for request in self._ordered(self._running, now_s):
@@ -180,27 +185,19 @@ class Scheduler:
         token_s = self._step_time.fixed_s + self._step_time.decode_s(request.num_tokens)
         return urgency(request, now_s, self._limits.aging_s, token_s)
 
-    def _ordered(self, requests: dict[Request, None], now_s: float) -> list[Request]:
-        if not self._num_objectives:
+    def _ordered(self, requests: Iterable[Request], now_s: float) -> list[Request]:
+        if not self._running.num_objectives:
             return list(requests)
         return sorted(requests, key=lambda request: self._urgency(request, now_s))
 
-    def _least_urgent(self, now_s: float) -> Request:
-        if not self._num_objectives:
-            return max(self._running, key=lambda request: request.arrival)
-        return max(self._running, key=lambda request: self._urgency(request, now_s))
-
-    def _count_objective(self, request: Request, change: int) -> None:
-        self._num_objectives += change * (request.objective is not NO_OBJECTIVE)
-        self._classes[request.objective.priority] += change
-        if not self._classes[request.objective.priority]:
-            del self._classes[request.objective.priority]
+    def _is_aged(self, request: Request, now_s: float) -> bool:
+        return not self._urgency(request, now_s)[0]
 
     # ---- decodes ----
 
     def _room(self, decodes: Sequence[Request], starts_s: float) -> _Room:
         tokens = self._limits.max_num_batched_tokens
-        time_s = self._time_s(decodes, starts_s) if self._num_objectives else float("inf")
+        time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else float("inf")
         return _Room(tokens, tokens, time_s, tokens, float("inf"))
 
     def _time_s(self, decodes: Sequence[Request], starts_s: float) -> float:
@@ -235,7 +232,7 @@ class Scheduler:
                 continue
             start = request.num_computed
             lacks_block = start == len(request.block_ids) * block_size
-            if lacks_block and not self._make_room(request, now_s):
+            if lacks_block and not self._make_room(request):
                 continue
             request.num_computed = start + 1
             rows.append(ScheduledRequest(request, start, 1, samples=True))
@@ -244,7 +241,7 @@ class Scheduler:
         room.tokens -= len(rows)
         for row in rows:
             if row.start // block_size > row.request.num_published:
-                self._publish(row.request)
+                self._blocks.publish(row.request)
         return rows
 
     def _in_time(self, request: Request, room: _Room, now_s: float) -> bool:
@@ -256,7 +253,7 @@ class Scheduler:
         room.time_s -= seconds
         return True
 
-    def _make_room(self, request: Request, now_s: float) -> bool:
+    def _make_room(self, request: Request) -> bool:
         """A block for one more token, putting down whoever is least urgent; False: not now."""
         # It may have been put down itself for a request before it in this step.
         if request.state is not RequestState.RUNNING:
@@ -265,7 +262,7 @@ class Scheduler:
             # Blocks of whoever was put down already come free when a step is collected.
             if self._leaving:
                 return False
-            victim = self._least_urgent(now_s)
+            victim = max(self._running, key=expendable)
             self._put_down(victim)
             if victim is request:
                 return False
@@ -285,32 +282,48 @@ class Scheduler:
     def _prompt_rows(
         self, behind: list[Request], admits: bool, room: _Room, now_s: float
     ) -> Iterator[ScheduledRequest]:
-        """Chunks of running requests, and of waiting ones that are let in, by urgency.
+        """Chunks of running requests by urgency, then of waiting ones that are let in.
 
         None of these needs a block that it does not have or get here: nobody is put down any more.
         """
         seats = self._limits.max_num_seqs - len(self._running)
-        waiting = self._ordered(self._waiting, now_s) if admits and seats > 0 else []
-        candidates = behind + waiting
-        if self._num_objectives and behind:
-            candidates.sort(key=lambda request: self._urgency(request, now_s))
-        if len(candidates) > 1:
+        if len(behind) + min(seats, len(self._waiting)) > 1:
             # Others get past a long prompt.
             room.long_tokens = max(1, room.prompt_tokens // 2)
-        for request in candidates:
+        for request in behind:
             limit = self._chunk_limit(request, room, now_s)
-            if limit == 0:
+            # Those that were put down for a decode of this step are still in the list.
+            if limit and request.state is RequestState.RUNNING:
+                yield self._prompt_row(request, limit, room)
+        if admits and seats:
+            yield from self._admitted_rows(seats, room, now_s)
+
+    def _admitted_rows(self, seats: int, room: _Room, now_s: float) -> Iterator[ScheduledRequest]:
+        """Lets in waiting requests, every other one by age; nobody overtakes who finds no place."""
+        by_age, in_order = self._queues(seats, now_s)
+        while seats and (by_age or in_order):
+            aged = bool(by_age) and (self._by_age or not in_order)
+            queue = by_age if aged else in_order
+            if self._chunk_limit(queue[0], room, now_s) == 0:
+                # Nor is there anything for those behind it.
+                queue.clear()
                 continue
-            if request.state is RequestState.WAITING:
-                # Nobody overtakes whoever finds no place.
-                if not admits or not seats or not self._admit(request):
-                    admits = False
-                    continue
-                seats -= 1
-            row = self._row(request, min(request.num_uncomputed, limit))
-            self._spend(room, row)
-            self._publish(request)
-            yield row
+            request = queue.popleft()
+            if not self._admit(request):
+                return
+            seats -= 1
+            self._by_age = not aged
+            # Again, as part of it may have been found in the cache: keys are read all the same.
+            limit = max(1, self._chunk_limit(request, room, now_s))
+            yield self._prompt_row(request, limit, room)
+
+    def _queues(self, seats: int, now_s: float) -> tuple[deque[Request], deque[Request]]:
+        """Waiting requests that are aged, and the others, as many as there may be places for."""
+        if not self._waiting.num_objectives:
+            return deque(), deque(islice(self._waiting, seats))
+        ranked = sorted((self._urgency(request, now_s), request) for request in self._waiting)
+        by_age = deque(request for key, request in ranked if not key[0])
+        return by_age, deque(request for key, request in ranked if key[0])
 
     def _chunk_limit(self, request: Request, room: _Room, now_s: float) -> int:
         """The most tokens that the step has for this request's chunk."""
@@ -324,24 +337,29 @@ class Scheduler:
             limit = min(limit, room.long_tokens)
             if room.long_s != float("inf"):
                 in_time = self._step_time.prompt_tokens_in(room.long_s, start)
+                if self._steps % _PROBE_STEPS == 0:
+                    in_time += max(1, in_time // 8)
                 limit = min(limit, max(1, in_time))
         return limit
 
-    def _spend(self, room: _Room, row: ScheduledRequest) -> None:
+    def _prompt_row(self, request: Request, limit: int, room: _Room) -> ScheduledRequest:
+        row = self._row(request, min(request.num_uncomputed, limit))
         seconds = self._step_time.prompt_s(row.start, row.count)
         room.tokens -= row.count
         room.prompt_tokens -= row.count
         room.aged_tokens -= row.count
         room.time_s -= seconds
-        if self._is_long(row.request):
+        if self._is_long(request):
             room.long_tokens -= row.count
             room.long_s -= seconds
+        # Scores may be computed in several passes, so that rows beside this one in its step would
+        # read what is not there yet.
+        if not row.num_prompt_logprobs:
+            self._blocks.publish(request)
+        return row
 
     def _is_long(self, request: Request) -> bool:
         return request.num_tokens > self._limits.max_prefill_tokens
-
-    def _is_aged(self, request: Request, now_s: float) -> bool:
-        return not self._urgency(request, now_s)[0]
 
     def _admit(self, request: Request) -> bool:
         """Start a waiting request; False when there is no room for it.
@@ -351,56 +369,54 @@ class Scheduler:
         """
         if request.num_steps_in_flight:
             return False
-        if self._turned_away == (request, self._blocks.num_free):
+        if self._turned_away == (request.arrival, self._blocks.num_free):
             return False
         if not request.needs_prompt_logprobs:
             self._blocks.acquire_prefix(request)
         if not self._blocks.grow(request, request.num_tokens):
             self._blocks.release(request)
-            self._turned_away = (request, self._blocks.num_free)
+            self._turned_away = (request.arrival, self._blocks.num_free)
             return False
         if request.cached_tokens is None:
             request.cached_tokens = min(request.num_computed, request.num_prompt_tokens)
-        self._dequeue(request)
+        self._waiting.remove(request)
         request.state = RequestState.RUNNING
-        self._running[request] = None
+        self._running.add(request)
         return True
 
     def _row(self, request: Request, count: int) -> ScheduledRequest:
         start = request.num_computed
         request.num_computed = start + count
-        return ScheduledRequest(request, start, count, start + count == request.num_tokens)
-
-    def _publish(self, request: Request) -> None:
-        # A prompt whose log-probabilities are wanted may be computed in several passes, so that
-        # rows beside it in its step would read what is not there yet.
-        if not request.needs_prompt_logprobs:
-            self._blocks.publish(request)
+        scores = 0
+        if request.needs_prompt_logprobs:
+            scores = max(0, min(start + count, request.num_prompt_tokens - 1) - start)
+        samples = start + count == request.num_tokens
+        return ScheduledRequest(request, start, count, samples, scores)
 
     # ---- places ----
 
     def _make_way(self, now_s: float) -> None:
         """Put down one request for one of a higher class that finds no place."""
-        if len(self._classes) < 2 or not self._waiting or not self._running or self._leaving:
+        if not self._waiting or not self._running or self._leaving:
             return
-        first = min(self._waiting, key=lambda request: self._urgency(request, now_s))
+        if self._waiting.highest_class >= self._running.lowest_class:
+            return
+        best = self._waiting.highest_class
+        first = next(request for request in self._waiting if request.objective.priority == best)
         has_seat = len(self._running) < self._limits.max_num_seqs
         if has_seat and self._blocks.blocks_for(first.num_tokens) <= self._blocks.num_free:
             return
-        victim = self._least_urgent(now_s)
+        victim = max(self._running, key=expendable)
         # Whoever came in by its age would at once be put down again, for ever.
-        if victim.objective.priority > first.objective.priority and not self._is_aged(
-            victim, now_s
-        ):
+        if victim.objective.priority > best and not self._is_aged(victim, now_s):
             self._put_down(victim)
 
     def _put_down(self, request: Request) -> None:
-        del self._running[request]
+        self._running.remove(request)
         request.preemptions += 1
         self.preemptions_total += 1
         self._leave(request, RequestState.WAITING)
-        self._enqueue(request)
-        self._waiting.move_to_end(request, last=False)
+        self._waiting.add(request, first=True)
 
     def _leave(self, request: Request, state: RequestState) -> None:
         request.state = state
@@ -409,19 +425,11 @@ class Scheduler:
         else:
             self._blocks.release(request)
 
-    def _enqueue(self, request: Request) -> None:
-        self._waiting[request] = None
-        self._queued_tokens += request.num_tokens
-
-    def _dequeue(self, request: Request) -> None:
-        del self._waiting[request]
-        self._queued_tokens -= request.num_tokens
-
 
 def _size(plan: StepPlan) -> StepSize:
     decodes = prompt_tokens = keys = 0
     for row in plan.rows:
-        if row.count == 1:
+        if row.samples and row.count == 1:
             decodes += 1
             keys += row.start + 1
         else:

@@ -66,7 +66,10 @@ class Driver:
         for request, count in ordered:
             self._reserve(request, request.num_computed + count)
             samples = request.num_computed + count == request.num_tokens
-            rows.append(ScheduledRequest(request, request.num_computed, count, samples))
+            scores = 0
+            if request.prompt_logprobs is not None:
+                scores = max(0, min(count, request.num_prompt_tokens - 1 - request.num_computed))
+            rows.append(ScheduledRequest(request, request.num_computed, count, samples, scores))
         self.runner.launch(StepPlan(tuple(rows)))
         results = list(self.runner.collect())
         for (request, count), result in zip(ordered, results, strict=True):

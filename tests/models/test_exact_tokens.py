@@ -5,13 +5,15 @@ Not only nearly: a request that is taken up elsewhere goes on as if nothing had 
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from model_maker import make_model
 from models.driver import load
 from safetensors.torch import load_file, save_file
 from support.budget import budget, seeded
@@ -20,10 +22,13 @@ from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request, RequestState, SamplingParams
+from penstock_shard.runner import model_runner
 from penstock_shard.runner.base import Runner
+from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
 _STOP = frozenset({1})
+_VOCABULARY = 1536
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class _Asked:
     max_tokens: int
     min_tokens: int
     logprobs: int
+    prompt_logprobs: int | None
 
     def request(self, name: str) -> Request:
         return Request(
@@ -48,11 +54,13 @@ class _Asked:
             stop_token_ids=_STOP,
             min_tokens=self.min_tokens,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
 @dataclass
 class _Answer:
+    prompt: list[float]
     token_ids: list[int]
     chosen: list[float]
     top_ids: list[int]
@@ -61,6 +69,8 @@ class _Answer:
     def take(self, output: Output) -> None:
         assert output.error is None
         self.token_ids += output.token_ids
+        if output.prompt_logprobs is not None:
+            self.prompt += output.prompt_logprobs.chosen
         if output.logprobs is not None:
             self.chosen += output.logprobs.chosen
             self.top_ids += output.logprobs.top_token_ids
@@ -103,6 +113,7 @@ def _random_requests(rng: random.Random, count: int, vocabulary: int) -> list[_A
                 max_tokens,
                 rng.randint(0, max_tokens),
                 rng.choice((0, 3)),
+                rng.choice((None, None, 2)),
             )
         )
     return asked
@@ -123,7 +134,7 @@ def _serve(
     scheduler = Scheduler(SchedulerLimits(at_once, max(chunk, at_once), chunk), blocks)
     engine = Engine(runner, scheduler, blocks)
     requests = [item.request(str(number)) for number, item in enumerate(asked)]
-    answers = [_Answer([], [], [], []) for _ in asked]
+    answers = [_Answer([], [], [], [], []) for _ in asked]
     for request in requests:
         engine.submit(request)
     while engine.has_work:
@@ -165,21 +176,30 @@ def _tie_logits(directory: Path, target: Path) -> Path:
     ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_what_else_runs(
-    family: str, settings: dict[str, object], model_dir: Callable[[str], Path], tmp_path: Path
+    family: str,
+    settings: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = seeded("exact tokens")
-    runner = load(_tie_logits(model_dir(family), tmp_path / "tied"), kv_blocks=1024, **settings)
-    assert runner.info.batch_invariant
-    asked = _random_requests(rng, budget(24, 500 if family == "llama" else 100), 384)
+    # More tokens than the sampler looks at first.
+    directory = make_model(tmp_path / "model", family, vocab_size=_VOCABULARY)
+    loaded = load(_tie_logits(directory, tmp_path / "tied"), kv_blocks=1024, **settings)
+    assert loaded.info.batch_invariant
+    # Prompt log-probabilities in passes of a few tokens, as at the size of real vocabularies.
+    monkeypatch.setattr(model_runner, "_PROMPT_LOGITS_BYTES", 4 * _VOCABULARY * 16)
+    runner = ModelRunner(loaded.model, loaded.info)
+    ahead = ModelRunner(loaded.model, dataclasses.replace(loaded.info, max_steps_ahead=1))
+    asked = _random_requests(rng, budget(24, 500 if family == "llama" else 100), _VOCABULARY)
     alone = [_serve(runner, [item], chunk=512, at_once=1)[0] for item in asked]
     torch.manual_seed(rng.randrange(2**32))
     for chunk, at_once in ((1, 2), (16, 7), (512, 64)):
         together = _serve(runner, asked, chunk=chunk, at_once=at_once)
         assert together == alone, f"chunks of {chunk}, {at_once} at once"
     shuffled = rng.sample(range(len(asked)), len(asked))
-    hits = _serve(runner, [asked[i] for i in shuffled], chunk=64, at_once=16, prefix_caching=True)
+    hits = _serve(ahead, [asked[i] for i in shuffled], chunk=64, at_once=16, prefix_caching=True)
     assert hits == [alone[i] for i in shuffled], "with prefix hits"
     put_down = _serve(
-        runner, asked, chunk=16, at_once=16, prefix_caching=rng.random() < 0.5, put_downs=rng
+        ahead, asked, chunk=16, at_once=16, prefix_caching=rng.random() < 0.5, put_downs=rng
     )
     assert put_down == alone, "after being put down"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_maker import make_model
 from models.driver import load
 from models.model_steps import cut_logits
 from models.test_decoder import SERVED
@@ -18,7 +22,8 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.models.attention.cpu import CpuBackend
 from penstock_shard.models.kernels.build import supported_levels
 from penstock_shard.models.kernels.cpu import load_kernels
-from penstock_shard.models.ops.cpu_ops import CpuMatrix
+from penstock_shard.models.ops.cpu_ops import CpuMatrix, CpuOps
+from penstock_shard.runner import fingerprint
 from penstock_shard.runner.create import create_runner
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.trial import Row, trial_steps
@@ -86,8 +91,8 @@ def lines_of_a_load(directory: Path, **settings: object) -> tuple[ModelRunner, l
     return create_runner(ShardConfig(**values), directory, progress=lines.append), lines
 
 
-def check_variance_is_found(directory: Path, way: str) -> None:
-    runner, lines = lines_of_a_load(directory)
+def check_variance_is_found(directory: Path, way: str, **settings: object) -> None:
+    runner, lines = lines_of_a_load(directory, **settings)
     assert not runner.info.batch_invariant
     assert runner.info.numerics_fingerprint == ""
     (line,) = [line for line in lines if "depend on the batch" in line]
@@ -124,6 +129,66 @@ def test_attention_whose_bits_depend_on_chunks_is_found(
     check_variance_is_found(model_dir("llama"), "decodes after a chunk with 1 threads")
 
 
+def test_rows_that_differ_where_they_are_not_the_first_are_found(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuMatrix.linear
+
+    def linear(
+        self: CpuMatrix, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        product = good(self, x, bias, out)
+        if len(x) in (64, 512):
+            product[1:].mul_(1 + 2**-22)
+        return product
+
+    monkeypatch.setattr(CpuMatrix, "linear", linear)
+    check_variance_is_found(model_dir("llama"), "64 rows with 1 threads")
+
+
+def test_a_feed_forward_part_that_differs_in_a_large_step_is_found(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuOps.gated_activation
+
+    def gated(self: CpuOps, gate_up: Tensor, *args: Any, **options: Any) -> Tensor:
+        active = good(self, gate_up, *args, **options)
+        return active.mul_(1 + 2**-12) if len(gate_up) > 400 else active
+
+    monkeypatch.setattr(CpuOps, "gated_activation", gated)
+    check_variance_is_found(model_dir("llama"), "512 rows with 1 threads")
+
+
+@pytest.mark.parametrize("first_key", [37, 256])
+def test_decodes_that_differ_past_some_keys_are_found(
+    first_key: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuBackend.attend
+
+    def attend(self: CpuBackend, cache: Any, query: Tensor, batch: Any, **options: Any) -> Tensor:
+        attended = good(self, cache, query, batch, **options)
+        differs = batch.query_lens == [1] and batch.seq_lens[0] > first_key
+        return attended.mul_(1 + 2**-12) if differs else attended
+
+    directory = make_model(tmp_path, "llama", max_position_embeddings=512)
+    monkeypatch.setattr(CpuBackend, "attend", attend)
+    check_variance_is_found(directory, "decodes after a chunk with 1 threads")
+
+
+def test_bits_that_depend_on_the_threads_that_serve_are_found(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuBackend.attend
+
+    def attend(self: CpuBackend, *args: Any, **options: Any) -> Tensor:
+        attended = good(self, *args, **options)
+        return attended.mul_(1 + 2**-12) if torch.get_num_threads() > 2 else attended
+
+    monkeypatch.setattr(CpuBackend, "attend", attend)
+    check_variance_is_found(model_dir("llama"), "the whole sequence with 3 threads", threads=3)
+    assert lines_of_a_load(model_dir("llama"), threads=2)[0].info.batch_invariant
+
+
 def test_bits_that_depend_on_threads_are_found(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,20 +211,67 @@ def test_plain_torch_does_not_claim_it(model_dir: Directory) -> None:
 def test_the_fingerprint_names_all_that_decides_about_bits(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fingerprint(family: str = "llama", **settings: object) -> str:
+    def named(family: str = "llama", **settings: object) -> str:
         return lines_of_a_load(model_dir(family), **settings)[0].info.numerics_fingerprint
 
-    first = fingerprint()
-    assert fingerprint(threads=2, kv_blocks=70) == first
+    first = named()
+    assert named(threads=2, kv_blocks=70) == first
     others = [
-        fingerprint("qwen2"),
-        fingerprint(dtype="float32"),
-        fingerprint(kv_cache_dtype="float32"),
-        fingerprint(quantization="int8"),
+        named("qwen2"),
+        named(dtype="float32"),
+        named(kv_cache_dtype="float32"),
+        named(quantization="int8"),
     ]
     monkeypatch.setattr("torch.__version__", "2.13.99")
-    others.append(fingerprint())
-    assert len({first, *others}) == 6
+    others.append(named())
+    monkeypatch.setattr("penstock_shard.runner.fingerprint.SAMPLER_REVISION", 99)
+    others.append(named())
+    assert len({first, *others}) == 7
+
+
+@pytest.mark.parametrize("name", ["exp", "tanh", "cos", "log_softmax"])
+def test_torch_bits_tell_one_that_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint.torch_bits()
+    good = fingerprint._FUNCTIONS[name]
+
+    def function(x: Tensor) -> Tensor:
+        result = good(x).clone()
+        result[77] = result[77].nextafter(torch.tensor(9.0, dtype=x.dtype))
+        return result
+
+    monkeypatch.setitem(fingerprint._FUNCTIONS, name, function)
+    assert fingerprint.torch_bits() != before
+
+
+def test_torch_bits_do_not_depend_on_threads() -> None:
+    threads = torch.get_num_threads()
+    found = set()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.add(fingerprint.torch_bits())
+    torch.set_num_threads(threads)
+    assert len(found) == 1
+
+
+def test_other_instructions_of_torch_have_another_fingerprint() -> None:
+    """Where torch's library is told to compute as on another processor, and its results differ."""
+    code = (
+        "import torch\n"
+        "from penstock_shard.runner.fingerprint import torch_bits\n"
+        "x = torch.linspace(-8, 8, 4099)\n"
+        "print(torch_bits(), x.tanh().numpy().tobytes().hex() + x.exp().numpy().tobytes().hex())"
+    )
+    found = []
+    for settings in ({}, {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}):
+        environment = {**os.environ, **settings}
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        )
+        found.append(result.stdout.split())
+    (first, values), (second, other_values) = found
+    if values != other_values:
+        assert first != second
 
 
 def test_a_check_leaves_the_threads_as_they_were_asked_for(model_dir: Directory) -> None:

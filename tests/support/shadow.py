@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from penstock_shard.request import Request, RequestState
 from penstock_shard.runner.base import RowResult, Runner, ScheduledRequest, StepPlan
 
+_PASS_TOKENS = 7
 # What a slot holds: the token there and, as a number, all tokens before it.
 _Content = tuple[int, int] | None
 
 
 class ShadowRunner:
     """Around another runner. A row writes its tokens into the slots of its blocks, then must find
-    there all tokens before them: whoever shares, frees or reuses a block wrongly is caught.
+    there all tokens before them: whoever shares, frees or reuses a block wrongly is caught. Rows
+    with prompt log-probabilities are computed in passes of a few tokens, as models do.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -32,11 +34,18 @@ class ShadowRunner:
 
     def collect(self) -> Sequence[RowResult]:
         plan, tables = self._launched.popleft()
-        for row, table in zip(plan.rows, tables, strict=True):
-            self._write(row, table)
-        for row, table in zip(plan.rows, tables, strict=True):
-            if row.request.state is not RequestState.ENDED:
-                self._check(row, table)
+        ends = [row.start for row in plan.rows]
+        while any(end < row.start + row.count for end, row in zip(ends, plan.rows, strict=True)):
+            done, room = list(ends), _PASS_TOKENS
+            for index, row in enumerate(plan.rows):
+                scores = max(0, row.start + row.num_prompt_logprobs - done[index])
+                taken = min(scores, room)
+                room -= taken
+                ends[index] = row.start + row.count if taken == scores else done[index] + taken
+                self._write(row, tables[index], done[index], ends[index])
+            for row, table, end in zip(plan.rows, tables, ends, strict=True):
+                if row.request.state is not RequestState.ENDED:
+                    self._check(row, table, end)
         return self._runner.collect()
 
     def release(self, request: Request) -> None:
@@ -48,16 +57,16 @@ class ShadowRunner:
         size = self.info.block_size
         return table[position // size] * size + position % size
 
-    def _write(self, row: ScheduledRequest, table: list[int]) -> None:
+    def _write(self, row: ScheduledRequest, table: list[int], start: int, end: int) -> None:
         contents = _contents(row.request)
-        for position in range(row.start, row.start + row.count):
+        for position in range(start, end):
             # Of an aborted request the last token may never have come back.
             known = position < len(contents)
             self._memory[self._slot(table, position)] = contents[position] if known else None
 
-    def _check(self, row: ScheduledRequest, table: list[int]) -> None:
+    def _check(self, row: ScheduledRequest, table: list[int], end: int) -> None:
         contents = _contents(row.request)
-        for position in range(row.start + row.count):
+        for position in range(end if end > row.start else 0):
             found = self._memory[self._slot(table, position)]
             assert found == contents[position], (
                 f"request {row.request.request_id}, position {position}: block "

@@ -35,6 +35,6 @@ class CausalModel(Protocol):
         """
 
     def shortened(self) -> AbstractContextManager[None]:
-        """While it lasts, forward runs one layer of each kind: for checks of how layers compute and
-        of what memory they take, which more layers of the same kinds do not change.
+        """While it lasts, forward runs one layer of each kind and maybe the last: for checks of how
+        layers compute and what memory they take, which more of the same kinds do not change.
         """

@@ -7,7 +7,6 @@ tensor into another form gives its pages back at once. Knows files; knows nothin
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.weight_files import weight_files
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+# Rows compared at once.
+_ROWS = 1024
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -33,7 +33,10 @@ class Checkpoint:
         """Raises ModelError if the files cannot be read."""
         self._files: dict[str, Any] = {}
         try:
-            for path in _weight_files(model_dir):
+            paths = weight_files(model_dir)
+            if not paths:
+                raise ModelError(f"{model_dir}: cannot load the weights: there are none")
+            for path in paths:
                 file = safe_open(path, framework="pt")
                 names: list[str] = file.keys()  # type: ignore[no-untyped-call]
                 self._files |= dict.fromkeys(names, file)
@@ -41,8 +44,10 @@ class Checkpoint:
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"{model_dir}: cannot load the weights: {error}") from error
         self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        # As the files name them.
+        self.stored = {name: str(part.get_dtype()) for name, part in slices.items()}
         # None for dtypes that are not simply numbers to compute with, as fp8.
-        self.dtypes = {name: _DTYPES.get(part.get_dtype()) for name, part in slices.items()}
+        self.dtypes = {name: _DTYPES.get(stored) for name, stored in self.stored.items()}
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
@@ -51,6 +56,27 @@ class Checkpoint:
         yield tensors
         give_back_pages(tensors)
 
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors of one shape have the same values."""
+        with self.read([first, second]) as (one, other):
+            for start in range(0, len(one), _ROWS):
+                pieces = [tensor[start : start + _ROWS] for tensor in (one, other)]
+                if not torch.equal(*pieces):
+                    return False
+                give_back_pages(pieces)
+        return True
+
+    def check_dtypes(self) -> None:
+        """Raises ModelError, naming a tensor, for numbers that mean nothing without a scale, and
+        for those that no products take.
+        """
+        for name, stored in self.stored.items():
+            if stored not in _DTYPES and (stored == "I8" or stored.startswith("F")):
+                raise ModelError(
+                    f"{name}: is stored as {stored}; weights of a model without "
+                    f"quantization_config must be {', '.join(_DTYPES)}"
+                )
+
     def main_dtype(self) -> torch.dtype | None:
         """The dtype most weights have; None if there are none of a dtype to compute with."""
         sizes: dict[torch.dtype, int] = {}
@@ -58,15 +84,6 @@ class Checkpoint:
             if dtype is not None:
                 sizes[dtype] = sizes.get(dtype, 0) + torch.Size(self.shapes[name]).numel()
         return max(sizes, key=lambda dtype: sizes[dtype], default=None)
-
-
-def _weight_files(model_dir: Path) -> list[Path]:
-    """As transformers chooses them: the one file, else those of the index."""
-    index = model_dir / _INDEX
-    if (model_dir / _WEIGHTS).exists() or not index.exists():
-        return [model_dir / _WEIGHTS]
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [model_dir / name for name in sorted(set(weight_map.values()))]
 
 
 def give_back_pages(tensors: Sequence[Tensor]) -> None:

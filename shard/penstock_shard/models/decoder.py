@@ -82,7 +82,11 @@ class Decoder:
             (layer.spec.window, self._spec.rope_types[layer.spec.index]): layer
             for layer in reversed(self._layers)
         }
-        self._running = tuple(kinds.values())
+        running = sorted(kinds.values(), key=lambda layer: layer.spec.index)
+        if running[-1] is not self._layers[-1]:
+            # `forward` computes less of the last layer that runs, so one more is needed.
+            running.append(self._layers[-1])
+        self._running = tuple(running)
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ checkpoints; knows nothing of how layers are computed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ _ROPE_VALUES = {
 }
 # Values that every family has and that `decoder_spec` reads.
 _READ = {
+    "auto_map",
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -46,7 +47,6 @@ _READ = {
     "num_key_value_heads",
     "head_dim",
     "hidden_act",
-    "hidden_activation",
     "rms_norm_eps",
     "rope_parameters",
     "tie_word_embeddings",
@@ -57,13 +57,18 @@ _READ = {
 _INDIFFERENT = {
     "architectures",
     "attention_dropout",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
     "embd_pdrop",
     "eos_token_id",
     "id2label",
+    "_flash_attn_2_enabled",
     "initializer_range",
+    "is_llama_config",
     "label2id",
     "model_type",
     "_name_or_path",
@@ -72,6 +77,7 @@ _INDIFFERENT = {
     "resid_pdrop",
     "return_dict",
     "torch_dtype",
+    "transformers.js_config",
     "transformers_version",
     "unsloth_fixed",
     "unsloth_version",
@@ -104,6 +110,7 @@ _LAYER_WINDOWS = frozenset(
 _GEMMA_READS = frozenset(
     {
         "attention_bias",
+        "hidden_activation",
         "layer_types",
         "sliding_window",
         "query_pre_attn_scalar",
@@ -120,7 +127,11 @@ _FAMILIES = {
     ),
     "gemma2": _Family("gemma2", "Gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, gemma=True),
     "gemma3_text": _Family(
-        "gemma3", "Gemma3", _GEMMA_READS | {"_sliding_window_pattern"}, head_norms=True, gemma=True
+        "gemma3",
+        "Gemma3",
+        _GEMMA_READS | {"_sliding_window_pattern", "sliding_window_pattern"},
+        head_norms=True,
+        gemma=True,
     ),
 }
 
@@ -154,13 +165,19 @@ class NotOurs(Exception):
     """This model is not one for our decoder; the message names what stands in the way."""
 
 
-def decoder_spec(config: PreTrainedConfig) -> DecoderSpec:
-    """Raises NotOurs for a configuration that our decoder might not compute as transformers."""
+def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> DecoderSpec:
+    """Raises NotOurs for a configuration that our decoder might not compute as transformers.
+
+    With `trust_remote_code` a model that brings its own code is to be computed by that.
+    """
     family = _FAMILIES.get(config.model_type)
     if family is None or type(config).__module__.split(".")[:2] != ["transformers", "models"]:
         raise NotOurs(f"model type {config.model_type}")
     _refuse_unknown(config, family)
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if trust_remote_code and getattr(config, "auto_map", None):
+        raise NotOurs("auto_map in the configuration")
+    # Some Gemmas state the older name too, with another value.
+    activation = config.hidden_activation if family.gemma else config.hidden_act
     if activation not in _ACTIVATIONS:
         raise NotOurs(f"activation {activation}")
     all_biases = bool(getattr(config, "attention_bias", False))
@@ -212,6 +229,7 @@ def _layers(config: PreTrainedConfig, family: _Family) -> Iterator[LayerSpec]:
     query_size = config.query_pre_attn_scalar if family.gemma else head_dim
     count = int(config.num_hidden_layers)
     types = getattr(config, "layer_types", None) or _default_types(config, count)
+    _check_pattern(config, types)
     for index in range(count):
         if types[index] not in ("full_attention", "sliding_attention"):
             raise NotOurs(f"layer type {types[index]}")
@@ -225,6 +243,14 @@ def _layers(config: PreTrainedConfig, family: _Family) -> Iterator[LayerSpec]:
             window=int(config.sliding_window) if types[index] == "sliding_attention" else None,
             softcap=getattr(config, "attn_logit_softcapping", None),
         )
+
+
+def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
+    """An older way to say `layer_types`, which must say the same."""
+    period = getattr(config, "sliding_window_pattern", None)
+    for index, layer_type in enumerate(types if period else ()):
+        if (layer_type == "full_attention") != ((index + 1) % period == 0):
+            raise NotOurs(f"sliding_window_pattern {period} other than layer_types")
 
 
 def _default_types(config: PreTrainedConfig, count: int) -> list[str]:
@@ -319,7 +345,8 @@ def check_tensors(spec: DecoderSpec, found: dict[str, tuple[int, ...]]) -> None:
     for name, shape in wanted.items():
         if found.get(name) != shape:
             raise NotOurs(f"no tensor {name} of shape {list(shape)} in the weights")
-    for name in found:
-        is_tied_head = spec.tied and name == "lm_head.weight"
+    embedding = wanted["model.embed_tokens.weight"]
+    for name, shape in found.items():
+        is_tied_head = spec.tied and name == "lm_head.weight" and shape == embedding
         if name not in wanted and not is_tied_head and not name.endswith("rotary_emb.inv_freq"):
             raise NotOurs(f"tensor {name} in the weights")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock_shard.models.decoder_spec import DecoderSpec, norm_names, tensor_shapes
 from penstock_shard.models.embedding import Embedding
-from penstock_shard.models.errors import ModelError
+from penstock_shard.models.errors import cannot_hold
 from penstock_shard.models.ops.base import HeadNorm, Matrix, Ops
 
 _REPORT_S = 3.0
@@ -160,7 +160,7 @@ class _Reader:
             try:
                 matrix = self._ops.pack(parts)
             except ValueError as error:
-                raise _cannot_hold(names, error) from error
+                raise cannot_hold(", ".join(names), error, self._ops.weights) from error
         self._count(names, matrix.nbytes)
         return matrix
 
@@ -169,7 +169,7 @@ class _Reader:
             try:
                 embedding = Embedding(table, self._ops)
             except ValueError as error:
-                raise _cannot_hold([name], error) from error
+                raise cannot_hold(name, error, self._ops.weights) from error
         self._count([name], embedding.table.nbytes)
         return embedding
 
@@ -187,7 +187,3 @@ class _Reader:
             self._reported_s = now
             percent = 100 * self._done // sum(self._sizes.values())
             self._progress(f"loading weights: {min(percent, 100)} %")
-
-
-def _cannot_hold(names: Sequence[str], error: ValueError) -> ModelError:
-    return ModelError(f"{', '.join(names)}: {error}; use --dtype float32")

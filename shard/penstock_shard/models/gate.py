@@ -52,7 +52,25 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
         raise ModelError(f"{name} has layers of type {', '.join(odd)}, which are not served")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
         raise ModelError(f"{name} uses ALiBi position biases, which are not served")
+    _check_heads(name, text)
     _check_rope(name, text, max_model_len)
+
+
+def _check_heads(name: str, text: PreTrainedConfig) -> None:
+    """Modelling code fails on these at its first step only, in words about tensors."""
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None)
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelError(
+            f"{name}: num_attention_heads is {heads}; it must be a multiple of "
+            f"num_key_value_heads, {kv_heads}"
+        )
+    head_dim = getattr(text, "head_dim", None)
+    if head_dim is None and heads:
+        head_dim = text.hidden_size // heads
+    rotates = getattr(text, "rope_parameters", None)
+    if rotates and head_dim and head_dim % 2:
+        raise ModelError(f"{name}: head_dim is {head_dim}; rotary positions need an even one")
 
 
 def _check_rope(name: str, text: PreTrainedConfig, max_model_len: int) -> None:

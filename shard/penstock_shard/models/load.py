@@ -5,6 +5,7 @@ Knows both ways and which comes first. Knows nothing of steps or memory for keys
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +47,27 @@ class ModelFiles:
 def load_model(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> CausalModel:
     """Load the weights; `progress` gets lines. Raises ModelError, with one line, if that fails."""
     checkpoint = None if files.dummy else Checkpoint(files.path)
+    if checkpoint is not None and getattr(files.config, "quantization_config", None) is None:
+        checkpoint.check_dtypes()
     try:
-        spec = decoder_spec(files.config)
+        spec = decoder_spec(files.config, trust_remote_code=files.trust_remote_code)
         if checkpoint is not None:
             check_tensors(spec, checkpoint.shapes)
+            spec = _as_stored(spec, checkpoint)
     except NotOurs as reason:
         progress(f"running the code of transformers ({reason})")
         return _load_transformers(files, ops, checkpoint, progress)
     return _load_decoder(files, spec, ops, checkpoint, progress)
+
+
+def _as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+    """What transformers takes from the checkpoint over what the configuration says: a head of its
+    own makes the embedding not tied, and the embedding's scale has the dtype of the weights.
+    """
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    tied = spec.tied and (head not in checkpoint.shapes or checkpoint.equal(embedding, head))
+    scale = torch.tensor(spec.embedding_scale, dtype=checkpoint.dtypes[embedding])
+    return dataclasses.replace(spec, tied=tied, embedding_scale=float(scale))
 
 
 def _load_decoder(
@@ -95,9 +109,10 @@ def _load_transformers(
     try:
         model = TransformersModel(module, ops.backend, ops.device)
     except (NotImplementedError, AttributeError, TypeError) as error:
+        flags = "--attention-backend sdpa --dtype float32"
         raise ModelError(
-            f"{type(module).__name__} uses its weights in a way that is not served here: {error}; "
-            "use --attention-backend sdpa --dtype float32"
+            f"{type(module).__name__} uses its weights in a way that is not served here: {error}"
+            + ("" if ops.keeps_tensors else f"; use {flags}")
         ) from error
     gate.check_layers(module, model.layers, ops.backend, files.max_model_len)
     return model

@@ -21,12 +21,20 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock_shard.models.checkpoint import give_back_pages
 from penstock_shard.models.embedding import Embedding
-from penstock_shard.models.errors import ModelError
-from penstock_shard.models.ops.base import Matrix, Ops
+from penstock_shard.models.errors import ModelError, cannot_hold
+from penstock_shard.models.ops.base import Matrix, Ops, WeightKind
 
 _REPORT_S = 3.0
 # Names of the small products that choose experts: rounding them would change the choice.
 _ROUTERS = {"gate", "router"}
+_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+# Error of a packed matrix's product that rounding explains, relative to the product: a row of
+# weights with a large outlier loses much in int8. A wrong layout or scale gives 1 or more.
+_TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.03, "int8": 0.5}
+# Half of float16's smallest step: what values that are nearly zero may lose.
+_SMALLEST = 2.0**-25
+# Rows of weights compared at once.
+_ROWS = 1024
 
 
 class _Stand:
@@ -134,10 +142,12 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
     reported_s = time.monotonic()
     for done, (name, holder, parameter) in enumerate(holders):
         weight: Tensor = getattr(holder, parameter)
+        if weight.dtype not in _DTYPES:
+            raise ModelError(f"{name}.{parameter}: is stored as {weight.dtype}, not served here")
         try:
             packed = _packed(name, holder, weight, ops)
         except ValueError as error:
-            raise ModelError(f"{name}.{parameter}: {error}; use --dtype float32") from error
+            raise cannot_hold(f"{name}.{parameter}", error, ops.weights) from error
         delattr(holder, parameter)
         setattr(holder, parameter, packed)
         give_back_pages([weight.data])
@@ -197,5 +207,21 @@ def _packed(name: str, holder: nn.Module, weight: Tensor, ops: Ops) -> _Stand:
 def _pack_matrix(
     weight: Tensor, ops: Ops, transposed: bool, *, exact: bool = False
 ) -> PackedWeight:
-    matrix = ops.pack([weight.T if transposed else weight], exact=exact)
+    rows = weight.T if transposed else weight
+    matrix = ops.pack([rows], exact=exact)
+    _check_product(rows, matrix, "float32" if exact else ops.weights)
     return PackedWeight(matrix, transposed=transposed)
+
+
+def _check_product(weight: Tensor, matrix: Matrix, kind: WeightKind) -> None:
+    """Compare one product with that of the weight [N, K] as it was: what is compared later with the
+    model's own attention has these matrices on both sides.
+    """
+    x = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([x @ piece.float().T for piece in weight.split(_ROWS)], dim=1)
+    error = float((matrix.linear(x) - expected).norm())
+    lost = 0.0 if kind == "float32" else _SMALLEST * float(x.abs().sum()) * len(weight) ** 0.5
+    bound = _TOLERANCE[kind] * float(expected.norm()) + lost
+    # Not `error > bound`: a NaN must not pass.
+    if not error <= bound:
+        raise ValueError(f"self-check failed: a product is off by {error:.2g} (bound {bound:.2g})")

@@ -17,16 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.weight_files import INDEX, WEIGHTS, read_object, weight_files
 
 BUILTIN_MODEL = Path(__file__).parent.parent / "builtin_model"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth")
 # Besides weights: configurations, vocabularies, chat templates.
 _WANTED = (".json", ".jinja", ".txt", ".model")
@@ -70,45 +69,28 @@ def check_directory(directory: Path, *, needs_weights: bool = True) -> None:
             raise ModelError(f"{directory}: there is no such directory")
         if not directory.is_dir():
             raise ModelError(f"{directory}: is a file; --model wants the model's directory")
-        _read_object(directory / "config.json")
+        if not (directory / "config.json").exists():
+            raise ModelError(f"{directory}: there is no config.json, so this is not a model")
+        read_object(directory / "config.json")
         if needs_weights:
             _check_weights(directory)
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError if it is missing or is none."""
-    if not path.exists():
-        raise ModelError(f"{path.parent}: there is no {path.name}, so this is not a model")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: is not a JSON object")
-    return value
-
-
 def _check_weights(directory: Path) -> None:
-    if (directory / _WEIGHTS).exists():
-        parts = [_WEIGHTS]
-    elif (directory / _INDEX).exists():
-        weight_map = _read_object(directory / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{directory / _INDEX}: names no weights")
-        parts = sorted(set(weight_map.values()))
-    else:
+    parts = weight_files(directory)
+    if not parts:
         names = [path.name for path in directory.iterdir()]
         raise ModelError(f"{directory}: {_no_weights(names)}")
-    missing = [part for part in parts if not (directory / part).exists()]
+    missing = [part for part in parts if not part.exists()]
     if missing:
         raise ModelError(
             f"{directory}: {len(missing)} of {len(parts)} parts of the weights are missing, "
-            f"{missing[0]} for one"
+            f"{missing[0].name} for one"
         )
     for part in parts:
-        _check_safetensors(directory / part)
+        _check_safetensors(part)
 
 
 def _no_weights(names: Sequence[str]) -> str:
@@ -118,7 +100,7 @@ def _no_weights(names: Sequence[str]) -> str:
             f"has its weights only as pickle ({pickles[0]}), which can run code when it is read; "
             "only safetensors are loaded (a hub model may have a converted --revision refs/pr/N)"
         )
-    return f"there are no weights ({_WEIGHTS} or {_INDEX})"
+    return f"there are no weights ({WEIGHTS} or {INDEX})"
 
 
 def _check_safetensors(path: Path) -> None:
@@ -223,7 +205,7 @@ class _Hub:
 
         info = HfApi().model_info(self.model, revision=self.revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        if needs_weights and not any(name in sizes for name in (_WEIGHTS, _INDEX)):
+        if needs_weights and not any(name in sizes for name in (WEIGHTS, INDEX)):
             raise ModelError(f"{self.model}: {_no_weights(list(sizes))}")
         wanted = _wanted(sizes, needs_weights, code)
         missing = sum(
@@ -293,7 +275,7 @@ def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[s
     if needs_weights:
         # Some repositories hold the same weights twice, the second time as consolidated.*.
         weights = [name for name in sizes if re.fullmatch(r"model[\w.-]*\.safetensors", name)]
-        wanted += [_WEIGHTS] if _WEIGHTS in weights else weights
+        wanted += [WEIGHTS] if WEIGHTS in weights else weights
     return wanted
 
 

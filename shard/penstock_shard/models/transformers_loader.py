@@ -5,6 +5,7 @@ knows nothing of attention, caches or requests.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -22,6 +24,8 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+# Buffers that older releases of modelling code saved: rotary frequencies and causal masks.
+_LEFTOVERS = re.compile(r"(inv_freq|attn\.bias|attention\.bias|masked_bias|position_ids)$")
 
 
 def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -122,8 +126,29 @@ def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> Pr
             f"{model_dir}: the weights lack {len(missing)} of the model's tensors, "
             f"{missing[0]} for one; the files are incomplete or of another model"
         )
+    unread = sorted(name for name in loading["unexpected_keys"] if _is_in_layers(name, module))
+    if unread:
+        raise ModelError(
+            f"{model_dir}: the weights have {len(unread)} tensors that the model's code in "
+            f"transformers {transformers.__version__} does not read, {unread[0]} for one"
+        )
     loaded: PreTrainedModel = module
     return loaded
+
+
+def _is_in_layers(name: str, module: PreTrainedModel) -> bool:
+    """Whether a tensor that is not read belongs to a layer that the model has. Others are of parts
+    that a text model does without, as towers for images or heads for training.
+    """
+    if _LEFTOVERS.search(name):
+        return False
+    layers = {
+        f"{parent}.{child}."
+        for parent, stack in module.named_modules()
+        if isinstance(stack, nn.ModuleList)
+        for child, _ in stack.named_children()
+    }
+    return any(name.startswith(layer) for layer in layers)
 
 
 def generation_defaults(model_dir: Path) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 _PIECE_BYTES = 64 * 2**20
@@ -17,16 +18,24 @@ _READ_BYTES = 2**20
 _DIGEST_BYTES = 16
 
 
-def hash_weights(model_dir: Path, *, config_only: bool = False, threads: int | None = None) -> str:
+def hash_weights(
+    model_dir: Path,
+    *,
+    config_only: bool = False,
+    threads: int | None = None,
+    stop: threading.Event | None = None,
+) -> str:
     """32 hex digits (blake2b-128). `config_only` is for models without weights on disk.
 
-    Raises OSError if a file cannot be read.
+    Raises OSError if a file cannot be read, CancelledError soon after `stop` is set.
     """
+    stop = stop or threading.Event()
     pieces = list(_pieces(model_dir, config_only))
     workers = threads or min(8, os.cpu_count() or 1)
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        for (path, offset), digest in zip(pieces, pool.map(_hash_piece, pieces), strict=True):
+        digests = pool.map(lambda piece: _hash_piece(piece, stop), pieces)
+        for (path, offset), digest in zip(pieces, digests, strict=True):
             total.update(f"{path.name}\0{offset}\0".encode())
             total.update(digest)
     return total.hexdigest()
@@ -40,7 +49,7 @@ def _pieces(model_dir: Path, config_only: bool) -> Iterator[tuple[Path, int]]:
             yield path, offset
 
 
-def _hash_piece(piece: tuple[Path, int]) -> bytes:
+def _hash_piece(piece: tuple[Path, int], stop: threading.Event) -> bytes:
     path, offset = piece
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     # Read, not mapped: mapped pages would count as this process's memory.
@@ -48,6 +57,8 @@ def _hash_piece(piece: tuple[Path, int]) -> bytes:
         file.seek(offset)
         left = _PIECE_BYTES
         while left and (data := file.read(min(left, _READ_BYTES))):
+            if stop.is_set():
+                raise CancelledError
             digest.update(data)
             left -= len(data)
     return digest.digest()

@@ -21,13 +21,15 @@ class ScheduledRequest:
     When that reaches its last token (`samples`), one more is sampled, at output position
     start + count - `request.num_prompt_tokens`. `request.block_ids` covers at least start + count
     tokens. The last of them may be missing in `request.token_ids`: the step before, which has not
-    been collected, samples it.
+    been collected, samples it. The first `num_prompt_logprobs` of its tokens predict prompt tokens
+    whose log-probabilities are wanted.
     """
 
     request: Request
     start: int
     count: int
     samples: bool
+    num_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ..
         pieces = []
         for index, row in enumerate(plan.rows):
             start, end = progress[index], ends[index]
-            wanted = max(0, _prompt_logprobs_end(row) - start)
+            wanted = max(0, row.start + row.num_prompt_logprobs - start)
             taken = min(wanted, room)
             count = end - start if taken == wanted else taken
             if count == 0:
@@ -84,13 +84,6 @@ def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ..
             room -= taken
         passes.append(tuple(pieces))
     return passes
-
-
-def _prompt_logprobs_end(row: ScheduledRequest) -> int:
-    """Tokens of the row before this index predict prompt tokens that are asked for."""
-    if row.request.prompt_logprobs is None:
-        return 0
-    return min(row.start + row.count, row.request.num_prompt_tokens - 1)
 
 
 def _build(pieces: Sequence[Piece], block_size: int, device: torch.device) -> StepBatch:

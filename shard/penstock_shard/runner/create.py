@@ -5,38 +5,31 @@ Knows in which order things are loaded and checked, and says so as it goes. Know
 
 from __future__ import annotations
 
-import hashlib
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models import gate
-from penstock_shard.models.base import CausalModel
 from penstock_shard.models.errors import ModelError
-from penstock_shard.models.kernels.build import kernel_hash
 from penstock_shard.models.load import ModelFiles, load_model
-from penstock_shard.models.ops.base import Ops
 from penstock_shard.models.ops.choose import choose_ops, kv_dtype
 from penstock_shard.models.transformers_loader import (
     generation_defaults,
     load_config,
     resolve_device,
 )
-from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.models.weights_hash import hash_weights
 from penstock_shard.runner.base import RunnerInfo
+from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
 from penstock_shard.runner.prepare import Preparation
-
-# Raised when the same logits give other tokens than before.
-_SAMPLER_REVISION = 1
 
 
 def create_runner(
@@ -59,10 +52,15 @@ def create_runner(
     name = gate.architecture_of(hf_config)
     progress(f"loading {name}, weights in {ops.weights}, on {device}")
     files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
+    stop = threading.Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
-        hashing = pool.submit(hash_weights, model_dir, config_only=dummy)
-        model = load_model(files, ops, progress)
-        weights_hash = hashing.result()
+        hashing = pool.submit(hash_weights, model_dir, config_only=dummy, stop=stop)
+        try:
+            model = load_model(files, ops, progress)
+            weights_hash = hashing.result()
+        finally:
+            # Not to wait for the hash of weights that cannot be loaded.
+            stop.set()
     text = hf_config.get_text_config()
     prepared = Preparation(
         config=config,
@@ -92,7 +90,7 @@ def create_runner(
         max_steps_ahead=0 if device.type == "cpu" else 1,
         batch_invariant=prepared.batch_invariant,
         numerics_fingerprint=(
-            _fingerprint(weights_hash, model, ops, cached_as) if prepared.batch_invariant else ""
+            fingerprint(weights_hash, model, ops, cached_as) if prepared.batch_invariant else ""
         ),
     )
     return ModelRunner(model, info)
@@ -107,32 +105,12 @@ def default_threads() -> int:
     return max(1, cores - 1)
 
 
-def _fingerprint(weights_hash: str, model: CausalModel, ops: Ops, cached_as: torch.dtype) -> str:
-    """With whom logits and draws are equal bit for bit: all that they depend on. 32 hex digits
-    (blake2b-128).
-    """
-    runs_theirs = isinstance(model, TransformersModel)
-    parts = (
-        weights_hash,
-        ops.weights,
-        _dtype_name(cached_as),
-        ops.backend.name,
-        kernel_hash(),
-        torch.__version__,
-        # Torch's own functions, as the sampler uses them, differ by instruction set.
-        torch.backends.cpu.get_cpu_capability(),
-        transformers.__version__ if runs_theirs else "",
-        str(_SAMPLER_REVISION),
-    )
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
-    """--max-model-len, or all positions the model has. Raises ModelError beyond those."""
+    """--max-model-len, or the positions the model states. Raises ModelError beyond what it has."""
     text = hf_config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len", "seq_length")
     positions = next((value for n in names if (value := getattr(text, n, None))), None)
@@ -142,11 +120,24 @@ def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
                 f"{gate.architecture_of(hf_config)} states no longest context; give --max-model-len"
             )
         return int(positions)
-    if positions is not None and config.max_model_len > positions:
-        raise ModelError(
-            f"--max-model-len {config.max_model_len}: the model has {positions} positions"
-        )
+    if positions is not None:
+        positions = max(int(positions), _yarn_positions(text))
+        if config.max_model_len > positions:
+            raise ModelError(
+                f"--max-model-len {config.max_model_len}: the model has {positions} positions"
+            )
     return config.max_model_len
+
+
+def _yarn_positions(text: PreTrainedConfig) -> int:
+    """How far YaRN stretches the original context (Peng et al., 2023), 0 without it. A model may
+    state its unstretched context as max_position_embeddings, as Qwen2.5 is documented.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "yarn" or not original or not rope.get("factor"):
+        return 0
+    return int(original * rope["factor"])
 
 
 def _eos_token_ids(generation: dict[str, Any], text: PreTrainedConfig) -> tuple[int, ...]:

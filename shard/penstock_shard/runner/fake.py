@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from penstock_shard.request import Request
-from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, StepPlan
+from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, ScheduledRequest, StepPlan
 from penstock_shard.runner.token_state import BadWords
 
 CAPABILITIES = frozenset(
@@ -86,7 +86,7 @@ class FakeRunner:
 
     def collect(self) -> list[RowResult]:
         plan, done_at_s = self._launched.popleft()
-        results = [self._run(row.request, row.start, row.count, row.samples) for row in plan.rows]
+        results = [self._run(row) for row in plan.rows]
         time.sleep(max(0.0, done_at_s - time.monotonic()))
         return results
 
@@ -95,13 +95,13 @@ class FakeRunner:
 
     # ---- tokens from hashes ----
 
-    def _run(self, request: Request, start: int, count: int, samples: bool) -> RowResult:
+    def _run(self, row: ScheduledRequest) -> RowResult:
         result = RowResult()
-        if request.prompt_logprobs is not None and start < request.num_prompt_tokens - 1:
-            end = min(start + count, request.num_prompt_tokens - 1)
-            result.prompt_logprobs = self._prompt_logprobs(request, start, end)
-        if samples:
-            self._sample(request, start + count, result)
+        if row.num_prompt_logprobs:
+            end = row.start + row.num_prompt_logprobs
+            result.prompt_logprobs = self._prompt_logprobs(row.request, row.start, end)
+        if row.samples:
+            self._sample(row.request, row.start + row.count, result)
         return result
 
     def _sample(self, request: Request, num_tokens: int, result: RowResult) -> None:

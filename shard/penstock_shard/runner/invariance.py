@@ -1,7 +1,7 @@
 """Whether a model's logits have the same bits however steps are cut: tried out at load.
 
 One sequence is computed whole, and then again in every way a scheduler may cut it and beside other
-sequences, with one and with two threads. One layer of each kind runs: layers of a kind run the
+sequences, with several numbers of threads. One layer of each kind runs: layers of a kind run the
 same code on the same shapes, so if one gives equal bits for equal inputs, a stack of them does.
 
 Knows which ways there are. Knows nothing of how the model computes.
@@ -9,7 +9,8 @@ Knows which ways there are. Knows nothing of how the model computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +18,23 @@ from torch import Tensor
 from penstock_shard.models.base import CausalModel
 from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
 
-# Tokens of the sequence that is watched: more than two tiles of keys, and some over.
-_LENGTH = 37
-_ROWS = (2, 3, 7, 64, 512)
+# Tokens of the sequence that is watched: past one run of 256 keys of the attention kernel, and past
+# small windows.
+_LENGTH = 300
+# Where decodes are tried, besides the last tokens: either side of that run's end.
+_EDGE = range(254, 259)
+_LAST = 8
+# Every so many tokens one is watched; all would make the head the most of the work.
+_STRIDE = 23
+_ROWS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 512)
 # Tokens computed besides: as many decodes as this, then one long chunk.
 _MAX_DECODES = 32
 # The head is a product like those of the layers, which all rows go through, but a large one.
 _MOST_LOGITS = 64
 _FILLER_CHUNK = 448
+
+# A way to compute the sequence, or the end of it: steps in turn.
+_Way = list[list[Row]]
 
 
 def first_variance(
@@ -34,10 +44,11 @@ def first_variance(
     block_size: int,
     kv_dtype: torch.dtype,
     set_threads: Callable[[int], None],
+    threads: int,
 ) -> str | None:
     """The first way of cutting that changes a bit, in words; None if none does.
 
-    `set_threads` is left at 2.
+    Tried with 1, 2 and `threads` threads; `set_threads` is left at any of them.
     """
     length = min(_LENGTH, max_model_len)
     chunk = min(_FILLER_CHUNK, max_model_len)
@@ -49,19 +60,17 @@ def first_variance(
     ):
         watched = _Watched(steps, length, chunk)
         set_threads(1)
-        expected = watched.whole()
-        for threads in (1, 2):
-            set_threads(threads)
-            for name, found, start in watched.ways():
-                if not torch.equal(_bits(found), _bits(expected[start : start + len(found)])):
-                    return f"{name} with {threads} threads"
+        watched.expect()
+        for count in sorted({1, 2, threads}):
+            set_threads(count)
+            for name, way in watched.ways():
+                if not all(watched.is_as_expected(rows) for rows in way):
+                    return f"{name} with {count} threads"
     return None
 
 
 class _Watched:
-    """A sequence and others beside it. Each way yields its name, logits [n, V] of consecutive
-    tokens of the sequence, and the index of the first of them.
-    """
+    """A sequence of which some tokens' logits are watched, and others beside it."""
 
     def __init__(self, steps: TrialSteps, length: int, chunk: int) -> None:
         self._steps = steps
@@ -70,41 +79,67 @@ class _Watched:
         self._sequence = steps.sequence(length)
         count = _MAX_DECODES + -(-max(_ROWS) // chunk)
         self._fillers = [steps.sequence(chunk) for _ in range(count)]
+        positions = {*range(0, length, _STRIDE), *_EDGE, *range(length - _LAST, length)}
+        # The index in `_expected` of each position that is watched.
+        watched = sorted(position for position in positions if 0 <= position < length)
+        self._index = {position: i for i, position in enumerate(watched)}
+        self._expected = torch.empty(0)
 
-    def whole(self) -> Tensor:
-        return self._steps.run([(self._sequence, 0, self._length)])
+    def expect(self) -> None:
+        """Take the whole sequence's logits as the right ones."""
+        _, self._expected = self._run([self._piece(0, self._length)])
 
-    def ways(self) -> Iterator[tuple[str, Tensor, int]]:
-        yield "the whole sequence", self.whole(), 0
-        yield "chunks of 16 tokens", self._cut(16), 0
-        yield "decodes after a chunk", self._cut(1, first=max(1, self._length - 8)), 0
-        yield "a chunk among decodes and chunks", *self._mixed()
+    def is_as_expected(self, rows: Sequence[Row]) -> bool:
+        """Compute the rows; whether logits of the sequence's tokens among them have the bits of the
+        whole.
+        """
+        positions, logits = self._run(rows)
+        expected = self._expected[[self._index[position] for position in positions]]
+        return torch.equal(_bits(logits), _bits(expected))
+
+    def _run(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
+        """Positions of the watched tokens among the rows', and their logits [n, V]."""
+        positions, wanted, first = [], [], 0
+        for sequence, start, count in rows:
+            if sequence is self._sequence:
+                found = [p for p in range(start, start + count) if p in self._index]
+                positions += found
+                wanted += [first + position - start for position in found]
+            first += count
+        if len(rows) > 1 and first <= _MOST_LOGITS:
+            return positions, self._steps.run(rows)[wanted]
+        return positions, self._steps.run(rows, wanted)
+
+    def ways(self) -> Iterator[tuple[str, _Way]]:
+        length = self._length
+        decoded = sorted({*_EDGE, *range(max(1, length - _LAST), length)})
+        yield "the whole sequence", self._cut([])
+        yield "chunks of 16 tokens", self._cut(range(16, length, 16))
+        yield "decodes after a chunk", self._cut(decoded)
+        yield "a chunk among decodes and chunks", [self._mixed()]
         for rows in _ROWS:
-            yield f"{rows} rows", self._among(rows), self._length - 1
+            yield f"{rows} rows", [self._among(rows)]
 
-    def _cut(self, size: int, first: int | None = None) -> Tensor:
-        """In pieces of `size` after one of `first`."""
-        ends = [*range(first or size, self._length, size), self._length]
-        starts = [0, *ends[:-1]]
-        return torch.cat(
-            [
-                self._steps.run([(self._sequence, start, end - start)])
-                for start, end in zip(starts, ends, strict=True)
-            ]
-        )
+    def _piece(self, start: int, end: int) -> Row:
+        return (self._sequence, start, end - start)
 
-    def _mixed(self) -> tuple[Tensor, int]:
+    def _cut(self, starts: Sequence[int]) -> _Way:
+        """The sequence in pieces that start at 0 and at these positions, rising."""
+        bounds = [0, *(start for start in starts if start < self._length), self._length]
+        return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]
+
+    def _mixed(self) -> list[Row]:
         start, count = self._length // 3, max(1, self._length // 2)
-        before = self._beside(9)
-        found = self._steps.run([*before, (self._sequence, start, count), *self._beside(20)[9:]])
-        first = sum(row[2] for row in before)
-        return found[first : first + count], start
+        return [*self._beside(9), (self._sequence, start, count), *self._beside(20)[9:]]
 
-    def _among(self, rows: int) -> Tensor:
-        """The last token, as the first of so many rows."""
-        last: Row = (self._sequence, self._length - 1, 1)
-        wanted = range(min(rows, _MOST_LOGITS))
-        return self._steps.run([last, *self._beside(rows - 1)], wanted)[:1]
+    def _among(self, count: int) -> list[Row]:
+        """The last tokens as the first, a middle and the last of so many rows."""
+        watched = [(self._sequence, self._length - back, 1) for back in (3, 2, 1)]
+        watched = [row for row in watched if row[1] >= 0][-count:]
+        rows = self._beside(count - len(watched))
+        for row, place in zip(watched, (0, len(rows) // 2 + 1, len(rows) + 2), strict=False):
+            rows.insert(place, row)
+        return rows
 
     def _beside(self, num_tokens: int) -> list[Row]:
         """Other rows with so many tokens: decodes, then chunks from the start of a sequence."""

@@ -62,7 +62,7 @@ class Preparation:
         if isinstance(self.model, TransformersModel):
             self._check_attention(self.model, block_size)
         self._check_finite(block_size)
-        invariant = self.ops.backend.name == "cpu" and self._is_invariant(block_size)
+        invariant = self.ops.backend.name == "cpu" and self._is_invariant(block_size, threads)
         self.ops.set_threads(threads)
         num_blocks = self._allocate(block_size)
         self.progress(f"KV cache: {num_blocks} blocks of {block_size} tokens")
@@ -105,12 +105,26 @@ class Preparation:
         ) as steps:
             logits = steps.run([(steps.sequence(length), 0, length)])
         if not bool(torch.isfinite(logits).all()):
+            kinds = (self.ops.weights, _name(self.kv_dtype))
+            full = set(kinds) == {"float32"}
             raise ModelError(
-                f"the model gives logits that are no numbers with weights in {self.ops.weights} "
-                f"and keys and values in {_name(self.kv_dtype)}; use --dtype float32"
+                f"the model gives logits that are no numbers with weights in {kinds[0]} and keys "
+                f"and values in {kinds[1]}; "
+                + ("its weights are damaged" if full else f"use {self._full_precision()}")
             )
 
-    def _is_invariant(self, block_size: int) -> bool:
+    def _full_precision(self) -> str:
+        """What to change in the flags to compute in float32 alone."""
+        changes = []
+        if self.config.quantization is not None:
+            changes.append("no --quantization")
+        if self.config.dtype != "float32":
+            changes.append("--dtype float32")
+        if self.config.kv_cache_dtype == "float16":
+            changes.append("--kv-cache-dtype auto")
+        return " and ".join(changes)
+
+    def _is_invariant(self, block_size: int, threads: int) -> bool:
         found = first_variance(
             self.model,
             self.vocab_size,
@@ -118,6 +132,7 @@ class Preparation:
             block_size,
             self.kv_dtype,
             self.ops.set_threads,
+            threads,
         )
         if found is not None:
             self.progress(f"results depend on the batch: {found} changed a bit")

@@ -37,6 +37,9 @@ from penstock_shard.runner.base import Logprobs, RowResult
 from penstock_shard.runner.draw import draw, ordered_topk
 from penstock_shard.runner.token_state import TokenState, needs_state
 
+# Raised when the same logits give other tokens than before.
+SAMPLER_REVISION = 1
+
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:

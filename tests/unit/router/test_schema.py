@@ -314,7 +314,9 @@ def test_a_logit_bias_is_read_by_id_and_cut_to_its_bounds() -> None:
     assert request.logit_bias == {5: 1.0, 7: -100.0}
 
 
-@pytest.mark.parametrize("bias", [{"five": 1}, {"-1": 1}, {"5": "much"}, {"4294967296": 1}, [5]])
+@pytest.mark.parametrize(
+    "bias", [{"five": 1}, {"-1": 1}, {"5": "much"}, {"4294967296": 1}, {"9" * 5000: 1}, [5]]
+)
 def test_a_logit_bias_that_is_none_is_refused(bias: object) -> None:
     with pytest.raises(BadRequest, match="logit_bias"):
         parse_completion({"prompt": "x", "logit_bias": bias})
@@ -323,3 +325,9 @@ def test_a_logit_bias_that_is_none_is_refused(bias: object) -> None:
 def test_allowing_no_token_at_all_is_refused() -> None:
     with pytest.raises(BadRequest, match="allowed_token_ids"):
         parse_completion({"prompt": "x", "allowed_token_ids": []})
+
+
+def test_over_http_nobody_gets_in_front_of_others() -> None:
+    assert parse_completion({"prompt": "x", "priority": 3}).priority == 3
+    with pytest.raises(BadRequest, match="priority"):
+        parse_completion({"prompt": "x", "priority": -1})

@@ -201,6 +201,20 @@ def test_an_error_of_one_row_ends_that_request_and_no_other() -> None:
     assert "NaN" in ending.error.message
 
 
+def test_an_error_after_a_put_down_leaves_no_queued_token_behind() -> None:
+    under_test = make_engine()
+    under_test.engine = Engine(
+        _FailingRow(under_test, "bad"), under_test.scheduler, under_test.blocks
+    )
+    under_test.engine.submit(make_request("bad", max_tokens=50))
+    under_test.engine.step()
+    (bad,) = under_test.scheduler.requests
+    under_test.scheduler._put_down(bad)
+    under_test.run()
+    assert bad.num_steps_in_flight == 0
+    assert under_test.scheduler.num_queued_tokens == 0
+
+
 def test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption() -> None:
     rng = seeded("prompt logprobs")
     prompt = [rng.randrange(900) for _ in range(70)]

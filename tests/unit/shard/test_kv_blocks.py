@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from support.budget import budget, seeded
 from support.engines import make_request
@@ -86,6 +88,31 @@ def test_a_forged_hash_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BlockManager(16, 16)
     _compute(blocks, make_request("a", range(40)), 40)
     assert blocks.acquire_prefix(make_request("b", range(500, 540))) == 0
+
+
+def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest, forged, child = range(16), range(100, 116), range(50, 66)
+    block_hash = kv_blocks.block_hash
+
+    def forge(parent: bytes, ids: Sequence[int]) -> bytes:
+        return block_hash(parent, honest if tuple(ids) == tuple(forged) else ids)
+
+    monkeypatch.setattr(kv_blocks, "block_hash", forge)
+    blocks = BlockManager(8, 16)
+    first = make_request("first", [*honest, 1])
+    second = make_request("second", [*honest, *child, 1])
+    # Both were computed at once: the second's own copy of the first block is not the filed one.
+    for request in (first, second):
+        _compute(blocks, request, request.num_tokens)
+    blocks.release(first)
+    # All that is free is used, and what was filed there goes.
+    filler = make_request("filler", range(300, 300 + 16 * blocks.num_free))
+    assert blocks.grow(filler, filler.num_tokens)
+    blocks.release(filler)
+    _compute(blocks, make_request("forged", [*forged, 1]), 17)
+    assert blocks.acquire_prefix(make_request("victim", [*forged, *child, 1, 2])) == 16
 
 
 def test_without_prefix_caching_nothing_is_ever_found() -> None:

@@ -36,8 +36,8 @@ def _traffic(rng: random.Random, rate: float, duration_s: float) -> list[tuple[f
 def _overload(seed: int, duration_s: float, *, with_slo: bool) -> tuple[Simulation, float, float]:
     """1.3 times what the device can serve, a fifth of it with an slo.
 
-    Returns the simulation, output tokens per second, and the share of the fifth whose tokens came
-    as close together as they asked.
+    Returns the simulation, output tokens per second, and the share of the fifth of whose tokens
+    all but one in twenty came as close together as they asked.
     """
     rng = random.Random(seed)
     arrivals = _traffic(rng, 3.9, duration_s)
@@ -52,7 +52,7 @@ def _overload(seed: int, duration_s: float, *, with_slo: bool) -> tuple[Simulati
     rate = sum(len(timeline.token_times_s) for timeline in timelines) / (end_s - 1.0)
     names = {request.request_id for request in chosen}
     attained = [
-        mean(timeline.gaps_s) <= _SLO_S
+        mean(gap <= _SLO_S for gap in timeline.gaps_s) >= 0.95
         for timeline in timelines
         if timeline.request.request_id in names and timeline.gaps_s
     ]
@@ -118,6 +118,34 @@ def test_short_prompts_get_past_a_long_one() -> None:
     assert by_name["long"].first_token_s > 20
 
 
+def test_a_pause_in_the_first_step_slows_no_long_prompt_for_good() -> None:
+    def first_token_s(pause_s: float) -> float:
+        steady = linear_cost(step_s=0.004, decode_s=0.0012, prompt_token_s=0.0009)
+        pauses = iter([pause_s])
+        simulation = Simulation(
+            SchedulerLimits(16, 512, 256), lambda plan: steady(plan) + next(pauses, 0.0)
+        )
+        streams = [(0.0, make_request(str(i), range(i, i + 20), max_tokens=1500)) for i in range(4)]
+        long = make_request("long", [i % 991 for i in range(3000)], max_tokens=2)
+        timelines = simulation.run([*streams, (5.0, long)])
+        return next(t for t in timelines if t.request is long).first_token_s
+
+    assert first_token_s(2.0) < 1.4 * first_token_s(0.0)
+
+
+def test_a_prompt_that_is_mostly_cached_breaks_no_objective() -> None:
+    cost = linear_cost(step_s=0.004, decode_s=0.0012, prompt_token_s=0.0003, key_s=1e-6)
+    simulation = Simulation(SchedulerLimits(16, 512, 512), cost)
+    start = [i % 991 for i in range(20_000)]
+    steady = make_request("steady", range(10), max_tokens=100)
+    steady.objective = Objective(seconds_between_tokens=_SLO_S)
+    hit = make_request("hit", [*start[:19_984], *range(400)], max_tokens=2)
+    warm_up = make_request("warm-up", start, max_tokens=1)
+    timelines = simulation.run([(0.0, warm_up), (400.0, steady), (400.5, hit)])
+    assert hit.cached_tokens == 19_984
+    assert max(next(t for t in timelines if t.request is steady).gaps_s) <= _SLO_S
+
+
 def test_prompts_are_bounded_while_others_decode() -> None:
     simulation = Simulation(SchedulerLimits(16, 512, 128), _COST)
     first = make_request("first", range(50), max_tokens=50)
@@ -144,6 +172,20 @@ def test_a_higher_class_takes_the_seat_of_a_lower_one() -> None:
     assert (by_name["high"].ended_s or 0) < (by_name["low"].ended_s or 0)
     assert len(by_name["low"].token_times_s) == 200
     assert low.preemptions == 1
+
+
+@pytest.mark.parametrize(
+    "objective", [Objective(priority=-1), Objective(time_to_first_token_s=0.5)]
+)
+def test_a_queue_that_is_older_than_the_bound_makes_no_wish_void(objective: Objective) -> None:
+    simulation = Simulation(SchedulerLimits(4, 512, aging_s=10.0), _COST)
+    batch = [(0.0, make_request(str(i), range(i, i + 40), max_tokens=100)) for i in range(200)]
+    for _, request in batch:
+        request.objective = Objective(priority=max(0, objective.priority + 1))
+    wish = make_request("wish", range(500, 540), max_tokens=5)
+    wish.objective = objective
+    timelines = simulation.run([*batch, (15.0, wish)])
+    assert next(t for t in timelines if t.request is wish).first_token_s < 2.0
 
 
 def test_a_class_does_not_take_the_seat_of_its_own() -> None:

@@ -71,3 +71,9 @@ def test_whoever_gets_tokens_does_not_age() -> None:
     served, fresh = _request("served", 0), _request("fresh", 50, priority=-1)
     served.last_token_s = 149.0
     assert _order([served, fresh], now_s=150.0, aging_s=30.0) == ["fresh", "served"]
+
+
+def test_a_deadline_that_max_tokens_cannot_meet_moves_nobody_forward() -> None:
+    generous = _request("generous", 3, deadline_s=3600.0)
+    generous.max_tokens = 131_072
+    assert _order([generous, _request("plain", 0)]) == ["plain", "generous"]

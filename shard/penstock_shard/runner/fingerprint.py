@@ -1,0 +1,81 @@
+"""With whom a shard's logits and draws are equal bit for bit: a name for all that decides.
+
+Knows what results depend on. Knows nothing of how they are computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+
+from penstock_shard.models.base import CausalModel
+from penstock_shard.models.kernels.build import kernel_hash
+from penstock_shard.models.ops.base import Ops
+from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.runner.sampler import SAMPLER_REVISION
+
+_DIGEST_BYTES = 16
+# More than a vector's width and no multiple of one.
+_NUM_VALUES = 4099
+# Functions that the sampler, rotary tables and modelling code call and that are rounded otherwise
+# by other instructions. Torch hands some to a library that chooses them by the maker of the
+# processor, so that torch's own name for what it found does not tell.
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "log": lambda x: torch.log(x.abs() + 1),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "erf": torch.erf,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "rsqrt": lambda x: torch.rsqrt(x.square() + 1e-5),
+    "log_softmax": lambda x: torch.log_softmax(x, dim=0),
+    "softmax": lambda x: torch.softmax(x, dim=0),
+    # Angles grow with positions.
+    "cos": lambda x: torch.cos(x * 1000),
+    "sin": lambda x: torch.sin(x * 1000),
+    "pow": lambda x: 10000.0 ** (x / 8),
+}
+
+
+def fingerprint(weights_hash: str, model: CausalModel, ops: Ops, kv_dtype: torch.dtype) -> str:
+    """32 hex digits (blake2b-128): shards with equal ones give equal bits."""
+    runs_theirs = isinstance(model, TransformersModel)
+    parts = (
+        weights_hash,
+        ops.weights,
+        str(kv_dtype),
+        ops.backend.name,
+        kernel_hash(),
+        torch.__version__,
+        torch_bits(),
+        transformers.__version__ if runs_theirs else "",
+        str(SAMPLER_REVISION),
+    )
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def torch_bits() -> str:
+    """What torch's functions give for fixed values here, in 32 hex digits (blake2b-128)."""
+    total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for values in _fixed_values():
+        for name, function in _FUNCTIONS.items():
+            total.update(f"{name}\0{values.dtype}\0".encode())
+            total.update(function(values).numpy().tobytes())
+    return total.hexdigest()
+
+
+@functools.cache
+def _fixed_values() -> tuple[Tensor, Tensor]:
+    """Between -8 and 8, in the two precisions that are computed in."""
+    generator = random.Random(1)
+    values = [generator.uniform(-8, 8) for _ in range(_NUM_VALUES)]
+    return torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,383 @@
+"""Configurations as well-known models on the hub have them: each goes to our decoder.
+
+Shapes are those of the models; where a model is made, it is made small.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_maker import make_model
+from models.driver import load
+from models.model_steps import relative_errors
+from safetensors.torch import load_file, save_file
+
+from penstock_shard.models import gate
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder_spec import NotOurs, decoder_spec
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.transformers_loader import load_config
+
+_LLAMA = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+}
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+}
+_QWEN = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_GEMMA = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "num_hidden_layers": 26,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        **_LLAMA,
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+        "vocab_size": 49152,
+    },
+    "Llama-3.2-1B": {
+        **_LLAMA,
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+    "Qwen2.5-0.5B": {
+        **_QWEN,
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "sliding_window": 32768,
+        "transformers_version": "4.40.1",
+        "use_mrope": False,
+    },
+    "Qwen3-0.6B": {
+        **_QWEN,
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "transformers_version": "4.51.0",
+    },
+    "Phi-3-mini-4k": {
+        "_name_or_path": "Phi-3-mini-4k-instruct",
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        },
+        "bos_token_id": 1,
+        "embd_pdrop": 0.0,
+        "eos_token_id": 32000,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "model_type": "phi3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.2",
+        "use_cache": True,
+        "vocab_size": 32064,
+    },
+    "Mistral-7B-v0.1": {
+        **_MISTRAL,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 32000,
+    },
+    "Mistral-7B-v0.3": {
+        **_MISTRAL,
+        "attention_dropout": 0.0,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 32768,
+    },
+    "gemma-2-2b": {
+        **_GEMMA,
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": 50.0,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+    },
+    "gemma-3-1b": {
+        **_GEMMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "attn_logit_softcapping": None,
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+}
+# What makes such a model small without another way through the code.
+_SMALL = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+def write(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_goes_to_our_decoder(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    read = load_config(write(tmp_path, config), trust_remote_code=False)
+    gate.check_config(read, config["max_position_embeddings"])
+    spec = decoder_spec(read)
+    assert len(spec.layers) == config["num_hidden_layers"]
+    assert spec.layers[0].num_kv_heads == config["num_key_value_heads"]
+    windows = [layer.window for layer in spec.layers[:6]]
+    expected: dict[str, list[int | None]] = {
+        "Phi-3-mini-4k": [2047] * 6,
+        "Mistral-7B-v0.1": [4096] * 6,
+        "gemma-2-2b": [4096, None] * 3,
+        "gemma-3-1b": [512] * 5 + [None],
+    }
+    assert windows == expected.get(name, [None] * 6)
+    assert spec.tied == (not name.startswith(("Phi", "Mistral")))
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Phi-3-mini-4k", "gemma-3-1b"])
+def test_a_small_one_computes_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """With the hub's own config.json beside the weights, not what transformers saves."""
+    config = {name: value for name, value in CONFIGS[name].items() if name != "torch_dtype"}
+    small = {key: value for key, value in _SMALL.items() if key in config}
+    family = {"llama": "llama", "phi3": "phi3", "gemma3_text": "gemma3"}[config["model_type"]]
+    types = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    extra = {"gemma3": {"layer_types": types[:7], "query_pre_attn_scalar": 256}}.get(family, {})
+    rope = {"rope_type": "default", "rope_theta": float(config["rope_theta"])}
+    ropes = {} if family == "gemma3" else {"rope_parameters": rope}
+    shapes = {**_SMALL, "tie_word_embeddings": family != "phi3", **extra, **ropes}
+    if "head_dim" not in config:
+        shapes["head_dim"] = 8
+    directory = make_model(tmp_path, family, **shapes)
+    write(directory, {**config, **small})
+    assert isinstance(load(directory).model, Decoder)
+    assert relative_errors(directory)[0] < 1e-4
+
+
+def test_code_of_the_models_own_is_left_to_transformers_where_it_is_trusted(
+    tmp_path: Path,
+) -> None:
+    read = load_config(write(tmp_path, CONFIGS["Phi-3-mini-4k"]), trust_remote_code=False)
+    decoder_spec(read)
+    with pytest.raises(NotOurs, match="auto_map"):
+        decoder_spec(read, trust_remote_code=True)
+
+
+def test_a_pattern_of_windows_that_says_otherwise_is_left_to_transformers(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention"] * 13
+    config = {**CONFIGS["gemma-3-1b"], "layer_types": types}
+    read = load_config(write(tmp_path, config), trust_remote_code=False)
+    with pytest.raises(NotOurs, match="sliding_window_pattern 6"):
+        decoder_spec(read)
+
+
+def test_the_newer_name_of_the_activation_wins_for_gemma_alone(tmp_path: Path) -> None:
+    config = {**CONFIGS["gemma-2-2b"], "hidden_act": "silu"}
+    read = load_config(write(tmp_path, config), trust_remote_code=False)
+    assert decoder_spec(read).activation == "gelu_tanh"
+    config = {**CONFIGS["SmolLM2-135M"], "hidden_activation": "gelu_pytorch_tanh"}
+    read = load_config(write(tmp_path, config), trust_remote_code=False)
+    with pytest.raises(NotOurs, match="hidden_activation"):
+        decoder_spec(read)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_key_value_heads": 3}, r"num_attention_heads is 9.* num_key_value_heads, 4"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"hidden_size": 577}, r"577"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_in_one_line(
+    changes: dict[str, int], reason: str, tmp_path: Path
+) -> None:
+    config = {**CONFIGS["SmolLM2-135M"], **changes}
+    if "num_key_value_heads" in changes:
+        config["num_key_value_heads"] = 4
+    with pytest.raises(ModelError, match=reason) as caught:
+        load(write(tmp_path, config), load_format="dummy")
+    assert "\n" not in str(caught.value)
+
+
+def test_yarn_may_go_as_far_as_it_stretches(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+    }
+    directory = make_model(tmp_path, "qwen2", rope_parameters=rope)
+    assert load(directory).info.max_model_len == 256
+    runner = load(directory, max_model_len=1024)
+    assert runner.info.max_model_len == 1024
+    assert isinstance(runner.model, Decoder)
+    assert {len(layer.rope.cos) for layer in runner.model._layers} == {1024}
+    with pytest.raises(ModelError, match="1025: the model has 1024 positions"):
+        load(directory, max_model_len=1025)
+    with pytest.raises(ModelError, match="257: the model has 256 positions"):
+        load(make_model(tmp_path / "plain", "qwen2"), max_model_len=257)
+
+
+def test_gemmas_scale_has_the_dtype_of_its_weights(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "gemma3", hidden_size=36)
+    weights = directory / "model.safetensors"
+    model = load(directory).model
+    assert isinstance(model, Decoder)
+    assert model._spec.embedding_scale == 6.0
+    directory = make_model(tmp_path / "other", "gemma3", hidden_size=40)
+    weights = directory / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
+    model = load(directory).model
+    assert isinstance(model, Decoder)
+    assert model._spec.embedding_scale == float(torch.tensor(40**0.5).bfloat16()) != 40**0.5
