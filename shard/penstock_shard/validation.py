@@ -277,6 +277,22 @@ def _check_something_is_left(incoming: IncomingRequest, stop_token_ids: Sequence
         )
 
 
+def usable_defaults(stated: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
+    """What a model's own configuration states, less what no request could be served with; and of
+    that a line each.
+    """
+    usable: dict[str, float] = {}
+    unusable = []
+    for name, value in stated.items():
+        allowed = _Range(-1) if name == "top_k" else _SAMPLING_RANGES[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and allowed.holds(value):
+            usable[name] = value
+        else:
+            unusable.append(f"{name}: {_short(value)} is out of bounds; allowed: {allowed}")
+    return usable, unusable
+
+
 def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> SamplingParams:
     values: dict[str, float] = {}
     for name, allowed in _SAMPLING_RANGES.items():

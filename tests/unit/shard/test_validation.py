@@ -16,7 +16,7 @@ from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Submit
 from penstock_shard.request import NO_OBJECTIVE, Objective, SamplingParams
-from penstock_shard.validation import IncomingRequest, Refusal, check
+from penstock_shard.validation import IncomingRequest, Refusal, check, usable_defaults
 
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5)
 
@@ -318,3 +318,10 @@ def test_neutral_values_need_no_capability() -> None:
         min_tokens=0, priority=0, latency_sensitive=False,
     )  # fmt: skip
     assert check(neutral, without, CONFIG).sampling == SamplingParams()
+
+
+def test_defaults_that_no_request_could_be_served_with_are_left_out() -> None:
+    stated = {"temperature": 0.7, "top_p": 0, "top_k": 50, "repetition_penalty": "much"}
+    usable, unusable = usable_defaults(stated)
+    assert usable == {"temperature": 0.7, "top_k": 50}
+    assert [line.split(":")[0] for line in unusable] == ["top_p", "repetition_penalty"]
