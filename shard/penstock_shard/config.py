@@ -282,7 +282,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--threads",
         type=_positive_int,
         metavar="N",
-        help="compute threads on cpu (default: cores minus one)",
+        help="compute threads on cpu (default: one less than the cores, or the quota)",
     )
     group.add_argument(
         "--attention-backend",

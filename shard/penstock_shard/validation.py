@@ -277,7 +277,7 @@ def _check_something_is_left(incoming: IncomingRequest, stop_token_ids: Sequence
         )
 
 
-def usable_defaults(stated: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
+def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], list[str]]:
     """What a model's own configuration states, less what no request could be served with; and of
     that a line each.
     """

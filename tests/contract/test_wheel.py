@@ -51,8 +51,10 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: zipfile.ZipFi
 def test_every_source_file_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     for package, folder in PACKAGES.items():
-        for path in folder.rglob("*.py"):
-            assert f"{package}/{path.relative_to(folder).as_posix()}" in names
+        # The kernels are compiled from what is installed.
+        for pattern in ("*.py", "*.c", "*.h"):
+            for path in folder.rglob(pattern):
+                assert f"{package}/{path.relative_to(folder).as_posix()}" in names
 
 
 @pytest.mark.skipif(not (BUILTIN_MODEL / "config.json").exists(), reason="no built-in model")
@@ -115,7 +117,13 @@ def test_a_file_that_does_not_belong_is_found(
 
 
 @pytest.mark.parametrize(
-    "missing", ["penstock_proto/shard.proto", "penstock_client/py.typed", "penstock_shard/wire.py"]
+    "missing",
+    [
+        "penstock_proto/shard.proto",
+        "penstock_client/py.typed",
+        "penstock_shard/wire.py",
+        "penstock_shard/models/kernels/cpu.c",
+    ],
 )
 def test_a_file_that_is_missing_is_found(wheel: zipfile.ZipFile, missing: str) -> None:
     assert content_problems(name for name in wheel.namelist() if name != missing) != []
@@ -126,6 +134,7 @@ def content_problems(names: Iterable[str]) -> list[str]:
     required = ["penstock_proto/shard.proto", "penstock_proto/shard_pb2.pyi"]
     required += [f"{package}/py.typed" for package in PACKAGES]
     required += ["penstock_client/_wire.py", "penstock_shard/wire.py"]
+    required += ["penstock_shard/models/kernels/cpu.c"]
     problems = [f"{name} is missing" for name in required if name not in names]
     for name in names:
         top, _, rest = name.partition("/")

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import resource
+import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,24 +237,20 @@ def read_cache(cache: KvCache, slots: Tensor) -> tuple[Tensor, Tensor]:
     return cache.keys[block, :, offset // 16, :, offset % 16], cache.values[block, :, offset]
 
 
-def rotated(heads: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+def rotated(heads: Tensor, angles: Tensor) -> Tensor:
     """heads [T, H, D] by angles [T, rotary_dim / 2]."""
     half = angles.shape[1]
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     result = heads.clone()
-    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
-    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
-    result[..., first] = heads[..., first] * cos - heads[..., second] * sin
-    result[..., second] = heads[..., second] * cos + heads[..., first] * sin
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    result[..., :half] = first * cos - second * sin
+    result[..., half : 2 * half] = second * cos + first * sin
     return result
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (10, 6), (8, 0)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_and_cache(
-    kernels: CpuKernels, interleaved: bool, dim: int, rotary: int, normed: bool
-) -> None:
+def test_rope_and_cache(kernels: CpuKernels, dim: int, rotary: int, normed: bool) -> None:
     random = generator("rope")
     heads, kv_heads, rows = 6, 2, 5
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=random)
@@ -266,7 +267,6 @@ def test_rope_and_cache(
         slots,
         angles.cos() if rotary else None,
         angles.sin() if rotary else None,
-        interleaved=interleaved,
         q_norm=q_norm if normed else None,
         k_norm=k_norm if normed else None,
         eps=1e-6,
@@ -277,9 +277,9 @@ def test_rope_and_cache(
     if normed:
         q = functional.rms_norm(q, (dim,), 1 + q_norm, 1e-6)
         k = functional.rms_norm(k, (dim,), 1 + k_norm, 1e-6)
-    torch.testing.assert_close(query, rotated(q, angles[positions], interleaved))
+    torch.testing.assert_close(query, rotated(q, angles[positions]))
     keys, values = read_cache(cache, slots[slots >= 0])
-    expected = rotated(k, angles[positions], interleaved)[slots >= 0]
+    expected = rotated(k, angles[positions])[slots >= 0]
     torch.testing.assert_close(keys.float(), expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(values, v[slots >= 0].half())
     # Nothing else was written.
@@ -558,3 +558,42 @@ def test_calls_of_several_python_threads_take_turns(kernels: CpuKernels) -> None
     with ThreadPoolExecutor() as callers:
         assert all(callers.map(right, range(3)))
     kernels.set_threads(1)
+
+
+# ---- The process around the kernels ----
+
+
+# Later versions of Python warn of a fork where threads run; that this works is the point.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_computes_and_has_threads_of_its_own(kernels: CpuKernels) -> None:
+    kernels.set_threads(2)
+    weight, x = kernels.pack(torch.randn(300, 200), "float16"), torch.randn(20, 200)
+    expected = kernels.linear(x, weight).numpy()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        right = 0
+        for threads in (2, 3, 1):
+            right += bool((kernels.linear(x, weight).numpy() == expected).all())
+            kernels.set_threads(threads)
+        os._exit(right)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert (kernels.linear(x, weight).numpy() == expected).all()
+    kernels.set_threads(1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_lack_of_memory_is_an_error_and_the_next_call_works(kernels: CpuKernels) -> None:
+    weight = kernels.pack(torch.ones(1, 1 << 17), "int8")
+    # 512 MiB that are never touched; in int8, for which there is no room, a quarter of it.
+    x, out = torch.empty(1024, 1 << 17), torch.empty(1024, 1)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, hard))
+    try:
+        with pytest.raises(MemoryError, match="no scratch memory for the cpu kernels"):
+            kernels.linear(x, weight, out=out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert kernels.linear(torch.ones(2, 1 << 17), weight).tolist() == [[1 << 17]] * 2

@@ -139,13 +139,96 @@ def test_a_configuration_that_says_more_is_left_to_transformers(
         decoder_spec(config)
 
 
-def test_a_tensor_that_is_not_expected_is_left_to_transformers(tmp_path: Path) -> None:
-    directory = make_model(tmp_path, "llama")
+def change_weights(directory: Path, **changes: torch.Tensor) -> Path:
     weights = directory / "model.safetensors"
-    tensors = load_file(weights)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
-    save_file(tensors, weights, {"format": "pt"})
-    assert isinstance(load(directory).model, TransformersModel)
+    save_file({**load_file(weights), **changes}, weights, {"format": "pt"})
+    return directory
+
+
+def test_a_tensor_that_nobody_reads_is_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    directory = change_weights(make_model(tmp_path, "llama"), **{name: torch.zeros(32)})
+    with pytest.raises(ModelError, match=rf"1 tensors .* does not read, {name} for one"):
+        load(directory)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_known_leftovers_of_other_releases_are_ignored(family: str, tmp_path: Path) -> None:
+    names = {
+        "llama": "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "gpt2": "transformer.h.0.attn.masked_bias",
+    }
+    directory = make_model(tmp_path, family)
+    expected = cut_logits(load(directory))[1]
+    change_weights(directory, **{names[family]: torch.ones(4)})
+    runner = load(directory)
+    assert isinstance(runner.model, Decoder) == (family == "llama")
+    assert torch.equal(cut_logits(runner)[1], expected)
+
+
+def test_tensors_of_other_parts_are_left_out(tmp_path: Path) -> None:
+    """As of a model that also sees: its text is served."""
+    tower = {"vision_tower.layers.0.mlp.weight": torch.ones(4, 4)}
+    runner = load(change_weights(make_model(tmp_path, "llama"), **tower))
+    assert isinstance(runner.model, TransformersModel)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(
+    backend: str, tmp_path: Path
+) -> None:
+    directory = make_model(tmp_path, "qwen2", tie_word_embeddings=True)
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(directory, **{"lm_head.weight": embedding.clone()})
+    runner = load(directory, attention_backend=backend)
+    assert isinstance(runner.model, Decoder)
+    assert runner.model._spec.tied
+    # One value past the first pieces that are compared.
+    embedding[-1, -1] += 1.0
+    change_weights(directory, **{"lm_head.weight": embedding})
+    runner = load(directory, attention_backend=backend)
+    assert isinstance(runner.model, Decoder)
+    assert not runner.model._spec.tied
+    assert relative_errors(directory, attention_backend=backend)[0] < 1e-4
+
+
+def test_a_tied_head_of_another_shape_is_not_taken_for_the_embedding(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "qwen2", tie_word_embeddings=True)
+    change_weights(directory, **{"lm_head.weight": torch.ones(384, 16)})
+    with pytest.raises(ModelError, match="cannot load the weights"):
+        load(directory)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.float64, "F64"), (torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")],
+)
+def test_weights_without_a_known_meaning_are_refused_by_name(
+    family: str, dtype: torch.dtype, stored: str, tmp_path: Path
+) -> None:
+    directory = make_model(tmp_path, family)
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in tensors if "1.mlp" in name and name.endswith("weight"))
+    change_weights(directory, **{name: tensors[name].to(dtype)})
+    for backend in ("cpu", "sdpa"):
+        with pytest.raises(ModelError, match=rf"{name}: is stored as {stored}") as caught:
+            load(directory, attention_backend=backend)
+        assert "--" not in str(caught.value)
+
+
+def test_advice_names_no_flag_that_is_given(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = load_file(directory / "model.safetensors")[name]
+    tensor[3, 5] = float("nan")
+    change_weights(directory, **{name: tensor})
+    with pytest.raises(ModelError, match="its weights are damaged") as caught:
+        load(directory, dtype="float32")
+    assert "--dtype" not in str(caught.value)
+    with pytest.raises(ModelError, match=name) as caught:
+        load(directory, dtype="auto", quantization="int8")
+    assert "--dtype" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

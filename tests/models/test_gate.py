@@ -53,6 +53,17 @@ def test_rope_that_depends_on_the_batch_is_refused_past_its_context() -> None:
         gate.check_config(config, 512)
 
 
+def test_heads_that_cannot_be_turned_or_shared_are_refused() -> None:
+    config = make_config("qwen3")
+    config.head_dim = 15
+    with pytest.raises(ModelError, match="head_dim is 15"):
+        gate.check_config(config, 128)
+    config = make_config("qwen3")
+    config.num_key_value_heads = 3
+    with pytest.raises(ModelError, match=r"num_attention_heads is 4; .* num_key_value_heads, 3"):
+        gate.check_config(config, 128)
+
+
 def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("mistral"))
     module.set_attn_implementation(ATTENTION_NAME)

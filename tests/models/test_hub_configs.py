@@ -294,7 +294,7 @@ def test_a_small_one_computes_as_transformers_does(name: str, tmp_path: Path) ->
     extra = {"gemma3": {"layer_types": types[:7], "query_pre_attn_scalar": 256}}.get(family, {})
     rope = {"rope_type": "default", "rope_theta": float(config["rope_theta"])}
     ropes = {} if family == "gemma3" else {"rope_parameters": rope}
-    shapes = {**_SMALL, "tie_word_embeddings": family != "phi3", **extra, **ropes}
+    shapes: dict[str, Any] = {**_SMALL, "tie_word_embeddings": family != "phi3", **extra, **ropes}
     if "head_dim" not in config:
         shapes["head_dim"] = 8
     directory = make_model(tmp_path, family, **shapes)
@@ -333,17 +333,16 @@ def test_the_newer_name_of_the_activation_wins_for_gemma_alone(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_key_value_heads": 3}, r"num_attention_heads is 9.* num_key_value_heads, 4"),
-        ({"head_dim": 15}, "head_dim is 15"),
-        ({"hidden_size": 577}, r"577"),
+        ({"num_key_value_heads": 4}, r"num_attention_heads is 9.* num_key_value_heads, 4"),
+        ({"head_dim": 15}, "head_dim.*15"),
+        ({"hidden_size": 577}, "577"),
+        ({"hidden_size": "wide"}, "hidden_size"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_in_one_line(
-    changes: dict[str, int], reason: str, tmp_path: Path
+    changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     config = {**CONFIGS["SmolLM2-135M"], **changes}
-    if "num_key_value_heads" in changes:
-        config["num_key_value_heads"] = 4
     with pytest.raises(ModelError, match=reason) as caught:
         load(write(tmp_path, config), load_format="dummy")
     assert "\n" not in str(caught.value)
@@ -370,7 +369,6 @@ def test_yarn_may_go_as_far_as_it_stretches(tmp_path: Path) -> None:
 
 def test_gemmas_scale_has_the_dtype_of_its_weights(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "gemma3", hidden_size=36)
-    weights = directory / "model.safetensors"
     model = load(directory).model
     assert isinstance(model, Decoder)
     assert model._spec.embedding_scale == 6.0

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,34 +24,121 @@ def small_source(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(build, "SOURCES", (source,))
 
 
+@pytest.fixture
+def none_loaded(monkeypatch) -> None:
+    """As at the start of a process."""
+    monkeypatch.setattr(cpu, "_loaded", {})
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """Of progress."""
+    return []
+
+
+def first_library(level: str) -> Path:
+    """What a shard loads; fails if it would say anything."""
+    return next(build.libraries(level, pytest.fail))
+
+
 @pytest.mark.usefixtures("small_source")
 def test_a_library_is_built_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "made" / "here"))
-    library = build.build_library("portable")
+    library = first_library("portable")
     first = library.stat()
-    assert build.build_library("portable") == library
+    assert first_library("portable") == library
     assert library.stat().st_mtime_ns == first.st_mtime_ns
+    assert library.parent.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in library.parent.iterdir()] == [library.name]
     build.SOURCES[0].write_text("int changed;")
-    assert build.build_library("portable") != library
+    assert first_library("portable") != library
 
 
 @pytest.mark.usefixtures("small_source")
 def test_shards_that_start_at_once_build_side_by_side(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     with ThreadPoolExecutor(4) as shards:
-        libraries = list(shards.map(build.build_library, ["portable"] * 4))
+        libraries = list(shards.map(first_library, ["portable"] * 4))
     assert [*(tmp_path / "cache").iterdir()] == [libraries[0]]
     assert set(libraries) == {libraries[0]}
 
 
 @pytest.mark.usefixtures("small_source")
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch) -> None:
+def test_a_library_in_the_cache_needs_no_compiler(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    library = first_library("portable")
+    monkeypatch.setenv("PATH", "")
+    assert first_library("portable") == library
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    assert first_library("portable") == library
+
+
+@pytest.mark.usefixtures("small_source")
+def test_another_kind_of_machine_gets_a_library_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    library = first_library("portable")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert first_library("portable") != library
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch, lines: list[str]
+) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
-    library = build.build_library("portable")
+    library = next(build.libraries("portable", lines.append))
     assert library.exists()
     assert tmp_path not in library.parents
+    (line,) = lines
+    assert line.startswith("the cache of compiled kernels is not used: ")
+
+
+@pytest.mark.usefixtures("small_source")
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("what", ["directory", "library"])
+def test_what_others_can_write_to_is_not_loaded(
+    tmp_path: Path, monkeypatch, lines: list[str], what: str, mode: int
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    cached = first_library("portable")
+    refused = cached if what == "library" else cached.parent
+    refused.chmod(mode)
+    library = next(build.libraries("portable", lines.append))
+    assert tmp_path not in library.parents
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert lines == [
+        f"the cache of compiled kernels is not used: {refused} has mode {mode:o}; "
+        "group and others must not write to it"
+    ]
+
+
+@pytest.mark.usefixtures("small_source")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("what", ["directory", "library"])
+def test_what_belongs_to_another_user_is_not_loaded(
+    tmp_path: Path, monkeypatch, lines: list[str], what: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    cached = first_library("portable")
+    refused = cached if what == "library" else cached.parent
+    os.chown(refused, 12345, -1)
+    library = next(build.libraries("portable", lines.append))
+    assert tmp_path not in library.parents
+    assert lines == [
+        f"the cache of compiled kernels is not used: {refused} belongs to user 12345; "
+        "it must be root's or ours"
+    ]
+
+
+@pytest.mark.usefixtures("small_source")
+def test_an_image_does_not_go_without_its_cache(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    assert build.main() == 1
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.usefixtures("small_source")
@@ -64,11 +156,11 @@ def test_no_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", "/nonexistent/cc")
     with pytest.raises(build.KernelBuildError, match=r"^no C compiler: CC is '/nonexistent/cc'"):
-        build.build_library("portable")
+        first_library("portable")
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(build.KernelBuildError, match=r"^no C compiler: neither cc, gcc nor clang"):
-        build.build_library("portable")
+        first_library("portable")
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch) -> None:
@@ -78,32 +170,104 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch) -> None:
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(build.KernelBuildError, match=r"could not compile cpu\.c: error: no disk$"):
-        build.build_library("portable")
+        first_library("portable")
     assert [path.name for path in tmp_path.iterdir()] == ["broken-cc"]
 
 
-def test_a_library_that_does_not_load_is_named(tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def sound(tmp_path: Path, monkeypatch) -> Path:
+    """The portable library, in a cache of the test."""
+    library = first_library("portable")
+    copy = tmp_path / "cache" / library.name
+    copy.parent.mkdir(mode=0o700)
+    shutil.copy(library, copy)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(copy.parent))
+    return copy
+
+
+@pytest.mark.usefixtures("none_loaded")
+def test_a_damaged_library_is_compiled_anew(
+    sound: Path, tmp_path: Path, monkeypatch, lines: list[str]
+) -> None:
+    monkeypatch.setenv("CC", copying_compiler(tmp_path, sound))
+    sound.write_bytes(b"")
+    assert load_kernels("portable", lines.append).level == "portable"
+    assert sound.stat().st_size > 0
+    (line,) = lines
+    assert line.startswith(f"cannot load the portable kernels: {sound}: ")
+
+
+@pytest.mark.usefixtures("none_loaded")
+def test_where_nothing_may_be_executed_a_temporary_directory_serves(
+    sound: Path, tmp_path: Path, monkeypatch, lines: list[str]
+) -> None:
+    monkeypatch.setenv("CC", copying_compiler(tmp_path, sound))
+    load = ctypes.CDLL
+
+    def load_elsewhere(name: str) -> ctypes.CDLL:
+        if sound.parent in Path(name).parents:
+            raise OSError("failed to map segment from shared object")
+        return load(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load_elsewhere)
+    assert load_kernels("portable", lines.append).level == "portable"
+    assert (
+        lines == ["cannot load the portable kernels: failed to map segment from shared object"] * 2
+    )
+
+
+def copying_compiler(tmp_path: Path, library: Path) -> str:
+    """One that takes no time: what it compiles is this library."""
+    kept, compiler = tmp_path / "kept.so", tmp_path / "copying-cc"
+    shutil.copy(library, kept)
+    compiler.write_text(f"""#!/bin/sh
+while [ $1 != -o ]; do shift; done
+cp {kept} $2
+""")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@pytest.mark.usefixtures("none_loaded")
+def test_a_library_that_does_not_load_is_named(
+    tmp_path: Path, monkeypatch, lines: list[str]
+) -> None:
     broken = tmp_path / "broken.so"
     broken.write_text("not a library")
-    monkeypatch.setattr(cpu, "build_library", lambda level: broken)
-    with pytest.raises(build.KernelBuildError, match=r"broken\.so cannot be loaded: "):
-        load_kernels("a level of its own")
+
+    def no_compiler(level: str, progress: object) -> Iterator[Path]:
+        yield broken
+        raise build.KernelBuildError("no C compiler")
+
+    monkeypatch.setattr(cpu, "libraries", no_compiler)
+    with pytest.raises(
+        build.KernelBuildError, match=r"^cannot load the .*/broken\.so: .*; no C compiler$"
+    ):
+        load_kernels("portable", lines.append)
 
 
-def test_a_compiler_that_lacks_the_best_level_serves_the_next(monkeypatch) -> None:
-    known = build.build_library
+def test_a_compiler_that_lacks_the_best_level_serves_the_next(
+    monkeypatch, lines: list[str]
+) -> None:
+    known = build.libraries
 
-    def build_known(level: str) -> Path:
+    def known_libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
         if level == "avx1024":
             raise build.KernelBuildError("-mavx1024 is not known")
-        return known(level)
+        return known(level, progress)
 
-    monkeypatch.setattr(cpu, "build_library", build_known)
+    monkeypatch.setattr(cpu, "libraries", known_libraries)
     monkeypatch.setattr(cpu, "wanted_levels", lambda: ("avx1024", "portable"))
-    assert load_kernels().level == "portable"
+    assert load_kernels(progress=lines.append).level == "portable"
+    assert lines == ["cpu kernels of level portable, not avx1024: -mavx1024 is not known"]
     monkeypatch.setattr(cpu, "wanted_levels", lambda: ("avx1024",))
     with pytest.raises(build.KernelBuildError, match="-mavx1024 is not known"):
         load_kernels()
+
+
+def test_the_best_level_needs_no_line(lines: list[str]) -> None:
+    load_kernels(progress=lines.append)
+    assert lines == []
 
 
 def test_a_lower_level_can_be_asked_for(monkeypatch) -> None:

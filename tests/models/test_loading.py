@@ -6,6 +6,8 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models import decoder_weights
+from penstock_shard.models import decoder_weights, weights_hash
 from penstock_shard.models.attention.cpu import CpuBackend
 from penstock_shard.models.checkpoint import Checkpoint
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.errors import ModelError
+from penstock_shard.runner import create
 from penstock_shard.runner.create import create_runner
 from penstock_shard.runner.memory import KVShape, choose_num_blocks, extra_host_bytes
 
@@ -82,20 +85,24 @@ for directory in directories:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("family", "large"), [("llama", "llama-130m"), ("opt", "opt-125m")])
+@pytest.mark.parametrize(
+    ("family", "large", "tied"),
+    [("llama", "llama-130m", False), ("llama", "llama-130m", True), ("opt", "opt-125m", True)],
+)
 def test_loading_takes_little_more_than_the_packed_weights(
-    family: str, large: str, tmp_path: Path, model_dir: Directory
+    family: str, large: str, tied: bool, tmp_path: Path, model_dir: Directory
 ) -> None:
     directory = tmp_path / "float32"
     if budget(0, 1):
-        make_model(directory, large)
+        make_model(directory, large, tie_word_embeddings=tied)
     else:
-        make_model(directory, family, **MEDIUM)
+        make_model(directory, family, tie_word_embeddings=tied, **MEDIUM)
     tensors = load_file(directory / "model.safetensors")
-    # Two bytes an element; OPT's tied table is an embedding and a matrix.
+    # Two bytes an element; a table that is tied is kept twice, as rows and as the head's matrix.
     packed = 2 * sum(tensor.numel() for tensor in tensors.values())
-    if family == "opt":
-        packed += 2 * tensors["model.decoder.embed_tokens.weight"].numel()
+    if "lm_head.weight" not in tensors:
+        (table,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
+        packed += 2 * tensors[table].numel()
     half = tmp_path / "bfloat16"
     half.mkdir()
     (half / "config.json").write_bytes((directory / "config.json").read_bytes())
@@ -111,6 +118,37 @@ def test_loading_takes_little_more_than_the_packed_weights(
     peaks = [int(line) for line in result.stdout.split()]
     assert len(peaks) == 2, result.stderr
     assert max(peaks) < 1.3 * packed, f"{peaks} for {packed}"
+
+
+def test_a_failed_load_does_not_wait_for_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_model(tmp_path, "llama")
+    started, waited = threading.Event(), threading.Event()
+
+    class SlowDigest:
+        """Of a file that takes a minute."""
+
+        def update(self, data: bytes) -> None:
+            started.set()
+            time.sleep(0.05)
+
+        def digest(self) -> bytes:
+            waited.set()
+            return b""
+
+    def fail(*args: object) -> None:
+        assert started.wait(10)
+        raise ModelError("cannot be loaded")
+
+    monkeypatch.setattr(weights_hash, "_READ_BYTES", 100)
+    monkeypatch.setattr("hashlib.blake2b", lambda **options: SlowDigest())
+    monkeypatch.setattr(create, "load_model", fail)
+    start_s = time.monotonic()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(directory)
+    assert time.monotonic() - start_s < 10
+    assert not waited.is_set()
 
 
 def test_progress_is_told_in_percent(model_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +220,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock_shard.models.kernels.build import KernelBuildError
     from penstock_shard.models.ops import choose
 
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise KernelBuildError("no C compiler: none of cc, gcc, clang is there")
 
     monkeypatch.setattr(choose, "load_kernels", fail)

@@ -215,7 +215,7 @@ def test_prompt_logprobs_are_split_into_passes() -> None:
     plan = StepPlan(
         (
             ScheduledRequest(plain, 29, 1, True),
-            ScheduledRequest(wants, 2, 18, True),
+            ScheduledRequest(wants, 2, 18, True, 17),
             ScheduledRequest(plain, 0, 30, False),
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,15 +10,16 @@ import torch
 from models.driver import load
 from models.model_steps import relative_errors
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.kernels.cpu import load_kernels
+from penstock_shard.models.ops.base import Matrix
 from penstock_shard.models.ops.cpu_ops import CpuOps
-from penstock_shard.models.packed_weights import PackedWeight, pack_weights
+from penstock_shard.models.packed_weights import PackedWeight, _pack_matrix, pack_weights
 from penstock_shard.models.transformers_model import TransformersModel
 
 Directory = Callable[[str], Path]
@@ -67,6 +68,38 @@ def test_a_use_of_a_weight_that_is_not_foreseen_fails(model_dir: Directory) -> N
         functional.conv1d(x, weight)
     with pytest.raises(ValueError, match="33"):
         functional.linear(torch.ones(2, 33), weight)
+
+
+@pytest.mark.parametrize("fault", ["rows", "scale", "nan"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
+def test_a_matrix_that_is_packed_wrongly_is_found(
+    family: str, fault: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = CpuOps.pack
+
+    def pack(self: CpuOps, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
+        faults = {
+            "rows": lambda part: part.roll(1, dims=0),
+            "scale": lambda part: part * 1.1,
+            "nan": lambda part: part * float("nan"),
+        }
+        return good(self, [faults[fault](part) for part in parts], exact=exact)
+
+    monkeypatch.setattr(CpuOps, "pack", pack)
+    with pytest.raises(ModelError, match=r"(weight|proj): self-check failed"):
+        load(model_dir(family))
+
+
+def test_packing_loses_no_more_than_rounding_explains() -> None:
+    """Outliers, values below float16's smallest and zeros are what they are, and served."""
+    torch.manual_seed(0)
+    outlier = torch.randn(64, 48)
+    outlier[:, 3] = 100.0
+    weights = [outlier, torch.randn(64, 48) * 1e-9, torch.zeros(64, 48), torch.randn(1, 1)]
+    for weight in weights:
+        for kind in ("float32", "float16", "int8"):
+            ops = CpuOps(load_kernels(), kind)
+            _pack_matrix(weight, ops, transposed=False)
 
 
 def test_a_model_that_uses_weights_in_its_own_way_is_refused(

@@ -247,7 +247,7 @@ def _layers(config: PreTrainedConfig, family: _Family) -> Iterator[LayerSpec]:
 
 def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
     """An older way to say `layer_types`, which must say the same."""
-    period = getattr(config, "sliding_window_pattern", None)
+    period = int(getattr(config, "sliding_window_pattern", None) or 0)
     for index, layer_type in enumerate(types if period else ()):
         if (layer_type == "full_attention") != ((index + 1) % period == 0):
             raise NotOurs(f"sliding_window_pattern {period} other than layer_types")

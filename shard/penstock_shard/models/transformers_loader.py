@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -24,6 +25,7 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+_CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
 # Buffers that older releases of modelling code saved: rotary frequencies and causal masks.
 _LEFTOVERS = re.compile(r"(inv_freq|attn\.bias|attention\.bias|masked_bias|position_ids)$")
 
@@ -34,8 +36,10 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             model_dir, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        reason = _first_line(error)
+    except (*_CONFIG_ERRORS, StrictDataclassError) as error:
+        # Which value is wrong stands in the second line of the latter.
+        whole = isinstance(error, StrictDataclassError)
+        reason = str(error) if whole else _first_line(error)
         if "trust_remote_code" in str(error):
             reason = "the model comes with its own code, which --trust-remote-code would run"
         raise ModelError(

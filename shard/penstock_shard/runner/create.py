@@ -5,6 +5,7 @@ Knows in which order things are loaded and checked, and says so as it goes. Know
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from penstock_shard.models.transformers_loader import (
     resolve_device,
 )
 from penstock_shard.models.weights_hash import hash_weights
+from penstock_shard.runner import cgroup
 from penstock_shard.runner.base import RunnerInfo
 from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
@@ -97,11 +99,16 @@ def create_runner(
 
 
 def default_threads() -> int:
-    """Compute threads on cpu: all cores this process may use but one."""
+    """Compute threads on cpu: all cores this process may use but one. A quota of its control group
+    counts as so many cores: threads beyond it would use it up early and then all stand still.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
+    quota = cgroup.cpu_quota()
+    if quota is not None:
+        cores = min(cores, math.floor(quota))
     return max(1, cores - 1)
 
 

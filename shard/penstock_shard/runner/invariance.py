@@ -21,12 +21,13 @@ from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
 # Tokens of the sequence that is watched: past one run of 256 keys of the attention kernel, and past
 # small windows.
 _LENGTH = 300
-# Where decodes are tried, besides the last tokens: either side of that run's end.
-_EDGE = range(254, 259)
-_LAST = 8
-# Every so many tokens one is watched; all would make the head the most of the work.
+_CHUNK = 48
+# Where decodes are tried: on either side of that run's end, and at the last tokens.
+_EDGE = range(255, 258)
+_LAST = 4
+# Besides those one in so many tokens is watched: all would make the head the most of the work.
 _STRIDE = 23
-_ROWS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 512)
+_ROWS = (2, 3, 4, 5, 6, 8, 12, 64, 512)
 # Tokens computed besides: as many decodes as this, then one long chunk.
 _MAX_DECODES = 32
 # The head is a product like those of the layers, which all rows go through, but a large one.
@@ -114,7 +115,7 @@ class _Watched:
         length = self._length
         decoded = sorted({*_EDGE, *range(max(1, length - _LAST), length)})
         yield "the whole sequence", self._cut([])
-        yield "chunks of 16 tokens", self._cut(range(16, length, 16))
+        yield f"chunks of {_CHUNK} tokens", self._cut(range(_CHUNK, length, _CHUNK))
         yield "decodes after a chunk", self._cut(decoded)
         yield "a chunk among decodes and chunks", [self._mixed()]
         for rows in _ROWS:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
+from penstock_shard.runner import cgroup
 
 # Without a wish of the operator's a cpu shard takes this much for KV blocks, more only to hold one
 # sequence of full length, and never over this share of the memory that is free.
@@ -77,13 +78,14 @@ def no_room(shape: KVShape, blocks: int, free_bytes: int, flag: str) -> str:
 
 def extra_host_bytes(work: Callable[[], object]) -> int:
     """Memory that `work` takes at its peak beyond what this process holds after it; 0 where the
-    system does not tell (macOS).
+    system does not tell (macOS, a /proc that may not be written to).
     """
-    if not _CLEAR_REFS.exists():
+    try:
+        # Sets the peak back to what is held now. See proc(5).
+        _CLEAR_REFS.write_text("5", encoding="ascii")
+    except OSError:
         work()
         return 0
-    # Sets the peak back to what is held now. See proc(5).
-    _CLEAR_REFS.write_text("5", encoding="ascii")
     work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
@@ -91,9 +93,9 @@ def extra_host_bytes(work: Callable[[], object]) -> int:
 
 
 def free_host_bytes() -> int:
-    """Memory this process may still take: the machine's, bounded by its cgroup."""
-    candidates = [_meminfo_available(), _cgroup_left()]
-    return min(value for value in candidates if value is not None)
+    """Memory this process may still take: the machine's, bounded by its control groups."""
+    machine, groups = _meminfo_available(), cgroup.memory_left()
+    return machine if groups is None else min(machine, groups)
 
 
 def _meminfo_available() -> int:
@@ -104,14 +106,3 @@ def _meminfo_available() -> int:
                 return int(line.split()[1]) * 1024
     # No such file on macOS: assume half of what is built in.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _cgroup_left() -> int | None:
-    """Memory left in this process's cgroup (v2); None where there is no limit."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text(encoding="ascii").strip()
-        used = (root / "memory.current").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return None if limit == "max" else max(0, int(limit) - int(used))

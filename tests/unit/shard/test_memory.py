@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
-from penstock_shard.runner.memory import KVShape, choose_num_blocks, free_host_bytes
+from penstock_shard.runner import cgroup, memory
+from penstock_shard.runner.memory import (
+    KVShape,
+    choose_num_blocks,
+    extra_host_bytes,
+    free_host_bytes,
+)
 
 MIB = 2**20
 # One sequence: 128 blocks of half a MiB.
@@ -75,3 +84,98 @@ def test_no_room_at_all_is_refused(free: int) -> None:
 
 def test_free_memory_is_a_plausible_number() -> None:
     assert 2**20 < free_host_bytes() < 2**50
+
+
+def test_a_system_that_does_not_reset_the_peak_is_not_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where /proc may not be written to: opening it fails.
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path)
+    done: list[bool] = []
+    assert extra_host_bytes(lambda: done.append(True)) == 0
+    assert done == [True]
+
+
+# ---- Control groups --------------------------------------------------------------------------
+
+
+class Groups:
+    """The files of control groups, below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mount, self.own = folder / "mount", folder / "own"
+
+    def are(self, own: str, files: Mapping[str, str]) -> None:
+        self.own.write_text(own)
+        for name, text in files.items():
+            path = self.mount / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    made = Groups(tmp_path)
+    monkeypatch.setattr(cgroup, "_MOUNT", made.mount)
+    monkeypatch.setattr(cgroup, "_OWN_GROUPS", made.own)
+    return made
+
+
+def test_without_control_groups_nothing_is_bounded(groups: Groups) -> None:
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (None, None)
+    groups.are("0::/\n", {"memory.max": "max", "memory.current": "5", "cpu.max": "max 100000"})
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (None, None)
+
+
+def test_pages_of_files_count_as_free(groups: Groups) -> None:
+    stat = "anon 300\ninactive_file 400\nactive_file 200"
+    files = {"memory.max": "1000", "memory.current": "950", "memory.stat": stat}
+    groups.are("0::/\n", files)
+    assert cgroup.memory_left() == 650
+    files["memory.current"] = "1100"
+    groups.are("0::/\n", {**files, "memory.stat": "anon 1100"})
+    assert cgroup.memory_left() == 0
+
+
+def test_the_tightest_group_on_the_way_up_decides(groups: Groups) -> None:
+    files = {
+        "pod/box/memory.max": "1000",
+        "pod/box/memory.current": "100",
+        "pod/memory.max": "2000",
+        "pod/memory.current": "1700",
+        "pod/box/cpu.max": "max 100000",
+        "pod/cpu.max": "250000 100000",
+        "other/memory.max": "1",
+        "other/memory.current": "1",
+        "other/cpu.max": "1 100000",
+    }
+    groups.are("0::/pod/box\n", files)
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (300, 2.5)
+
+
+def test_version_1_is_read_too(groups: Groups) -> None:
+    files = {
+        "memory/box/memory.limit_in_bytes": "1000",
+        "memory/box/memory.usage_in_bytes": "900",
+        "memory/box/memory.stat": "inactive_file 1\ntotal_inactive_file 90\ntotal_active_file 10",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+        "memory/memory.usage_in_bytes": "5000",
+        "cpu/box/cpu.cfs_quota_us": "150000",
+        "cpu/box/cpu.cfs_period_us": "50000",
+        "cpu/cpu.cfs_quota_us": "-1",
+        "cpu/cpu.cfs_period_us": "100000",
+    }
+    groups.are("5:memory:/box\n4:cpu,cpuacct:/box\n1:name=systemd:/elsewhere\n", files)
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (200, 3.0)
+
+
+@pytest.mark.parametrize("own", ["0::/docker/0123\n", "0::/../other\n"])
+def test_a_group_that_is_mounted_elsewhere_is_the_mount_itself(groups: Groups, own: str) -> None:
+    files = {"memory.max": "1000", "memory.current": "400", "cpu.max": "50000 100000"}
+    groups.are(own, files)
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (600, 0.5)
+
+
+def test_a_group_bounds_what_the_machine_has(groups: Groups) -> None:
+    groups.are("0::/\n", {"memory.max": "1000", "memory.current": "400"})
+    assert free_host_bytes() == 600

@@ -2,8 +2,9 @@
 
     python -m penstock_shard.models.kernels.build
 
-builds every level that the compiler can, as container images want it. Knows compilers, levels and
-the cache directory. Knows nothing of what is in the library.
+builds every level that the compiler can, as container images want it. A library that the cache has
+needs no compiler. Knows compilers, levels and the cache directory. Knows nothing of what is in the
+library.
 
 Environment: CC (compiler), PENSTOCK_CACHE (directory, default $XDG_CACHE_HOME/penstock or
 ~/.cache/penstock), PENSTOCK_CPU_LEVEL (a level below the best).
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # The first is compiled, the others are part of it.
@@ -84,22 +86,58 @@ def wanted_levels() -> tuple[str, ...]:
     return (level,)
 
 
-def build_library(level: str) -> Path:
-    """The library of this level, compiled unless the cache has it. Raises KernelBuildError."""
-    compiler = _compiler()
-    flags = (*_COMMON_FLAGS, *_LEVEL_FLAGS[level])
-    version = _compiler_version(compiler)
-    digest = _digest(*_sources(), " ".join(flags).encode(), version.encode())
-    directory = _cache_directory()
-    library = directory / f"cpu-{level}-{digest}.so"
-    if library.exists():
-        return library
+def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
+    """The library of this level, and what to try if it does not load: the one in the cache,
+    compiled unless it is there; that one compiled anew, as it may be damaged; one in a temporary
+    directory, where the cache may not be used or is where nothing may be executed.
+
+    `progress` gets a line that says why the cache is not used. Raises KernelBuildError.
+    """
+    name = _library_name(level)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return _compile(compiler, flags, library)
-    except OSError:
-        # A cache that cannot be written to costs a compilation at each start.
-        return _compile(compiler, flags, _temporary_directory() / library.name)
+        library = _cache_directory() / name
+        if _is_there(library):
+            yield library
+        yield _compile(level, library)
+    except OSError as error:
+        # Costs a compilation at each start.
+        progress(f"the cache of compiled kernels is not used: {error}")
+    try:
+        yield _compile(level, _temporary_directory() / name)
+    except OSError as error:
+        raise KernelBuildError(f"nowhere to put compiled kernels: {error}") from error
+
+
+def _library_name(level: str) -> str:
+    """Of all that a library depends on but the compiler, which need not be here any more."""
+    flags = " ".join(_flags(level))
+    digest = _digest(*_sources(), flags.encode(), platform.machine().encode())
+    return f"cpu-{level}-{digest}.so"
+
+
+def _flags(level: str) -> tuple[str, ...]:
+    return (*_COMMON_FLAGS, *_LEVEL_FLAGS[level])
+
+
+def _is_there(library: Path) -> bool:
+    """Whether the cache has it; makes the directory. Raises OSError where the cache cannot be used,
+    or should not be: who can write there runs code as us.
+    """
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(library.parent)
+    if not library.exists():
+        return False
+    _check_owner(library)
+    return True
+
+
+def _check_owner(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid not in (0, os.getuid()):
+        raise PermissionError(f"{path} belongs to user {status.st_uid}; it must be root's or ours")
+    if status.st_mode & 0o022:
+        mode = f"{status.st_mode & 0o777:o}"
+        raise PermissionError(f"{path} has mode {mode}; group and others must not write to it")
 
 
 def _sources() -> list[bytes]:
@@ -171,40 +209,50 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise KernelBuildError(f"the C compiler {command[0]} does not run: {error}") from error
 
 
-def _compiler_version(compiler: list[str]) -> str:
-    return _run([*compiler, "--version"]).stdout
-
-
-def _compile(compiler: list[str], flags: tuple[str, ...], library: Path) -> Path:
+def _compile(level: str, library: Path) -> Path:
     """Under a name of its own first: whoever else builds it at the same time does no harm."""
+    command = [*_compiler(), *_flags(level), str(SOURCES[0])]
     handle, name = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(handle)
     try:
-        result = _run([*compiler, *flags, str(SOURCES[0]), "-o", name, "-lm"])
+        result = _run([*command, "-o", name, "-lm"])
         if result.returncode != 0:
-            lines = (result.stderr or result.stdout).strip().splitlines()
-            reason = next(
-                (line for line in lines if "error" in line), *(lines[:1] or ["no output"])
-            )
-            raise KernelBuildError(f"{compiler[0]} could not compile {SOURCES[0].name}: {reason}")
+            reason = _first_error(result.stderr or result.stdout)
+            raise KernelBuildError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
         # Readable by others, as a file of an image is.
         Path(name).chmod(0o755)
+        _sync(name)
         Path(name).replace(library)
     finally:
         Path(name).unlink(missing_ok=True)
     return library
 
 
+def _first_error(output: str) -> str:
+    lines = output.strip().splitlines() or ["no output"]
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+def _sync(name: str) -> None:
+    """To the disk before it has its name, or a crash could leave an empty library."""
+    with open(name, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def main() -> int:
-    """Builds all levels; 0 if at least one could be built."""
+    """Builds all levels in the cache; 0 if at least one could be built."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     built = 0
     for level in LEVELS if x86 else ("portable",):
+        library = _cache_directory() / _library_name(level)
         try:
-            print(f"{level}: {build_library(level)}")
-            built += 1
-        except KernelBuildError as error:
+            if not _is_there(library):
+                _compile(level, library)
+        except (KernelBuildError, OSError) as error:
             print(f"{level}: {error}", file=sys.stderr)
+            continue
+        print(f"{level}: {library}")
+        built += 1
     return 0 if built else 1
 
 

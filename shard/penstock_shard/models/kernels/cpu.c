@@ -15,6 +15,9 @@
 #include "threads.h"
 #include "vectors.h"
 
+/* What a call may end with. */
+enum { DONE, BAD_SLOT, BAD_POSITION, BAD_BLOCK, NO_MEMORY };
+
 INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -421,21 +424,29 @@ static void linear_task(const void *args, int64_t index, int thread) {
     else linear_float(l, b, pool.scratch[thread].data);
 }
 
-void penstock_linear(const float *x, int64_t rows, const struct weight *weight, const float *bias,
-                     float *out) {
-    if (rows == 0) return;
-    int64_t k = weight->k, chunk = ceil_div(rows, ceil_div(rows, MAX_CHUNK));
+static int64_t compute_linear(struct linear *l) {
+    const struct weight *w = l->weight;
+    if (!reserve(MAX_CHUNK * GROUP * LANES * 4)) return NO_MEMORY;
+    if (w->kind == INT8) {
+        size_t bytes = (size_t)l->rows * (4 + (size_t)ceil_div(w->k, 4) * 4);
+        if (!(l->scales = room(&pool.shared, bytes))) return NO_MEMORY;
+        l->steps = (uint8_t *)(l->scales + l->rows);
+        run_region(quantize_task, l, l->rows, 4 * w->k);
+    }
+    run_region(linear_task, l, num_groups(w) * l->num_chunks, w->k * GROUP * LANES * l->chunk);
+    return DONE;
+}
+
+int64_t penstock_linear(const float *x, int64_t rows, const struct weight *weight,
+                        const float *bias, float *out) {
+    if (rows == 0) return DONE;
+    int64_t chunk = ceil_div(rows, ceil_div(rows, MAX_CHUNK));
     if (chunk > MAX_ROWS) chunk = ceil_div(chunk, MAX_ROWS) * MAX_ROWS;
     struct linear l = {x, bias, weight, out, rows, chunk, ceil_div(rows, chunk), NULL, NULL};
     unsigned arithmetic = enter();
-    reserve(MAX_CHUNK * GROUP * LANES * 4);
-    if (weight->kind == INT8) {
-        l.scales = room(&pool.shared, (size_t)rows * (4 + (size_t)ceil_div(k, 4) * 4));
-        l.steps = (uint8_t *)(l.scales + rows);
-        run_region(quantize_task, &l, rows, 4 * k);
-    }
-    run_region(linear_task, &l, num_groups(weight) * l.num_chunks, k * GROUP * LANES * chunk);
+    int64_t status = compute_linear(&l);
     leave(arithmetic);
+    return status;
 }
 
 /* ---- Rows: norm, activation, rotation, cache ---- */
@@ -564,8 +575,6 @@ static int in_bounds(const int64_t *values, int64_t count, int64_t low, int64_t 
     return 1;
 }
 
-enum { DONE, BAD_SLOT, BAD_POSITION, BAD_BLOCK };
-
 struct store {
     const struct cache *cache;
     const float *key, *value;
@@ -596,18 +605,17 @@ struct rope {
     const struct cache *cache;
     const int64_t *positions, *slots;
     const float *cos, *sin; /* [max_positions][half_dim] */
-    int64_t heads, half_dim, interleaved;
+    int64_t heads, half_dim;
     const float *q_norm, *k_norm; /* NULL: none */
     float eps, weight_offset;
 };
 
-/* Pairs (x[step * i], x[step * i + apart]) by the angles of a position. */
-INLINE void rotate_pairs(float *x, const float *cos, const float *sin, int64_t count,
-                         int64_t apart, const int64_t step) {
-    for (int64_t i = 0; i < count; i++) {
-        float first = x[i * step], second = x[i * step + apart];
-        x[i * step] = first * cos[i] - second * sin[i];
-        x[i * step + apart] = second * cos[i] + first * sin[i];
+/* Pairs (x[i], x[half + i]) by the angles of a position. */
+INLINE void rotate_pairs(float *x, const float *cos, const float *sin, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float first = x[i], second = x[half + i];
+        x[i] = first * cos[i] - second * sin[i];
+        x[half + i] = second * cos[i] + first * sin[i];
     }
 }
 
@@ -618,8 +626,7 @@ static void rotate(const struct rope *a, int64_t position, const float *x, const
     const float *cos = a->cos + position * half, *sin = a->sin + position * half;
     if (norm) rms_norm(x, norm, dim, a->eps, a->weight_offset, out);
     else memcpy(out, x, (size_t)dim * 4);
-    if (a->interleaved) rotate_pairs(out, cos, sin, half, 1, 2);
-    else rotate_pairs(out, cos, sin, half, half, 1);
+    rotate_pairs(out, cos, sin, half);
 }
 
 static void rope_task(const void *args, int64_t row, int thread) {
@@ -641,17 +648,17 @@ static void rope_task(const void *args, int64_t row, int thread) {
 int64_t penstock_rope_and_cache(float *qkv, int64_t rows, int64_t heads, const struct cache *cache,
                                 const int64_t *positions, const int64_t *slots, const float *cos,
                                 const float *sin, int64_t max_positions, int64_t half_dim,
-                                int64_t interleaved, const float *q_norm, const float *k_norm,
-                                float eps, float weight_offset, float *out) {
-    struct rope a = {qkv, out, cache, positions, slots, cos, sin, heads, half_dim, interleaved,
+                                const float *q_norm, const float *k_norm, float eps,
+                                float weight_offset, float *out) {
+    struct rope a = {qkv, out, cache, positions, slots, cos, sin, heads, half_dim,
                      q_norm, k_norm, eps, weight_offset};
     if (!in_bounds(slots, rows, -1, cache->num_blocks * cache->block_size)) return BAD_SLOT;
     if (half_dim && !in_bounds(positions, rows, 0, max_positions)) return BAD_POSITION;
     unsigned arithmetic = enter();
-    reserve((size_t)cache->dim * 4);
-    run_region(rope_task, &a, rows, 8 * (heads + 2 * cache->kv_heads) * cache->dim);
+    int found = reserve((size_t)cache->dim * 4);
+    if (found) run_region(rope_task, &a, rows, 8 * (heads + 2 * cache->kv_heads) * cache->dim);
     leave(arithmetic);
-    return DONE;
+    return found ? DONE : NO_MEMORY;
 }
 
 /* ---- Attention ----
@@ -884,6 +891,25 @@ static int blocks_in_bounds(const struct attention *a, int64_t rows) {
     return 1;
 }
 
+static int64_t compute_attention(struct attention *a) {
+    const struct cache *c = a->cache;
+    int64_t keys = 0;
+    if (!reserve(attention_bytes(a))) return NO_MEMORY;
+    a->first_task = room(&pool.shared, (size_t)(a->sequences + 1) * 8);
+    if (!a->first_task) return NO_MEMORY;
+    a->first_task[0] = 0;
+    for (int64_t i = 0; i < a->sequences; i++) {
+        int64_t tiles = ceil_div(a->starts[i + 1] - a->starts[i], a->queries_per_task);
+        a->first_task[i + 1] = a->first_task[i] + tiles * c->kv_heads;
+        keys += tiles * a->lengths[i];
+    }
+    int64_t tasks = a->first_task[a->sequences];
+    if (tasks)
+        run_region(attention_task, a, tasks,
+                   keys * c->kv_heads / tasks * (a->heads / c->kv_heads) * (c->dim + c->dim_v));
+    return DONE;
+}
+
 int64_t penstock_attention(const float *query, int64_t rows, int64_t heads,
                            const struct cache *cache, const int32_t *starts,
                            const int32_t *lengths, const int32_t *table, int64_t sequences,
@@ -892,21 +918,9 @@ int64_t penstock_attention(const float *query, int64_t rows, int64_t heads,
     struct attention a = {query, sinks, cache, starts, lengths, table, out, sequences, columns,
                           heads, window, scale, softcap, 0, NULL};
     if (!blocks_in_bounds(&a, rows)) return BAD_BLOCK;
-    int64_t group = heads / cache->kv_heads, keys = 0;
-    a.queries_per_task = max_of(1, TASK_ROWS / group);
+    a.queries_per_task = max_of(1, TASK_ROWS / (heads / cache->kv_heads));
     unsigned arithmetic = enter();
-    reserve(attention_bytes(&a));
-    a.first_task = room(&pool.shared, (size_t)(sequences + 1) * 8);
-    a.first_task[0] = 0;
-    for (int64_t i = 0; i < sequences; i++) {
-        int64_t tiles = ceil_div(starts[i + 1] - starts[i], a.queries_per_task);
-        a.first_task[i + 1] = a.first_task[i] + tiles * cache->kv_heads;
-        keys += tiles * lengths[i];
-    }
-    int64_t tasks = a.first_task[sequences];
-    if (tasks)
-        run_region(attention_task, &a, tasks,
-                   keys * cache->kv_heads / tasks * group * (cache->dim + cache->dim_v));
+    int64_t status = compute_attention(&a);
     leave(arithmetic);
-    return DONE;
+    return status;
 }

@@ -10,9 +10,7 @@ time.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock_shard.models.kernels.build import KernelBuildError, build_library, wanted_levels
+from penstock_shard.models.kernels.build import KernelBuildError, libraries, wanted_levels
 
 WeightKind = Literal["float32", "float16", "int8"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -34,12 +32,12 @@ KEY_TILE = 16
 _GROUP = 64
 # Sums of products of int8 stay exact in int32 up to here.
 _MAX_INT8_K = 1 << 17
-_OUT_OF_BOUNDS = (
-    "",
-    "a slot is outside the cache",
-    "a position is outside the rotation tables",
-    "a block table names a block outside the cache or is too short",
-)
+_OUT_OF_BOUNDS = {
+    1: "a slot is outside the cache",
+    2: "a position is outside the rotation tables",
+    3: "a block table names a block outside the cache or is too short",
+}
+_NO_MEMORY = 4
 _ARGUMENT_TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]] = {
     "p": ctypes.c_void_p,
     "i": ctypes.c_int64,
@@ -150,11 +148,11 @@ class CpuKernels:
         self.level = level
         self._set_threads = _declare(library, "set_threads", "i", None)
         self._pack = _declare(library, "pack", "piipiii", ctypes.c_int64)
-        self._linear = _declare(library, "linear", "pippp", None)
+        self._linear = _declare(library, "linear", "pippp", ctypes.c_int64)
         self._add_rms_norm = _declare(library, "add_rms_norm", "pppiiffp", None)
         self._gated_activation = _declare(library, "gated_activation", "piiip", None)
         self._rope_and_cache = _declare(
-            library, "rope_and_cache", "piipppppiiippffp", ctypes.c_int64
+            library, "rope_and_cache", "piipppppiippffp", ctypes.c_int64
         )
         self._write_cache = _declare(library, "write_cache", "ppppi", ctypes.c_int64)
         self._attention = _declare(library, "attention", "piippppiififpp", ctypes.c_int64)
@@ -203,7 +201,10 @@ class CpuKernels:
     def linear(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n]."""
+        """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n].
+
+        Like rope_and_cache and attention it raises MemoryError where it finds no scratch memory.
+        """
         rows, k = x.shape
         if out is None:
             out = torch.empty(rows, weight.n, dtype=torch.float32)
@@ -211,7 +212,7 @@ class CpuKernels:
             raise ValueError(
                 f"linear: x {_say(x)}, weight [{weight.n}, {weight.k}], out {_say(out)}"
             )
-        self._linear(x.data_ptr(), rows, weight.address, _pointer(bias), out.data_ptr())
+        _check(self._linear(x.data_ptr(), rows, weight.address, _pointer(bias), out.data_ptr()))
         return out
 
     def add_rms_norm(
@@ -267,7 +268,6 @@ class CpuKernels:
         cos: Tensor | None,
         sin: Tensor | None,
         *,
-        interleaved: bool = False,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 0.0,
@@ -277,10 +277,10 @@ class CpuKernels:
         """qkv [T, (Hq + 2 Hkv) * D] -> rotated queries [T, Hq, D]; keys and values go to the cache.
 
         positions and slots int64 [T]; a slot of -1 is not stored. cos and sin float32
-        [max_positions, rotary_dim / 2] rotate the first rotary_dim of D: halves (x[i], x[i + half])
-        or, interleaved, neighbours (x[2i], x[2i + 1]); None leaves heads unrotated. q_norm and
-        k_norm [D] are weights of an RMSNorm over each head, before the rotation. Raises
-        IndexError for a position or slot out of bounds.
+        [max_positions, rotary_dim / 2] rotate the first rotary_dim of D, in pairs
+        (x[i], x[i + rotary_dim / 2]); None leaves heads unrotated. q_norm and k_norm [D] are
+        weights of an RMSNorm over each head, before the rotation. Raises IndexError for a
+        position or slot out of bounds.
         """
         rows = qkv.shape[0]
         heads = qkv.shape[1] // cache.dim - 2 * cache.kv_heads
@@ -310,15 +310,13 @@ class CpuKernels:
             _pointer(sin),
             0 if cos is None else cos.shape[0],
             0 if cos is None else cos.shape[1],
-            interleaved,
             _pointer(q_norm),
             _pointer(k_norm),
             eps,
             weight_offset,
             out.data_ptr(),
         )
-        if status:
-            raise IndexError(_OUT_OF_BOUNDS[status])
+        _check(status)
         return out
 
     def write_cache(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -338,8 +336,7 @@ class CpuKernels:
         status = self._write_cache(
             cache.address, key.data_ptr(), value.data_ptr(), slots.data_ptr(), rows
         )
-        if status:
-            raise IndexError(_OUT_OF_BOUNDS[status])
+        _check(status)
 
     def attention(
         self,
@@ -392,32 +389,50 @@ class CpuKernels:
             _pointer(sinks),
             out.data_ptr(),
         )
-        if status:
-            raise IndexError(_OUT_OF_BOUNDS[status])
+        _check(status)
         return out
 
 
-def load_kernels(level: str | None = None) -> CpuKernels:
+_loaded: dict[str, CpuKernels] = {}
+
+
+def load_kernels(
+    level: str | None = None, progress: Callable[[str], None] = lambda line: None
+) -> CpuKernels:
     """The kernels of this level, or of the best that can be had (see `build.wanted_levels`);
     loaded once a process, with one thread.
 
-    Raises KernelBuildError with one line where there are none.
+    `progress` gets a line where a better level or the cache had to be done without. Raises
+    KernelBuildError with one line where there are no kernels.
     """
-    *better, last = (level,) if level else wanted_levels()
-    for candidate in better:
-        # An old compiler may not know the newest instructions.
-        with contextlib.suppress(KernelBuildError):
-            return _load(candidate)
-    return _load(last)
+    failures: list[str] = []
+    levels = (level,) if level else wanted_levels()
+    for candidate in levels:
+        try:
+            kernels = _loaded.get(candidate) or _load(candidate, progress)
+        except KernelBuildError as error:
+            # An old compiler may not know the newest instructions.
+            failures.append(str(error))
+            continue
+        if failures:
+            progress(f"cpu kernels of level {candidate}, not {levels[0]}: {failures[0]}")
+        _loaded[candidate] = kernels
+        return kernels
+    raise KernelBuildError(failures[-1])
 
 
-@functools.cache
-def _load(level: str) -> CpuKernels:
-    library = build_library(level)
+def _load(level: str, progress: Callable[[str], None]) -> CpuKernels:
+    failure = ""
     try:
-        return CpuKernels(level, ctypes.CDLL(str(library)))
-    except OSError as error:
-        raise KernelBuildError(f"{library} cannot be loaded: {error}") from error
+        for library in libraries(level, progress):
+            try:
+                return CpuKernels(level, ctypes.CDLL(str(library)))
+            except OSError as error:
+                failure = f"cannot load the {level} kernels: {error}"
+                progress(failure)
+    except KernelBuildError as error:
+        raise KernelBuildError("; ".join(filter(None, (failure, str(error))))) from error
+    raise KernelBuildError(failure)
 
 
 def _declare(
@@ -428,6 +443,14 @@ def _declare(
     function.argtypes = [_ARGUMENT_TYPES[letter] for letter in arguments]
     function.restype = result
     return function
+
+
+def _check(status: int) -> None:
+    """Raises what a function of the library returned."""
+    if status == _NO_MEMORY:
+        raise MemoryError("no scratch memory for the cpu kernels")
+    if status:
+        raise IndexError(_OUT_OF_BOUNDS[status])
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -165,19 +165,24 @@ static void run_region(task_fn task, const void *args, int64_t count, int64_t co
     await_batches((count + grain - 1) / grain);
 }
 
-/* Memory that stays for the next call; what is in it does not. */
+/* Memory that stays for the next call; what is in it does not. NULL where there is none. */
 static void *room(struct buffer *buffer, size_t bytes) {
     if (buffer->bytes < bytes) {
         free(buffer->data);
-        if (posix_memalign(&buffer->data, 64, bytes)) abort();
+        if (posix_memalign(&buffer->data, 64, bytes)) {
+            buffer->data = NULL;
+            bytes = 0;
+        }
         buffer->bytes = bytes;
     }
     return buffer->data;
 }
 
-/* Scratch for every thread of the regions of this call. */
-static void reserve(size_t bytes) {
-    for (int i = 0; i < pool.threads; i++) room(&pool.scratch[i], bytes);
+/* Scratch for every thread of the regions of this call; 0 where there is not enough memory. */
+static int reserve(size_t bytes) {
+    for (int i = 0; i < pool.threads; i++)
+        if (!room(&pool.scratch[i], bytes)) return 0;
+    return 1;
 }
 
 static unsigned enter(void) {
@@ -208,4 +213,21 @@ void penstock_set_threads(int64_t count) {
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_mutex_unlock(&pool.entry);
+}
+
+/* A child of fork has one thread, the one that forked, and none of the workers. That thread enters
+ * first, so that no call of another thread is left half done; locks that workers held are new. */
+static void before_fork(void) { pthread_mutex_lock(&pool.entry); }
+
+static void after_fork(void) { pthread_mutex_unlock(&pool.entry); }
+
+static void begin_child(void) {
+    pool.entry = pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pool.work = pool.finished = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    atomic_store(&pool.sleepers, 0);
+    pool.threads = 1;
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(before_fork, after_fork, begin_child);
 }

@@ -28,7 +28,7 @@ def choose_ops(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> Ops:
-    """The best ops the flags allow; says in a line of progress where kernels are missing.
+    """The best ops the flags allow; says in a line of progress which kernels are missing.
 
     Raises ModelError where the flags ask for what cannot be had.
     """
@@ -68,7 +68,7 @@ def _kernels(config: ShardConfig, progress: Callable[[str], None]) -> CpuKernels
         return None
     progress("loading the cpu kernels, which are compiled at the first start")
     try:
-        return load_kernels()
+        return load_kernels(progress=progress)
     except KernelBuildError as error:
         if config.attention_backend == "cpu":
             raise ModelError(f"--attention-backend cpu: {error}") from error

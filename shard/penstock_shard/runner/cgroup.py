@@ -1,0 +1,77 @@
+"""What the control groups of this process leave it, as containers are bounded by them.
+
+Knows the files of cgroup v1 and v2 (see the kernel's admin-guide/cgroup-v1/memory.rst,
+scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst). Knows nothing of the machine around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_MOUNT = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def memory_left() -> int | None:
+    """Bytes this process may still take; None where no group has a limit (of version 1: a number
+    beyond all memory).
+    """
+    lefts = (_memory_left_in(group) for group in _groups("memory"))
+    return min((left for left in lefts if left is not None), default=None)
+
+
+def cpu_quota() -> float | None:
+    """Cores' worth of time this process may use; None where no group has a limit."""
+    quotas = (_cpu_quota_of(group) for group in _groups("cpu"))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """This process's own group and those around it, each of which has limits of its own.
+
+    A container may see its group under a path that is not mounted there: then the mount itself is
+    its group, which is the last one here.
+    """
+    for line in _read(_OWN_GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # Version 2 has one tree and names no controllers.
+        mount = _MOUNT / controller if controllers else _MOUNT
+        own = PurePosixPath(path.lstrip("/"))
+        # So begins the path of a group outside of the namespace.
+        below = PurePosixPath() if ".." in own.parts else own
+        yield from (mount / group for group in (below, *below.parents))
+
+
+def _memory_left_in(group: Path) -> int | None:
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    limit, used = _read(group / "memory.max"), _read(group / "memory.current")
+    prefix = ""
+    if not limit:
+        limit = _read(group / "memory.limit_in_bytes")
+        used = _read(group / "memory.usage_in_bytes")
+        prefix = "total_"
+    if not used or limit in ("", "max"):
+        return None
+    # Pages of files are charged to the group, and given back when it needs memory.
+    cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return max(0, int(limit) - max(0, int(used) - cached))
+
+
+def _cpu_quota_of(group: Path) -> float | None:
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not quota:
+        quota = _read(group / "cpu.cfs_quota_us")
+        period = _read(group / "cpu.cfs_period_us")
+    if not period or quota in ("", "max", "-1"):
+        return None
+    return int(quota) / int(period)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
