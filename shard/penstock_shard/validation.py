@@ -285,8 +285,7 @@ def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], lis
     unusable = []
     for name, value in stated.items():
         allowed = _Range(-1) if name == "top_k" else _SAMPLING_RANGES[name]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and allowed.holds(value):
+        if isinstance(value, int | float) and value is not True and allowed.holds(value):
             usable[name] = value
         else:
             unusable.append(f"{name}: {_short(value)} is out of bounds; allowed: {allowed}")
