@@ -117,7 +117,9 @@ def test_loading_takes_little_more_than_the_packed_weights(
     )
     peaks = [int(line) for line in result.stdout.split()]
     assert len(peaks) == 2, result.stderr
-    assert max(peaks) < 1.3 * packed, f"{peaks} for {packed}"
+    # Code that only a large load touches is read into memory too.
+    room = 16 * 2**20
+    assert max(peaks) < 1.3 * packed + room, f"{peaks} for {packed}"
 
 
 def test_a_failed_load_does_not_wait_for_the_hash(

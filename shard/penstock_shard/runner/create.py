@@ -32,6 +32,7 @@ from penstock_shard.runner.base import RunnerInfo
 from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
 from penstock_shard.runner.prepare import Preparation
+from penstock_shard.validation import usable_defaults
 
 
 def create_runner(
@@ -74,13 +75,16 @@ def create_runner(
         progress=progress,
     ).run(threads)
     generation = generation_defaults(model_dir)
+    defaults, unusable = usable_defaults(_stated_sampling(generation))
+    for line in unusable:
+        progress(f"generation_config.json: {line}; left out")
     info = RunnerInfo(
         architecture=name,
         weights_hash=weights_hash,
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(generation, text),
-        default_sampling=_default_sampling(generation),
+        default_sampling=defaults,
         block_size=prepared.block_size,
         num_blocks=prepared.num_blocks,
         dtype=ops.weights,
@@ -157,7 +161,7 @@ def _eos_token_ids(generation: dict[str, Any], text: PreTrainedConfig) -> tuple[
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)
 
 
-def _default_sampling(generation: dict[str, Any]) -> dict[str, float]:
+def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:
     """Sampling values that generation_config.json states and this runner honours."""
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
     return {name: generation[name] for name in names if generation.get(name) is not None}

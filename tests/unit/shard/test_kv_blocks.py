@@ -9,6 +9,7 @@ from support.budget import budget, seeded
 from support.engines import make_request
 
 import penstock_shard.kv_blocks as kv_blocks
+from penstock_proto.prefix_hash import block_hash
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.request import Request
 
@@ -94,7 +95,6 @@ def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     honest, forged, child = range(16), range(100, 116), range(50, 66)
-    block_hash = kv_blocks.block_hash
 
     def forge(parent: bytes, ids: Sequence[int]) -> bytes:
         return block_hash(parent, honest if tuple(ids) == tuple(forged) else ids)
