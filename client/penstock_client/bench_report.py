@@ -55,6 +55,9 @@ def summarize(
     prompt_tokens = sum(answer.prompt_tokens for answer in good)
     summary: dict[str, Any] = {
         "load": load.name,
+        "open_loop": load.open_loop,
+        # JSON knows no infinity.
+        "level": None if math.isinf(load.level) else load.level,
         "requests": len(good),
         "failed": len(answers) - len(good),
         "errors": dict(collections.Counter(a.error_kind for a in answers if a.error)),
@@ -125,8 +128,8 @@ def plot(summaries: Sequence[dict[str, Any]], path: Path) -> None:
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(12, 4), layout="constrained"
     )
-    # Loads are named, not scaled: "all at once" is one of them.
-    names = [summary["load"] for summary in summaries]
+    # Evenly spaced, not scaled: "all at once" is one of them.
+    names = ["all at once" if s["level"] is None else f"{s['level']:g}" for s in summaries]
     first, gaps, throughput = figure.subplots(1, 3)
     for axes, key, title in (
         (first, "ttft_ms", "time to first token, ms"),
@@ -140,6 +143,7 @@ def plot(summaries: Sequence[dict[str, Any]], path: Path) -> None:
     throughput.plot(names, [summary["output_tokens_per_s"] for summary in summaries], "o-")
     throughput.set_title("output tokens/s")
     for axes in (first, gaps, throughput):
+        axes.set_xlabel("requests/s" if summaries[0]["open_loop"] else "streams")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=120)

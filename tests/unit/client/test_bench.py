@@ -314,6 +314,7 @@ def test_each_load_is_a_line_of_json_and_all_are_in_the_file(tmp_path: Path, cap
     assert _bench(_Double(), *flags, "--output", str(path)) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["load"] for line in lines] == ["100 requests/s", "all at once"]
+    assert [(line["open_loop"], line["level"]) for line in lines] == [(True, 100), (True, None)]
     assert [line["goodput"]["share"] for line in lines] == [1.0, 1.0]
     document = json.loads(path.read_text())
     assert document["loads"] == lines
