@@ -17,6 +17,9 @@ from penstock_shard.scheduler import Scheduler
 
 # google.rpc.Code
 _INTERNAL = 13
+_UNAVAILABLE = 14
+# Looking up a member of an enumeration takes as long as counting a token.
+_ENDED = RequestState.ENDED
 
 
 class Engine:
@@ -28,11 +31,14 @@ class Engine:
         scheduler: Scheduler,
         blocks: BlockManager,
         clock: Callable[[], float] = time.monotonic,
+        tell_started: Callable[[list[str]], None] = lambda request_ids: None,
     ) -> None:
+        """`tell_started` gets the requests that are in a step for the first time, before it."""
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = blocks
         self._clock = clock
+        self._tell_started = tell_started
         self._requests: dict[str, Request] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
@@ -40,6 +46,8 @@ class Engine:
         self.steps_total = 0
         # When the step in progress began, by the clock; None between steps.
         self.step_started_s: float | None = None
+        # How long a step like that one takes at most; 0 where that is not known.
+        self.step_expected_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -80,6 +88,7 @@ class Engine:
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
+            behind_tokens=self._scheduler.num_behind_tokens,
             running_tokens=self._scheduler.num_running_tokens,
             referenced_blocks=self._blocks.num_referenced,
             steps_total=self.steps_total,
@@ -100,16 +109,32 @@ class Engine:
         """Hand the next step to the runner, if there is anything to run."""
         now_s = starts_s = self._clock()
         if self.step_started_s is not None:
-            ends_s = self.step_started_s + self._scheduler.predict_s(self._in_flight[0])
+            ends_s = self.step_started_s + self._scheduler.predict_s()
             starts_s = max(now_s, ends_s)
         plan = self._scheduler.schedule(now_s, starts_s)
+        self._give_back()
         if not plan.rows:
             return False
+        if started := self._scheduler.take_started():
+            self._tell_started([request.request_id for request in started])
         if self.step_started_s is None:
-            self.step_started_s = now_s
+            self._expect(now_s)
         self._runner.launch(plan)
         self._in_flight.append(plan)
         return True
+
+    def _expect(self, now_s: float) -> None:
+        """The oldest step that is not collected begins."""
+        self.step_started_s = now_s
+        worst_s = self._runner.info.worst_step_s
+        self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
+
+    def _give_back(self) -> None:
+        """End whoever was put down and would rather go to another shard than wait."""
+        for request in self._scheduler.take_put_down():
+            if request.hand_back and request.state is RequestState.WAITING:
+                reason = "the shard is out of KV blocks; the request is given back"
+                self._end(request, error=Error(_UNAVAILABLE, reason))
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and take in what it gave."""
@@ -117,11 +142,13 @@ class Engine:
         plan = self._in_flight.popleft()
         now_s = self._clock()
         seconds = now_s - (self.step_started_s or now_s)
-        self.step_started_s = now_s if self._in_flight else None
+        self.step_started_s = None
         self.steps_total += 1
         self._take(plan, results, now_s)
         for request in self._scheduler.collected(plan, seconds):
             self._runner.release(request)
+        if self._in_flight:
+            self._expect(now_s)
 
     def _take(self, plan: StepPlan, results: Sequence[RowResult], now_s: float) -> None:
         """Runs for every token: what is here costs each of them."""
@@ -130,19 +157,19 @@ class Engine:
             if row.samples:
                 request.num_pending -= 1
             # It ended while this step was in flight already.
-            if request.state is RequestState.ENDED:
+            if request.state is _ENDED:
                 continue
             if result.error is not None:
                 self._end(request, error=Error(_INTERNAL, result.error))
                 continue
-            output = _output(request)
+            if result.token_id is not None:
+                output = _token_output(request, result.token_id, result.logprobs)
+                request.last_token_s = now_s
+            else:
+                output = _output(request)
             if result.prompt_logprobs is not None:
                 self._add_prompt_logprobs(output, row, result.prompt_logprobs)
-            if result.token_id is not None:
-                _add_token(output, request, result.token_id)
-                request.last_token_s = now_s
-                output.logprobs = result.logprobs
-            elif output.prompt_logprobs is None:
+            if result.token_id is None and output.prompt_logprobs is None:
                 continue
             self._outputs.append(output)
             if output.finish is not None:
@@ -176,22 +203,23 @@ class Engine:
             self._runner.release(request)
 
 
-def _add_token(output: Output, request: Request, token_id: int) -> None:
-    position = output.first_position
+def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) -> Output:
+    position = len(request.token_ids) - request.num_prompt_tokens
+    request.token_ids.append(token_id)
+    output = Output(request.request_id, request.attempt, position, [token_id], logprobs)
     if position == request.num_delivered:
         output.cached_tokens = request.cached_tokens
-    request.token_ids.append(token_id)
-    output.token_ids.append(token_id)
     if token_id in request.stop_token_ids:
         output.finish = FinishReason.STOP
         output.stop_token_id = token_id
     elif position + 1 >= request.max_tokens:
         output.finish = FinishReason.LENGTH
+    return output
 
 
 def _output(request: Request) -> Output:
-    position = len(request.token_ids) - request.num_prompt_tokens
-    return Output(request.request_id, request.attempt, position, [])
+    """Without a token."""
+    return Output(request.request_id, request.attempt, request.num_output_tokens, [])
 
 
 def _ending(

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.request import Request
 
-# The serial of what comes before the first block, by what hashes start from; and of nothing.
+# Of what comes before the first block: what hashes start from.
 _Serial = int | bytes
-_BROKEN: _Serial = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +149,18 @@ class BlockManager:
         return block_id if same and filed.token_ids == self._tokens(request, index) else None
 
     def _file(self, request: Request, index: int) -> None:
-        if request.filed_serial == _BROKEN:
+        found = self._find(request, index)
+        if found is not None:
+            # Two requests computed the same block at once: the first stays the findable one, and
+            # what follows is filed behind it.
+            request.filed_serial = self._filed[found].serial
             return
         digest = request.block_hashes[index]
         block_id = request.block_ids[index]
-        if digest in self._by_digest or block_id in self._filed:
-            # Two requests may have computed the same block at once: the first stays the findable
-            # one, and what follows is filed behind it, if it is the same indeed.
-            found = self._find(request, index)
-            request.filed_serial = _BROKEN if found is None else self._filed[found].serial
-            return
+        # One of this hash that nobody finds: what came before it is gone, or it is forged.
+        stale = self._by_digest.get(digest)
+        if stale is not None:
+            del self._filed[stale]
         self._filings += 1
         self._by_digest[digest] = block_id
         self._filed[block_id] = _Filed(

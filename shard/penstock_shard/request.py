@@ -99,6 +99,8 @@ class Request:
     logprob_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     objective: Objective = NO_OBJECTIVE
+    # To be put down is to be given back: another shard has room.
+    hand_back: bool = False
     # Order and time of arrival; a request that is put down keeps its own.
     arrival: int = 0
     arrived_s: float = 0.0
@@ -137,11 +139,6 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) + self.num_pending - self.num_computed
-
-    @property
-    def is_full(self) -> bool:
-        """Nothing is left to sample once the pending tokens have come back."""
-        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.request import Request, RequestState
@@ -37,6 +37,8 @@ _LONG_SHARE = 0.8
 # Every so many steps a long prompt gets a little more than is foreseen to fit: of chunks that are
 # all alike nothing is learned, and what was learned wrongly would last.
 _PROBE_STEPS = 8
+# Every so many steps whoever lacks blocks looks again how much of it others have computed since.
+_LOOK_AGAIN_STEPS = 16
 # What prompts that have waited for too long get of a step at least.
 _AGED_TOKENS = 16
 
@@ -75,19 +77,26 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager) -> None:
         self._limits = limits
         self._blocks = blocks
-        # A request that was put down stands before those that never ran.
+        # A request that was put down stands before those of its class that never ran.
         self._waiting = RequestGroup()
         self._running = RequestGroup()
         # Neither running nor free of launched steps: they hold blocks until those are collected.
         self._leaving: set[Request] = set()
         self._step_time = StepTime()
+        # Of launched steps that are not collected, the oldest first.
+        self._sizes: deque[StepSize] = deque()
         self._arrivals = 0
         self._steps = 0
         # Whether the next place is given by age.
         self._by_age = True
-        # The arrival that found too few free blocks, and how many there were.
-        self._turned_away: tuple[int, int] | None = None
+        # Since they were last taken: those in a step for the first time, and those put down.
+        self._started: list[Request] = []
+        self._put_down_lately: list[Request] = []
+        # The arrival that found too few free blocks, and how many would have done.
+        self._turned_away = (-1, 0)
         self.preemptions_total = 0
+        # Of running requests, tokens that the last step left to be computed before they decode.
+        self.num_behind_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -148,13 +157,18 @@ class Scheduler:
         rows = self._decode_rows(decodes, room, now_s)
         # Whoever was put down would only come back in the same step to be put down again.
         admits = self.preemptions_total == preemptions_before
-        self._bound_prompts(room, rows)
-        for row in self._prompt_rows(behind, admits, room, now_s):
+        size = _size(rows)
+        self._bound_prompts(room, size)
+        prompt_rows = list(self._prompt_rows(behind, admits, room, now_s))
+        self.num_behind_tokens = _num_behind(behind, prompt_rows)
+        for row in prompt_rows:
             # A prompt that was found in the cache but for its last token is a decode row too.
             rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
         for row in rows:
             row.request.num_steps_in_flight += 1
             row.request.num_pending += row.samples
+        if rows:
+            self._sizes.append(size.plus(_size(prompt_rows)))
         return StepPlan(tuple(rows))
 
     def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Request]:
@@ -162,33 +176,50 @@ class Scheduler:
 
         Returns the requests that have ended and that no launched step refers to any more.
         """
+        size = self._sizes.popleft()
         if seconds is not None:
-            self._step_time.learn(_size(plan), seconds)
-        ended = []
+            self._step_time.learn(size, seconds)
         for row in plan.rows:
-            request = row.request
-            request.num_steps_in_flight -= 1
-            if request.num_steps_in_flight == 0 and request in self._leaving:
-                self._leaving.discard(request)
-                self._blocks.release(request)
-                if request.state is RequestState.ENDED:
-                    ended.append(request)
-        return ended
+            row.request.num_steps_in_flight -= 1
+        if not self._leaving:
+            return []
+        gone = [row.request for row in plan.rows if self._has_left(row.request)]
+        for request in gone:
+            self._leaving.remove(request)
+            self._blocks.release(request)
+        return [request for request in gone if request.state is RequestState.ENDED]
 
-    def predict_s(self, plan: StepPlan) -> float:
-        """How long a step will take."""
-        return self._step_time.predict(_size(plan))
+    def predict_s(self) -> float:
+        """How long the oldest step that is not collected will take."""
+        return self._step_time.predict(self._sizes[0])
+
+    def take_started(self) -> list[Request]:
+        """Requests that are in a step for the first time, since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    def take_put_down(self) -> list[Request]:
+        """Requests that were put down since the last call."""
+        put_down, self._put_down_lately = self._put_down_lately, []
+        return put_down
 
     # ---- order ----
 
     def _urgency(self, request: Request, now_s: float) -> Urgency:
-        token_s = self._step_time.fixed_s + self._step_time.decode_s(request.num_tokens)
+        token_s = 0.0
+        if request.objective.deadline_s is not None:
+            token_s = self._step_time.fixed_s + self._step_time.decode_s(request.num_tokens)
         return urgency(request, now_s, self._limits.aging_s, token_s)
 
     def _ordered(self, requests: Iterable[Request], now_s: float) -> list[Request]:
         if not self._running.num_objectives:
             return list(requests)
         return sorted(requests, key=lambda request: self._urgency(request, now_s))
+
+    def _place(self, request: Request, now_s: float) -> tuple[bool, int, bool, float, int]:
+        """Among those who wait: its urgency, but behind whoever of its class was put down."""
+        not_aged, priority, due_s, arrival = self._urgency(request, now_s)
+        return not_aged, priority, request.preemptions == 0, due_s, arrival
 
     def _is_aged(self, request: Request, now_s: float) -> bool:
         return not self._urgency(request, now_s)[0]
@@ -270,13 +301,12 @@ class Scheduler:
 
     # ---- prompts ----
 
-    def _bound_prompts(self, room: _Room, decodes: Sequence[ScheduledRequest]) -> None:
-        """What prompts may take of a step, beside these decode rows."""
+    def _bound_prompts(self, room: _Room, decodes: StepSize) -> None:
+        """What prompts may take of a step, beside its decode rows."""
         room.prompt_tokens = room.tokens
-        if decodes:
+        if decodes.num_decodes:
             room.prompt_tokens = min(room.tokens, self._limits.max_prefill_tokens)
-            alone_s = self._step_time.predict(_size(StepPlan(tuple(decodes))))
-            room.long_s = alone_s * _LONG_SHARE
+            room.long_s = self._step_time.predict(decodes) * _LONG_SHARE
         room.long_tokens = room.prompt_tokens
 
     def _prompt_rows(
@@ -287,28 +317,33 @@ class Scheduler:
         None of these needs a block that it does not have or get here: nobody is put down any more.
         """
         seats = self._limits.max_num_seqs - len(self._running)
-        if len(behind) + min(seats, len(self._waiting)) > 1:
-            # Others get past a long prompt.
+        others = chain(behind, self._waiting if seats else ())
+        if not all(map(self._is_long, others)):
+            # Short prompts get past a long one.
             room.long_tokens = max(1, room.prompt_tokens // 2)
         for request in behind:
             limit = self._chunk_limit(request, room, now_s)
             # Those that were put down for a decode of this step are still in the list.
             if limit and request.state is RequestState.RUNNING:
                 yield self._prompt_row(request, limit, room)
-        if admits and seats:
+        if admits and seats and room.prompt_tokens:
             yield from self._admitted_rows(seats, room, now_s)
 
     def _admitted_rows(self, seats: int, room: _Room, now_s: float) -> Iterator[ScheduledRequest]:
-        """Lets in waiting requests, every other one by age; nobody overtakes who finds no place."""
-        by_age, in_order = self._queues(seats, now_s)
+        """Lets in waiting requests, every other one by age. Nobody overtakes who finds no place,
+        but short prompts get past long ones whose share of the step is used up.
+        """
+        by_age, in_order = self._queues(now_s)
         while seats and (by_age or in_order):
             aged = bool(by_age) and (self._by_age or not in_order)
             queue = by_age if aged else in_order
-            if self._chunk_limit(queue[0], room, now_s) == 0:
+            request = queue.popleft()
+            if self._is_long(request) and room.long_tokens == 0:
+                continue
+            if self._chunk_limit(request, room, now_s) == 0:
                 # Nor is there anything for those behind it.
                 queue.clear()
                 continue
-            request = queue.popleft()
             if not self._admit(request):
                 return
             seats -= 1
@@ -317,11 +352,11 @@ class Scheduler:
             limit = max(1, self._chunk_limit(request, room, now_s))
             yield self._prompt_row(request, limit, room)
 
-    def _queues(self, seats: int, now_s: float) -> tuple[deque[Request], deque[Request]]:
-        """Waiting requests that are aged, and the others, as many as there may be places for."""
+    def _queues(self, now_s: float) -> tuple[deque[Request], deque[Request]]:
+        """Waiting requests that are aged, and the others."""
         if not self._waiting.num_objectives:
-            return deque(), deque(islice(self._waiting, seats))
-        ranked = sorted((self._urgency(request, now_s), request) for request in self._waiting)
+            return deque(), deque(self._waiting)
+        ranked = sorted((self._place(request, now_s), request) for request in self._waiting)
         by_age = deque(request for key, request in ranked if not key[0])
         return by_age, deque(request for key, request in ranked if key[0])
 
@@ -369,15 +404,21 @@ class Scheduler:
         """
         if request.num_steps_in_flight:
             return False
-        if self._turned_away == (request.arrival, self._blocks.num_free):
+        arrival, enough_blocks = self._turned_away
+        hopeless = arrival == request.arrival and self._blocks.num_free < enough_blocks
+        # What a long prompt finds in the cache takes milliseconds to look up.
+        if hopeless and self._steps % _LOOK_AGAIN_STEPS:
             return False
         if not request.needs_prompt_logprobs:
             self._blocks.acquire_prefix(request)
         if not self._blocks.grow(request, request.num_tokens):
+            missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_ids)
+            missing -= self._blocks.num_free
             self._blocks.release(request)
-            self._turned_away = (request.arrival, self._blocks.num_free)
+            self._turned_away = (request.arrival, self._blocks.num_free + missing)
             return False
         if request.cached_tokens is None:
+            self._started.append(request)
             request.cached_tokens = min(request.num_computed, request.num_prompt_tokens)
         self._waiting.remove(request)
         request.state = RequestState.RUNNING
@@ -402,19 +443,29 @@ class Scheduler:
         if self._waiting.highest_class >= self._running.lowest_class:
             return
         best = self._waiting.highest_class
-        first = next(request for request in self._waiting if request.objective.priority == best)
-        has_seat = len(self._running) < self._limits.max_num_seqs
-        if has_seat and self._blocks.blocks_for(first.num_tokens) <= self._blocks.num_free:
-            return
-        victim = max(self._running, key=expendable)
         # Whoever came in by its age would at once be put down again, for ever.
-        if victim.objective.priority > best and not self._is_aged(victim, now_s):
-            self._put_down(victim)
+        lower = [
+            request
+            for request in self._running
+            if request.objective.priority > best and not self._is_aged(request, now_s)
+        ]
+        if not lower:
+            return
+        its_class = (r for r in self._waiting if r.objective.priority == best)
+        first = min(its_class, key=lambda request: self._place(request, now_s))
+        missing = self._blocks.blocks_for(first.num_tokens) - self._blocks.num_free
+        has_seat = len(self._running) < self._limits.max_num_seqs
+        if has_seat and missing <= 0:
+            return
+        # Nobody is put down where all of them would not do.
+        if sum(len(request.block_ids) for request in lower) >= missing:
+            self._put_down(max(lower, key=expendable))
 
     def _put_down(self, request: Request) -> None:
         self._running.remove(request)
         request.preemptions += 1
         self.preemptions_total += 1
+        self._put_down_lately.append(request)
         self._leave(request, RequestState.WAITING)
         self._waiting.add(request, first=True)
 
@@ -425,10 +476,23 @@ class Scheduler:
         else:
             self._blocks.release(request)
 
+    def _has_left(self, request: Request) -> bool:
+        return request.num_steps_in_flight == 0 and request in self._leaving
 
-def _size(plan: StepPlan) -> StepSize:
+
+def _num_behind(behind: Iterable[Request], rows: Iterable[ScheduledRequest]) -> int:
+    """Tokens that are left of prompts which have begun."""
+    begun = {*behind, *(row.request for row in rows)}
+    return sum(
+        max(0, request.num_uncomputed - 1)
+        for request in begun
+        if request.state is RequestState.RUNNING
+    )
+
+
+def _size(rows: Iterable[ScheduledRequest]) -> StepSize:
     decodes = prompt_tokens = keys = 0
-    for row in plan.rows:
+    for row in rows:
         if row.samples and row.count == 1:
             decodes += 1
             keys += row.start + 1

@@ -18,11 +18,14 @@ _DECAY = 0.98
 _SWEEPS = 2
 # Prompt tokens first, then decode rows: what the first steps take is put down to what they compute.
 _ORDER = (2, 1, 0, 3)
-# What a step may take of what was foreseen before it counts as disturbed, and how much of it is
-# believed then: a pause of the machine says little about the next step.
+# What a step may take of what was foreseen, or of what steps take on average where that is more,
+# before it counts as disturbed, and how much of it is believed then: a pause of the machine says
+# little about the next step.
 _DISTURBED = 3.0
 # Sums below this hold nothing that was seen lately; their coefficient stays as it is.
 _FORGOTTEN = 1e-6
+# No chunk is longer than this.
+_MOST_TOKENS = 2**31
 # Keys attended to are counted in thousands, to keep the sums of one size.
 _KEYS = 1e-3
 
@@ -34,6 +37,14 @@ class StepSize:
     num_decodes: int
     num_prompt_tokens: int
     num_keys: int
+
+    def plus(self, other: StepSize) -> StepSize:
+        """That of a step which computes both."""
+        return StepSize(
+            self.num_decodes + other.num_decodes,
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.num_keys + other.num_keys,
+        )
 
 
 class StepTime:
@@ -49,9 +60,10 @@ class StepTime:
     def learn(self, size: StepSize, seconds: float) -> None:
         """Take in one step that took `seconds`."""
         features = _features(size)
-        foreseen = self._dot(features)
         if self._num_seen > 16:
-            seconds = min(seconds, _DISTURBED * foreseen)
+            # Of what comes for the first time nothing is foreseen.
+            average_s = self._targets[0] / self._products[0][0]
+            seconds = min(seconds, _DISTURBED * max(self._dot(features), average_s))
         self._num_seen += 1
         for index, value in enumerate(features):
             self._products[index] = [
@@ -88,8 +100,8 @@ class StepTime:
         per_token = self._seconds[2] + per_key * start
         if per_key > 0:
             root = math.sqrt(per_token * per_token + 2 * per_key * seconds)
-            return int(2 * seconds / (per_token + root))
-        return int(seconds / per_token) if per_token > 0 else 2**31
+            return int(min(2 * seconds / (per_token + root), _MOST_TOKENS))
+        return int(min(seconds / per_token, _MOST_TOKENS)) if per_token > 0 else _MOST_TOKENS
 
     def _dot(self, features: Sequence[float]) -> float:
         fixed, decode, prompt_token, keys = self._seconds

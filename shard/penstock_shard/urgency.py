@@ -30,7 +30,7 @@ def seconds_between_tokens(objective: Objective) -> float | None:
 
 
 def urgency(request: Request, now_s: float, aging_s: float, token_s: float) -> Urgency:
-    """Smaller is served first. `token_s` is what a token of one request takes at present."""
+    """Smaller is served first. `token_s`: what a token takes; matters only with a deadline."""
     since_s = request.last_token_s or request.arrived_s
     aged = now_s - since_s >= aging_s
     objective = request.objective

@@ -5,7 +5,6 @@ Pure: an incoming request and the shard's facts in, a complete `Submit` or a `Re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +32,9 @@ _MAX_BAD_WORDS = 1024
 _MAX_BAD_WORD_IDS = 64
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PRIORITY = 1000
+_MAX_TOP_K = 2**31 - 1
+# Of 32 bits, as on the wire and in the sampler.
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +42,18 @@ class _Range:
     """The values a field may have; `low` itself only where `above_low` is false."""
 
     low: float
-    high: float = math.inf
+    high: float = _LARGEST_FLOAT
     above_low: bool = False
 
     def holds(self, value: float) -> bool:
         """False for NaN and for infinities."""
         above = self.low < value if self.above_low else self.low <= value
-        return above and value <= self.high and math.isfinite(value)
+        return above and value <= self.high
 
     def __str__(self) -> str:
         if not self.above_low:
             return f"{self.low:g}..{self.high:g}"
-        bound = "finite" if self.high == math.inf else f"at most {self.high:g}"
+        bound = "finite" if self.high == _LARGEST_FLOAT else f"at most {self.high:g}"
         return f"above {self.low:g}, {bound}"
 
 
@@ -140,6 +142,9 @@ class IncomingRequest:
     time_to_first_token_s: float | None = None
     seconds_between_tokens: float | None = None
     latency_sensitive: bool = False
+    instance_id: str = ""
+    hand_back: bool = False
+    suspect: bool = False
     features: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -162,7 +167,7 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
             _refuse(name, asked, f"0..{config.max_logprobs} (--max-logprobs)")
     eos = () if incoming.ignore_eos else info.eos_token_ids
     stop_token_ids = [*incoming.stop_token_ids.tolist(), *eos]
-    _check_something_is_left(incoming, stop_token_ids)
+    _check_something_is_left(incoming, stop_token_ids, info.vocab_size)
     only_requested = incoming.logprobs is None and incoming.logprob_token_ids.size
     return Submit(
         request_id=incoming.request_id,
@@ -179,6 +184,7 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         min_tokens=incoming.min_tokens,
         logprob_token_ids=tuple(incoming.logprob_token_ids.tolist()),
         objective=_objective(incoming),
+        hand_back=incoming.hand_back,
     )
 
 
@@ -262,17 +268,18 @@ def _check_ids(incoming: IncomingRequest, vocab_size: int) -> None:
             _refuse(name, int(ids.max()), f"0..{vocab_size - 1} (the vocabulary)")
 
 
-def _check_something_is_left(incoming: IncomingRequest, stop_token_ids: Sequence[int]) -> None:
-    """Of allowed_token_ids, once what is never drawn is gone."""
-    if not incoming.allowed_token_ids.size:
-        return
+def _check_something_is_left(
+    incoming: IncomingRequest, stop_token_ids: Sequence[int], vocab_size: int
+) -> None:
+    """Of the allowed ids, once what is never drawn is gone."""
+    allowed: Sequence[int] = incoming.allowed_token_ids.tolist() or range(vocab_size)
     never = {int(word[0]) for word in incoming.bad_words if word.size == 1}
     if incoming.output.size < incoming.min_tokens:
         never.update(stop_token_ids)
-    if never.issuperset(incoming.allowed_token_ids.tolist()):
+    if all(token_id in never for token_id in allowed):
         _refuse(
             "allowed_token_ids",
-            f"{incoming.allowed_token_ids.size} ids",
+            f"{len(allowed)} ids",
             "at least one that neither bad_words nor min_tokens rules out",
         )
 
@@ -284,8 +291,9 @@ def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], lis
     usable: dict[str, float] = {}
     unusable = []
     for name, value in stated.items():
-        allowed = _Range(-1) if name == "top_k" else _SAMPLING_RANGES[name]
-        if isinstance(value, int | float) and value is not True and allowed.holds(value):
+        allowed = _Range(-1, _MAX_TOP_K) if name == "top_k" else _SAMPLING_RANGES[name]
+        is_flag = isinstance(value, bool)
+        if isinstance(value, int | float) and not is_flag and allowed.holds(value):
             usable[name] = value
         else:
             unusable.append(f"{name}: {_short(value)} is out of bounds; allowed: {allowed}")

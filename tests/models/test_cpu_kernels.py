@@ -121,6 +121,18 @@ def test_a_linear_row_has_the_same_bits_alone_and_among_others(
             assert torch.equal(result[:32], alone[:rows]), f"{rows} rows"
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_rows_of_a_packed_weight_are_its_rows(
+    kernels: CpuKernels, kind: WeightKind, n: int, k: int
+) -> None:
+    weight = torch.randn(n, k, generator=generator(f"rows of {kind} {n} {k}"))
+    ids = torch.tensor([n - 1, 0, n // 2, n - 1])
+    rows = kernels.pack(weight, kind).rows(ids)
+    assert rows.is_contiguous()
+    assert torch.equal(rows.double(), stored(weight, kind)[ids])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
 def test_packing_reads_any_dtype_strides_and_parts(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,37 @@ def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(
     assert isinstance(runner.model, Decoder)
     assert not runner.model._spec.tied
     assert relative_errors(directory, attention_backend=backend)[0] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({"dtype": "auto"}, True),
+        ({"dtype": "float32"}, True),
+        ({"dtype": "float32", "attention_backend": "sdpa"}, True),
+        ({"dtype": "auto", "quantization": "int8"}, False),
+        ({"dtype": "auto", "attention_backend": "sdpa"}, False),
+    ],
+)
+def test_a_tied_table_is_in_memory_once_where_its_rows_can_be_had(
+    settings: dict[str, Any], shared: bool, tmp_path: Path
+) -> None:
+    tied = load(make_model(tmp_path / "tied", "gemma3", tie_word_embeddings=True), **settings)
+    assert isinstance(tied.model, Decoder)
+    weights = tied.model._weights
+    assert (weights.embedding is weights.head.matrix) == shared
+    # The same weights with a head of its own.
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "tied", other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    untied = load(other, **settings)
+    assert torch.equal(cut_logits(tied)[1], cut_logits(untied)[1])
+    assert isinstance(untied.model, Decoder)
+    assert untied.model._weights.embedding is not untied.model._weights.head.matrix
 
 
 def test_a_tied_head_of_another_shape_is_not_taken_for_the_embedding(tmp_path: Path) -> None:

@@ -348,6 +348,28 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "own", "rope_theta": 1e4}}, "own"),
+        ({"rope_parameters": {**_YARN, "factor": "4", "rope_theta": 1e4}}, "str"),
+        ({"num_attention_heads": 0}, "zero"),
+        ({"num_key_value_heads": 0}, "multiple of num_key_value_heads, 0"),
+        ({"max_position_embeddings": -5}, "--max-model-len"),
+    ],
+)
+def test_values_that_transformers_fails_on_are_refused_in_one_line(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = {**CONFIGS["SmolLM2-135M"], **changes}
+    with pytest.raises(ModelError, match=reason) as caught:
+        load(write(tmp_path, config), load_format="dummy")
+    assert "\n" not in str(caught.value)
+
+
 def test_yarn_may_go_as_far_as_it_stretches(tmp_path: Path) -> None:
     rope = {
         "rope_type": "yarn",

@@ -224,9 +224,11 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
     ]
     monkeypatch.setattr("torch.__version__", "2.13.99")
     others.append(named())
-    monkeypatch.setattr("penstock_shard.runner.fingerprint.SAMPLER_REVISION", 99)
-    others.append(named())
-    assert len({first, *others}) == 7
+    # Of torch, of what reads configurations and makes rotary tables, of our own Python.
+    for name in ("transformers.__version__", "MODEL_REVISION", "SAMPLER_REVISION"):
+        monkeypatch.setattr(f"penstock_shard.runner.fingerprint.{name}", "5.99.0")
+        others.append(named())
+    assert len({first, *others}) == 9
 
 
 @pytest.mark.parametrize("name", ["exp", "tanh", "cos", "log_softmax"])

@@ -157,9 +157,23 @@ def test_no_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CC", "/nonexistent/cc")
     with pytest.raises(build.KernelBuildError, match=r"^no C compiler: CC is '/nonexistent/cc'"):
         first_library("portable")
-    monkeypatch.delenv("CC")
+    monkeypatch.setenv("CC", "'cc")
+    with pytest.raises(build.KernelBuildError, match=r"^no C compiler: .*No closing quotation"):
+        first_library("portable")
+    monkeypatch.setenv("CC", " ")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(build.KernelBuildError, match=r"^no C compiler: neither cc, gcc nor clang"):
+        first_library("portable")
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_compiler_that_would_reorder_sums_is_told_not_to(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", "cc -ffast-math")
+    build.SOURCES[0].write_text("#ifdef __FAST_MATH__\n#error fast\n#endif\nint level;")
+    assert first_library("portable").exists()
+    monkeypatch.setattr(build, "_COMMON_FLAGS", ("-shared", "-fPIC"))
+    with pytest.raises(build.KernelBuildError, match="fast"):
         first_library("portable")
 
 

@@ -12,11 +12,14 @@ from model_maker import make_model
 from models.driver import Driver, load, make_request
 from transformers import AutoModelForCausalLM
 
+from penstock_shard.config import ShardConfig
 from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.embedding import Embedding
 from penstock_shard.models.errors import ModelError
 from penstock_shard.request import SamplingParams
 from penstock_shard.runner.base import Logprobs, ScheduledRequest, StepPlan
 from penstock_shard.runner.batch import split_plan
+from penstock_shard.runner.create import create_runner
 
 Directory = Callable[[str], Path]
 PROMPT = [9, 200, 31, 77, 5, 160, 42, 42, 300, 11]
@@ -137,7 +140,9 @@ def test_nan_logits_end_their_own_row_only(tmp_path: Path) -> None:
     driver = Driver(runner)
     good = driver.step([(make_request(PROMPT), len(PROMPT))])[0]
     assert isinstance(runner.model, Decoder)
-    runner.model._weights.embedding.table[300] = float("nan")
+    embedding = runner.model._weights.embedding
+    assert isinstance(embedding, Embedding)
+    embedding.table[300] = float("nan")
     clean = [token for token in PROMPT if token != 300]
     bad, fine = driver.step(
         [(make_request(PROMPT, prompt_logprobs=0), len(PROMPT)), (make_request(clean), len(clean))]
@@ -170,6 +175,20 @@ def test_eos_falls_back_to_the_configuration(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
     (directory / "generation_config.json").unlink()
     assert load(directory).info.eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize(("stated", "served"), [([384, 7], (7,)), (-1, ()), ([1, 383], (1, 383))])
+def test_eos_ids_that_no_logit_stands_for_are_left_out(
+    stated: int | list[int], served: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Banned before min_tokens they would be ids of the next row of logits."""
+    directory = make_model(tmp_path, "llama")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    config = ShardConfig(device="cpu", threads=1, kv_blocks=64)
+    lines: list[str] = []
+    assert create_runner(config, directory, progress=lines.append).info.eos_token_ids == served
+    told = [line for line in lines if "eos_token_id" in line]
+    assert len(told) == (0 if served == (1, 383) else 1)
 
 
 def test_positions_end_where_the_model_says(model_dir: Directory) -> None:

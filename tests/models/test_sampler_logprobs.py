@@ -56,6 +56,17 @@ def test_the_chosen_token_has_the_very_value_it_has_in_the_lists() -> None:
         assert found.chosen == found.top_logprobs == found.requested
 
 
+def test_a_greedy_token_is_the_first_of_the_best_though_others_round_to_its_value() -> None:
+    logits = torch.zeros(1, 150_000)
+    logits[0, 77] = 0.01
+    logits[0, 5] = torch.nextafter(logits[0, 77], torch.tensor(0.0))
+    (found,) = token_logprobs(logits, logits.argmax(dim=1), [2])
+    assert (found.ranks, found.top_token_ids) == ([1], [77, 5])
+    assert found.top_logprobs[0] == found.top_logprobs[1]
+    (found,) = token_logprobs(logits, torch.tensor([5]), [2])
+    assert found.ranks == [2]
+
+
 def test_equal_tokens_are_listed_by_id_and_share_a_rank() -> None:
     generator = torch.Generator().manual_seed(SEED)
     logits = torch.randint(-2, 2, (20, 700), generator=generator).float()

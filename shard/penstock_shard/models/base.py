@@ -10,6 +10,10 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 
+# Raised when the same weights give other logits than before, but for what the kernels' own source
+# and the version of transformers tell.
+MODEL_REVISION = 1
+
 
 class CausalModel(Protocol):
     """Runs flat steps: tokens of many sequences, each of which has its part of a paged cache."""

@@ -78,7 +78,8 @@ class LayerWeights:
 class DecoderWeights:
     """All of a decoder."""
 
-    embedding: Embedding
+    # Of a tied model the head's own matrix, where its rows can be had.
+    embedding: Embedding | Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Linear
@@ -117,7 +118,8 @@ class _Reader:
         # The largest first, while little else is in memory.
         head_name = "model.embed_tokens.weight" if self._spec.tied else "lm_head.weight"
         head = Linear(self._matrix([head_name]), None)
-        embedding = self._embedding("model.embed_tokens.weight")
+        shares = self._spec.tied and head.matrix.has_rows
+        embedding = head.matrix if shares else self._embedding("model.embed_tokens.weight")
         layers = tuple(self._layer(f"model.layers.{i}.") for i in range(len(self._spec.layers)))
         norm = self._vector(["model.norm.weight"], torch.float32)
         return DecoderWeights(embedding, layers, norm, head, self._nbytes)

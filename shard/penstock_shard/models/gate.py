@@ -60,7 +60,7 @@ def _check_heads(name: str, text: PreTrainedConfig) -> None:
     """Modelling code fails on these at its first step only, in words about tensors."""
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
-    if heads and kv_heads and heads % kv_heads:
+    if heads and kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise ModelError(
             f"{name}: num_attention_heads is {heads}; it must be a multiple of "
             f"num_key_value_heads, {kv_heads}"

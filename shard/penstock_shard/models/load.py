@@ -24,12 +24,16 @@ from penstock_shard.models.decoder_spec import (
     decoder_spec,
     rope_tables,
 )
-from penstock_shard.models.decoder_weights import RandomTensors, read_weights
+from penstock_shard.models.decoder_weights import DecoderWeights, RandomTensors, read_weights
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.ops.base import Ops
 from penstock_shard.models.packed_weights import pack_weights
 from penstock_shard.models.transformers_loader import LoadOptions, load_module
 from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
+
+# What comes of values in a configuration that mean nothing to us: left to transformers, which
+# knows better or says so.
+_ODD_VALUES = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,11 @@ def load_model(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> 
         if checkpoint is not None:
             check_tensors(spec, checkpoint.shapes)
             spec = _as_stored(spec, checkpoint)
-    except NotOurs as reason:
+        ropes = rope_tables(files.config, spec, files.max_model_len, ops.device)
+    except (NotOurs, *_ODD_VALUES) as reason:
         progress(f"running the code of transformers ({reason})")
         return _load_transformers(files, ops, checkpoint, progress)
-    return _load_decoder(files, spec, ops, checkpoint, progress)
+    return Decoder(spec, _decoder_weights(files, spec, ops, checkpoint, progress), ropes, ops)
 
 
 def _as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
@@ -70,13 +75,13 @@ def _as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
     return dataclasses.replace(spec, tied=tied, embedding_scale=float(scale))
 
 
-def _load_decoder(
+def _decoder_weights(
     files: ModelFiles,
     spec: DecoderSpec,
     ops: Ops,
     checkpoint: Checkpoint | None,
     progress: Callable[[str], None],
-) -> Decoder:
+) -> DecoderWeights:
     for layer in spec.layers:
         reason = ops.backend.refusal(layer, ops.dtype)
         if reason:
@@ -84,11 +89,9 @@ def _load_decoder(
                 f"attention backend {ops.backend.name} {reason}; use --attention-backend sdpa"
             )
     try:
-        weights = read_weights(spec, checkpoint or RandomTensors(spec), ops, progress)
+        return read_weights(spec, checkpoint or RandomTensors(spec), ops, progress)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{files.path}: the weights do not fit into memory: {error}") from error
-    ropes = rope_tables(files.config, spec, files.max_model_len, ops.device)
-    return Decoder(spec, weights, ropes, ops)
 
 
 def _load_transformers(

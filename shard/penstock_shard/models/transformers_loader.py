@@ -25,7 +25,17 @@ _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-_CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
+# What transformers raises over values of a configuration that nobody has checked.
+_CONFIG_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
+)
 # Buffers that older releases of modelling code saved: rotary frequencies and causal masks.
 _LEFTOVERS = re.compile(r"(inv_freq|attn\.bias|attention\.bias|masked_bias|position_ids)$")
 
@@ -94,7 +104,7 @@ def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions)
             module = make(model_dir, config, options)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{model_dir}: the weights do not fit into memory: {error}") from error
-    except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
+    except (*_CONFIG_ERRORS, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{model_dir}: cannot load the weights: {_first_line(error)}") from error
     module.eval()
     module.requires_grad_(False)

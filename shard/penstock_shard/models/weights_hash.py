@@ -1,7 +1,8 @@
 """A name for a set of weights: equal names mean equal bytes. Knows files only; imports no torch.
 
-Covers the full content of config.json and of every *.safetensors file, with their names. Files are
-hashed in pieces on several threads (hashlib releases the interpreter lock), then the piece hashes.
+Covers the full content of config.json and of every *.safetensors file, with their names, and where
+a model's own code runs, of every *.py file. Files are hashed in pieces on several threads (hashlib
+releases the interpreter lock), then the piece hashes.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ def hash_weights(
     model_dir: Path,
     *,
     config_only: bool = False,
+    with_code: bool = False,
     threads: int | None = None,
     stop: threading.Event | None = None,
 ) -> str:
-    """32 hex digits (blake2b-128). `config_only` is for models without weights on disk.
+    """32 hex digits (blake2b-128). `config_only` is for models without weights on disk,
+    `with_code` for those whose own code is trusted and run.
 
     Raises OSError if a file cannot be read, CancelledError soon after `stop` is set.
     """
     stop = stop or threading.Event()
-    pieces = list(_pieces(model_dir, config_only))
+    pieces = list(_pieces(model_dir, config_only, with_code))
     workers = threads or min(8, os.cpu_count() or 1)
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -41,10 +44,11 @@ def hash_weights(
     return total.hexdigest()
 
 
-def _pieces(model_dir: Path, config_only: bool) -> Iterator[tuple[Path, int]]:
+def _pieces(model_dir: Path, config_only: bool, with_code: bool) -> Iterator[tuple[Path, int]]:
     """Each file in the order of names, cut at multiples of the piece size."""
     weights = [] if config_only else sorted(model_dir.glob("*.safetensors"))
-    for path in (model_dir / "config.json", *weights):
+    code = sorted(model_dir.glob("*.py")) if with_code else []
+    for path in (model_dir / "config.json", *weights, *code):
         for offset in range(0, max(1, path.stat().st_size), _PIECE_BYTES):
             yield path, offset
 

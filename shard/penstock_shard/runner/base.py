@@ -129,6 +129,8 @@ class RunnerInfo:
     # How many steps may be launched before the oldest is collected, less one: 1 keeps a device
     # busy while results are handled, 0 takes in each step before the next is scheduled.
     max_steps_ahead: int = 0
+    # How long the largest step took when it was tried at load; 0 where none was.
+    worst_step_s: float = 0.0
 
 
 class Runner(Protocol):

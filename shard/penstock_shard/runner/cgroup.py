@@ -6,6 +6,7 @@ scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst). Knows nothing of the mac
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -72,6 +73,7 @@ def _cpu_quota_of(group: Path) -> float | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii").strip()
+        # Names of groups are bytes.
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return ""

@@ -57,7 +57,13 @@ def create_runner(
     files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
-        hashing = pool.submit(hash_weights, model_dir, config_only=dummy, stop=stop)
+        hashing = pool.submit(
+            hash_weights,
+            model_dir,
+            config_only=dummy,
+            with_code=config.trust_remote_code,
+            stop=stop,
+        )
         try:
             model = load_model(files, ops, progress)
             weights_hash = hashing.result()
@@ -75,6 +81,9 @@ def create_runner(
         progress=progress,
     ).run(threads)
     generation = generation_defaults(model_dir)
+    eos_token_ids, outside = _eos_token_ids(generation, text)
+    if outside:
+        progress(f"eos_token_id: {outside} are not in the vocabulary; left out")
     defaults, unusable = usable_defaults(_stated_sampling(generation))
     for line in unusable:
         progress(f"generation_config.json: {line}; left out")
@@ -83,7 +92,7 @@ def create_runner(
         weights_hash=weights_hash,
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(generation, text),
+        eos_token_ids=eos_token_ids,
         default_sampling=defaults,
         block_size=prepared.block_size,
         num_blocks=prepared.num_blocks,
@@ -94,9 +103,10 @@ def create_runner(
         capabilities=CAPABILITIES,
         # On cpu the step itself needs the processor that would prepare the next one.
         max_steps_ahead=0 if device.type == "cpu" else 1,
+        worst_step_s=prepared.worst_step_s,
         batch_invariant=prepared.batch_invariant,
         numerics_fingerprint=(
-            fingerprint(weights_hash, model, ops, cached_as) if prepared.batch_invariant else ""
+            fingerprint(weights_hash, ops, cached_as) if prepared.batch_invariant else ""
         ),
     )
     return ModelRunner(model, info)
@@ -124,7 +134,7 @@ def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
     """--max-model-len, or the positions the model states. Raises ModelError beyond what it has."""
     text = hf_config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len", "seq_length")
-    positions = next((value for n in names if (value := getattr(text, n, None))), None)
+    positions = next((value for n in names if (value := getattr(text, n, None) or 0) > 0), None)
     if config.max_model_len is None:
         if positions is None:
             raise ModelError(
@@ -151,14 +161,18 @@ def _yarn_positions(text: PreTrainedConfig) -> int:
     return int(original * rope["factor"])
 
 
-def _eos_token_ids(generation: dict[str, Any], text: PreTrainedConfig) -> tuple[int, ...]:
-    """From generation_config.json, else from the configuration; () if neither names one."""
+def _eos_token_ids(
+    generation: dict[str, Any], text: PreTrainedConfig
+) -> tuple[tuple[int, ...], list[int]]:
+    """From generation_config.json, else from the configuration; () if neither names one. Apart from
+    them those that no token has: banned before min_tokens, they would be no ids of the row.
+    """
     value = generation.get("eos_token_id")
     if value is None:
         value = getattr(text, "eos_token_id", None)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    stated = value if isinstance(value, list | tuple) else () if value is None else (int(value),)
+    usable = tuple(token_id for token_id in stated if 0 <= token_id < text.vocab_size)
+    return usable, [token_id for token_id in stated if token_id not in usable]
 
 
 def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:

@@ -1,8 +1,9 @@
 """A runner without torch or weights: for tests, for trying things, for measuring everything else.
 
-Its token is a hash of the prompt, all output so far, every sampling parameter, the seed and the
-position, so whoever loses or mixes up one of them gives other tokens. It never draws what allowed
-ids, bad words or min_tokens rule out; a penalty or a bias is in the hash and does nothing else.
+Its token is a hash of its weights' name, the prompt, all output so far, every sampling parameter,
+the seed and the position, so whoever loses or mixes up one of them gives other tokens. It never
+draws what allowed ids, bad words or min_tokens rule out; a penalty or a bias is in the hash and
+does nothing else.
 Log-probabilities come from the same hash. A sequence ends early only at `eos_rate`. A step takes
 `step_s`, counted, as on a device stream, from when its inputs are handed over and the step before
 is over.
@@ -11,6 +12,7 @@ is over.
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import time
 from bisect import bisect_left
@@ -48,6 +50,10 @@ CAPABILITIES = frozenset(
 )
 
 
+# Where a sequence that is to end the engine does so: in the middle, as a rule.
+_CRASH_POSITION = 9
+
+
 @dataclass(slots=True)
 class _Progress:
     """The chained hash over a request's tokens, and how many of them it covers."""
@@ -58,7 +64,10 @@ class _Progress:
 
 
 class FakeRunner:
-    """Implements `Runner`. `ordinary_ids` are what it generates; eos ids only by `eos_rate`."""
+    """Implements `Runner`. `ordinary_ids` are what it generates; eos ids only by `eos_rate`.
+
+    The tenth token of a sequence with the id `crash_on` in its prompt ends the process.
+    """
 
     def __init__(
         self,
@@ -67,11 +76,13 @@ class FakeRunner:
         *,
         step_s: float,
         eos_rate: float = 0.0,
+        crash_on: int | None = None,
     ) -> None:
         self._info = info
         self._ordinary_ids = ordinary_ids
         self._step_s = step_s
         self._eos_rate = eos_rate
+        self._crash_on = crash_on
         self._progress: dict[Request, _Progress] = {}
         self._launched: deque[tuple[StepPlan, float]] = deque()
         self._free_at_s = 0.0
@@ -106,6 +117,8 @@ class FakeRunner:
 
     def _sample(self, request: Request, num_tokens: int, result: RowResult) -> None:
         """What follows the request's first `num_tokens` tokens."""
+        if num_tokens - request.num_prompt_tokens == _CRASH_POSITION:
+            self._crash_if_told(request)
         progress = self._progress_at(request, num_tokens)
         draw = self._draw(request, progress, num_tokens)
         token_id = self._token(request, draw, _banned(request, progress.bad_words, num_tokens))
@@ -119,11 +132,17 @@ class FakeRunner:
             self._add_logprobs(result.logprobs, draw, token_id, request.logprobs)
             self._add_requested(result.logprobs, draw, token_id, request.logprob_token_ids)
 
+    def _crash_if_told(self, request: Request) -> None:
+        if self._crash_on in request.token_ids[: request.num_prompt_tokens]:
+            os._exit(70)
+
     def _progress_at(self, request: Request, num_tokens: int) -> _Progress:
         """Over no more than the first `num_tokens` tokens."""
         progress = self._progress.get(request)
         if progress is None or progress.num_tokens > num_tokens:
-            parameters = repr((astuple(request.sampling), request.min_tokens)).encode()
+            parameters = repr(
+                (self._info.weights_hash, astuple(request.sampling), request.min_tokens)
+            ).encode()
             digest = hashlib.blake2b(parameters, digest_size=32).digest()
             progress = _Progress(digest, BadWords(request.sampling.bad_words))
             self._progress[request] = progress

@@ -15,10 +15,9 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_shard.models.base import CausalModel
+from penstock_shard.models.base import MODEL_REVISION
 from penstock_shard.models.kernels.build import kernel_hash
 from penstock_shard.models.ops.base import Ops
-from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.runner.sampler import SAMPLER_REVISION
 
 _DIGEST_BYTES = 16
@@ -46,9 +45,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def fingerprint(weights_hash: str, model: CausalModel, ops: Ops, kv_dtype: torch.dtype) -> str:
+def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype) -> str:
     """32 hex digits (blake2b-128): shards with equal ones give equal bits."""
-    runs_theirs = isinstance(model, TransformersModel)
     parts = (
         weights_hash,
         ops.weights,
@@ -57,7 +55,9 @@ def fingerprint(weights_hash: str, model: CausalModel, ops: Ops, kv_dtype: torch
         kernel_hash(),
         torch.__version__,
         torch_bits(),
-        transformers.__version__ if runs_theirs else "",
+        # Our decoder has its configuration's defaults and its rotary tables from there.
+        transformers.__version__,
+        str(MODEL_REVISION),
         str(SAMPLER_REVISION),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from penstock_shard.runner import cgroup
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,9 @@ def extra_host_bytes(work: Callable[[], object]) -> int:
         work()
         return 0
     work()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return max(0, peak - int(pages) * os.sysconf("SC_PAGE_SIZE"))
+    # Not getrusage: its peak is at least that of the process this one was started by.
+    status = _sizes(_STATUS)
+    return max(0, status["VmHWM"] - status["VmRSS"])
 
 
 def free_host_bytes() -> int:
@@ -99,10 +100,16 @@ def free_host_bytes() -> int:
 
 
 def _meminfo_available() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    if _MEMINFO.exists():
+        available = _sizes(_MEMINFO).get("MemAvailable")
+        if available is not None:
+            return available
     # No such file on macOS: assume half of what is built in.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """Of the lines `name: number kB` of a file of /proc, in bytes."""
+    lines = os.fsdecode(file.read_bytes()).splitlines()
+    fields = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): int(number) * 1024 for name, number, _ in fields}

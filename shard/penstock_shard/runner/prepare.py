@@ -5,6 +5,7 @@ Knows what is checked and measured and in which order. Knows nothing of how mode
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +39,8 @@ class Prepared:
     num_blocks: int
     block_size: int
     batch_invariant: bool
+    # About how long the largest step takes.
+    worst_step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,12 @@ class Preparation:
         self.progress("checking what the model computes")
         if isinstance(self.model, TransformersModel):
             self._check_attention(self.model, block_size)
-        self._check_finite(block_size)
+        worst_step_s = self._check_finite(block_size)
         invariant = self.ops.backend.name == "cpu" and self._is_invariant(block_size, threads)
         self.ops.set_threads(threads)
         num_blocks = self._allocate(block_size)
         self.progress(f"KV cache: {num_blocks} blocks of {block_size} tokens")
-        return Prepared(num_blocks, block_size, invariant)
+        return Prepared(num_blocks, block_size, invariant, worst_step_s)
 
     def _block_size(self) -> int:
         backend = self.ops.backend
@@ -96,15 +99,22 @@ class Preparation:
         precision = "int8" if self.ops.weights == "int8" else _name(self.ops.dtype)
         gate.check_logits(model.module, tokens.to(model.device), logits, precision)
 
-    def _check_finite(self, block_size: int) -> None:
-        """Some random tokens must give numbers: half precision may not suffice for a model."""
+    def _check_finite(self, block_size: int) -> float:
+        """Some random tokens must give numbers: half precision may not suffice for a model.
+
+        Returns how long the largest step would take if all its tokens took as long as these.
+        """
         length = min(_CHECK_TOKENS, self.max_model_len)
         num_blocks = -(-length // block_size)
         with trial_steps(
             self.model, self.vocab_size, block_size, num_blocks, self.kv_dtype
         ) as steps:
+            started_s = time.perf_counter()
             logits = steps.run([(steps.sequence(length), 0, length)])
-        if not bool(torch.isfinite(logits).all()):
+        # Also waits for the device.
+        finite = bool(torch.isfinite(logits).all())
+        seconds = time.perf_counter() - started_s
+        if not finite:
             kinds = (self.ops.weights, _name(self.kv_dtype))
             full = set(kinds) == {"float32"}
             raise ModelError(
@@ -112,6 +122,7 @@ class Preparation:
                 f"and values in {kinds[1]}; "
                 + ("its weights are damaged" if full else f"use {self._full_precision()}")
             )
+        return seconds * self._most_tokens() / length
 
     def _full_precision(self) -> str:
         """What to change in the flags to compute in float32 alone."""

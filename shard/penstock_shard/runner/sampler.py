@@ -179,14 +179,19 @@ def token_logprobs(
 ) -> list[Logprobs]:
     """Of raw logits [n, V]: the log-probability of tokens [n], their rank (1 is the most likely;
     equals share a rank), the `counts[i]` best of row i, and those of the ids `requested[i]`.
+
+    Ranks and order are those of the logits: as log-probabilities two of them may round to one.
     """
-    scores = torch.log_softmax(logits.float(), dim=1)
+    logits = logits.float()
+    scores = torch.log_softmax(logits, dim=1)
     chosen = scores.gather(1, tokens.unsqueeze(1))
-    ranks = ((scores > chosen).sum(dim=1, dtype=torch.int32) + 1).tolist()
+    better = logits > logits.gather(1, tokens.unsqueeze(1))
+    ranks = (better.sum(dim=1, dtype=torch.int32) + 1).tolist()
     vocabulary = logits.shape[1]
     top_ids = torch.empty((len(counts), 0), dtype=torch.int64, device=logits.device)
     if most := min(max(counts), vocabulary):
-        top_ids = ordered_topk(scores, most)
+        # Only what equals the largest logit is 0 here.
+        top_ids = ordered_topk(logits - logits.amax(dim=1, keepdim=True), most)
     top = scores.gather(1, top_ids).cpu().numpy()
     ids = top_ids.cpu().numpy()
     columns = [

@@ -115,6 +115,24 @@ def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
     assert blocks.acquire_prefix(make_request("victim", [*forged, *child, 1, 2])) == 16
 
 
+def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is_gone() -> None:
+    blocks = BlockManager(20, 16)
+    start, longer = [*range(48), 1], [*range(48), *range(100, 132), 2]
+    first, second = make_request("first", start), make_request("second", longer)
+    # Both were computed at once: the end of the second is filed behind the start of the first.
+    for request in (first, second):
+        _compute(blocks, request, request.num_tokens)
+    blocks.release(first)
+    filler = make_request("filler", range(300, 300 + 16 * blocks.num_free))
+    assert blocks.grow(filler, filler.num_tokens)
+    blocks.release(filler)
+    third, fourth = make_request("third", [*longer, 3]), make_request("fourth", [*longer, 4])
+    assert blocks.acquire_prefix(third) == 0
+    _compute(blocks, third, third.num_tokens)
+    assert blocks.acquire_prefix(fourth) == 80
+    blocks.check_integrity([second, third, fourth])
+
+
 def test_without_prefix_caching_nothing_is_ever_found() -> None:
     blocks = BlockManager(16, 16, enable_prefix_caching=False)
     _compute(blocks, make_request("a", range(40)), 40)

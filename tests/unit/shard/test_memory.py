@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -174,6 +175,13 @@ def test_a_group_that_is_mounted_elsewhere_is_the_mount_itself(groups: Groups, o
     files = {"memory.max": "1000", "memory.current": "400", "cpu.max": "50000 100000"}
     groups.are(own, files)
     assert (cgroup.memory_left(), cgroup.cpu_quota()) == (600, 0.5)
+
+
+def test_the_name_of_a_group_may_have_any_bytes(groups: Groups) -> None:
+    own = os.fsdecode(b"diens\xff\xc3\xbc")
+    groups.are("0::/\n", {f"{own}/memory.max": "1000", f"{own}/memory.current": "100"})
+    groups.own.write_bytes(b"0::/" + os.fsencode(own) + b"\n")
+    assert cgroup.memory_left() == 900
 
 
 def test_a_group_bounds_what_the_machine_has(groups: Groups) -> None:

@@ -118,6 +118,40 @@ def test_short_prompts_get_past_a_long_one() -> None:
     assert by_name["long"].first_token_s > 20
 
 
+def test_short_prompts_get_past_two_long_ones() -> None:
+    simulation = Simulation(SchedulerLimits(16, 512, 256), _COST)
+    long = [make_request(name, [i % 991 for i in range(20_000)], max_tokens=4) for name in "ab"]
+    for number, request in enumerate(long):
+        request.cache_salt = str(number)
+    short = make_request("short", range(100), max_tokens=4)
+    timelines = simulation.run([(0.0, long[0]), (0.5, long[1]), (2.0, short)])
+    assert next(t for t in timelines if t.request is short).first_token_s < 4.0
+    first, second = (t for t in timelines if t.request is not short)
+    assert first.first_token_s < second.first_token_s
+
+
+def test_a_prompt_that_lacked_blocks_shares_what_others_have_computed_since() -> None:
+    simulation = Simulation(SchedulerLimits(16, 512, 256), _COST, num_blocks=170)
+    stream = make_request("stream", range(20), max_tokens=500)
+    start = [i % 991 for i in range(2000)]
+    first = make_request("first", [*start, 1], max_tokens=150)
+    second = make_request("second", [*start, 2], max_tokens=5)
+    timelines = simulation.run([(0.0, stream), (0.1, first), (0.2, second)])
+    first_s, second_s = (t.first_token_s for t in timelines if t.request is not stream)
+    assert second.cached_tokens == 2000
+    # Long before the first one ends, and gives its blocks back.
+    assert second_s < first_s + 0.3
+
+
+def test_long_prompts_among_themselves_use_all_of_a_step() -> None:
+    simulation = Simulation(SchedulerLimits(16, 512, 256), _COST)
+    for name in ("a", "b"):
+        simulation.engine.submit(make_request(name, [i % 991 for i in range(5000)], max_tokens=4))
+    for _ in range(4):
+        simulation.engine.step()
+        assert simulation.engine._in_flight[-1].num_tokens == 512
+
+
 def test_a_pause_in_the_first_step_slows_no_long_prompt_for_good() -> None:
     def first_token_s(pause_s: float) -> float:
         steady = linear_cost(step_s=0.004, decode_s=0.0012, prompt_token_s=0.0009)
@@ -210,6 +244,44 @@ def test_whoever_came_in_by_its_age_keeps_its_seat_until_it_has_a_token() -> Non
         favoured.append((0.1 * i, request))
     timelines = simulation.run([*favoured, (0.0, old)])
     assert next(t for t in timelines if t.request is old).first_token_s < 3.0
+
+
+def test_whoever_came_in_by_its_age_keeps_no_higher_class_from_another_seat() -> None:
+    simulation = Simulation(SchedulerLimits(2, 64, 32, aging_s=1.0), _COST)
+    low = make_request("low", range(10), max_tokens=1000)
+    aged = make_request("aged", [i % 900 for i in range(5000)], max_tokens=2)
+    for request in (low, aged):
+        request.objective = Objective(priority=1)
+    high = make_request("high", range(30), max_tokens=2)
+    high.objective = Objective(priority=-1)
+    timelines = simulation.run([(0.0, low), (0.01, aged), (3.0, high)])
+    assert next(t for t in timelines if t.request is high).first_token_s < 0.5
+    assert (low.preemptions, aged.preemptions) == (1, 0)
+
+
+def test_nobody_is_put_down_for_a_place_that_would_still_be_too_small() -> None:
+    simulation = Simulation(SchedulerLimits(16, 512, 256), _COST, num_blocks=64, max_model_len=1024)
+    low = [(0.5, make_request(str(i), range(i, i + 16), max_tokens=30)) for i in range(3)]
+    large = make_request("large", range(600), max_tokens=300)
+    # As large again: it must wait until the other is over.
+    next_one = make_request("next", [7 * i % 900 for i in range(600)], max_tokens=5)
+    for request in (large, next_one):
+        request.objective = Objective(priority=-1)
+    simulation.run([(0.0, large), *low, (1.0, next_one)])
+    assert simulation.scheduler.preemptions_total == 0
+
+
+def test_way_is_made_for_the_most_urgent_of_a_class() -> None:
+    simulation = Simulation(SchedulerLimits(16, 512, 256), _COST, num_blocks=64, max_model_len=1024)
+    low = [(0.0, make_request(str(i), range(i, i + 160), max_tokens=600)) for i in range(4)]
+    small = make_request("small", range(500, 516), max_tokens=5)
+    small.objective = Objective(priority=-1)
+    urgent = make_request("urgent", [i % 777 for i in range(700)], max_tokens=5)
+    urgent.objective = Objective(priority=-1, time_to_first_token_s=0.2)
+    timelines = simulation.run([*low, (5.0, small), (5.0, urgent)])
+    waited_s = {t.request.request_id: t.first_token_s for t in timelines}
+    assert waited_s["urgent"] < 1.5
+    assert waited_s["small"] < 1.5
 
 
 @pytest.mark.parametrize("objective", [Objective(priority=-1), Objective(latency_sensitive=True)])

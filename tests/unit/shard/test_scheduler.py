@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from support.engines import make_engine, make_request
 
+from penstock_shard.request import Objective
+
 
 def _rows(plan) -> list[tuple[str, int, int, bool]]:
     return [(row.request.request_id, row.start, row.count, row.samples) for row in plan.rows]
@@ -83,6 +85,45 @@ def test_whoever_is_put_down_runs_before_those_that_never_ran() -> None:
     order = [output.request_id for output in under_test.outputs if output.is_last]
     assert under_test.scheduler.preemptions_total >= 1
     assert order.index("new") < order.index("never ran")
+
+
+def test_whoever_is_put_down_runs_before_new_ones_of_its_class_whatever_these_wish() -> None:
+    scheduler = make_engine(max_num_seqs=1).scheduler
+    old = make_request("old", range(20))
+    scheduler.add(old, now_s=1.0)
+    _collect(scheduler, scheduler.schedule(now_s=1.0))
+    old.last_token_s = 2.0
+    hurried = make_request("hurried", range(100, 120))
+    hurried.objective = Objective(time_to_first_token_s=0.1)
+    for request in (make_request("plain", range(100, 120)), hurried):
+        scheduler.add(request, now_s=1.5)
+    scheduler._put_down(old)
+    assert [row[0] for row in _rows(scheduler.schedule(now_s=2.0))] == ["old"]
+
+
+def test_a_prompt_that_lacks_blocks_is_not_looked_up_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_test = make_engine(num_blocks=32)
+    scheduler = under_test.scheduler
+    for number in range(4):
+        scheduler.add(make_request(str(number), range(number, number + 8 + number), max_tokens=90))
+    _collect(scheduler, scheduler.schedule())
+    scheduler.add(make_request("large", range(500, 960)))
+    lookups = []
+    acquire = under_test.blocks.acquire_prefix
+
+    def note(request) -> int:
+        lookups.append(request)
+        return acquire(request)
+
+    monkeypatch.setattr(under_test.blocks, "acquire_prefix", note)
+    free = set()
+    for _ in range(64):
+        free.add(under_test.blocks.num_free)
+        _collect(scheduler, scheduler.schedule())
+    assert len(free) > 8
+    assert 2 <= len(lookups) <= 5
 
 
 def test_a_request_is_let_in_only_with_blocks_for_all_it_knows() -> None:

@@ -325,3 +325,28 @@ def test_defaults_that_no_request_could_be_served_with_are_left_out() -> None:
     usable, unusable = usable_defaults(stated)
     assert usable == {"temperature": 0.7, "top_k": 50}
     assert [line.split(":")[0] for line in unusable] == ["top_p", "repetition_penalty"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", 2**31),
+        ("top_k", 1e30),
+        pytest.param("top_k", 10**400, id="top_k-huge"),
+        ("top_k", float("nan")),
+        pytest.param("repetition_penalty", 10**400, id="repetition_penalty-huge"),
+        ("repetition_penalty", 1e300),
+        ("repetition_penalty", float("inf")),
+        ("temperature", False),
+        ("temperature", float("nan")),
+    ],
+)
+def test_a_default_that_no_field_can_hold_is_left_out(name: str, value: float) -> None:
+    usable, unusable = usable_defaults({name: value})
+    assert (usable, len(unusable)) == ({}, 1)
+
+
+def test_a_request_that_leaves_nothing_of_the_vocabulary_to_draw_is_refused() -> None:
+    with pytest.raises(Refusal, match="1000 ids is out of bounds"):
+        _check(_incoming(stop_token_ids=range(1000), min_tokens=1, max_tokens=5))
+    _check(_incoming(stop_token_ids=range(999), min_tokens=1, max_tokens=5, ignore_eos=True))

@@ -51,6 +51,15 @@ def test_each_piece_of_a_file_counts(model: Path, monkeypatch: pytest.MonkeyPatc
     assert len(names) == 1 + len(offsets)
 
 
+def test_the_models_own_code_counts_where_it_runs(model: Path) -> None:
+    before, trusted = hash_weights(model), hash_weights(model, with_code=True)
+    (model / "modeling_own.py").write_text("scale = 1")
+    assert hash_weights(model) == before
+    first = hash_weights(model, with_code=True)
+    (model / "modeling_own.py").write_text("scale = 2")
+    assert len({trusted, first, hash_weights(model, with_code=True)}) == 3
+
+
 def test_exchanged_files_and_another_configuration_change_the_name(model: Path) -> None:
     before = hash_weights(model)
     a, b = model / "model-a.safetensors", model / "model-b.safetensors"

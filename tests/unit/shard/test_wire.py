@@ -8,7 +8,7 @@ import socket
 import pytest
 from support.engines import EOS_ID, runner_info
 
-from penstock_client import GenerationRequest, Objective, SamplingParams, _wire
+from penstock_client import Attempt, GenerationRequest, Objective, SamplingParams, _wire
 from penstock_client import Output as ClientOutput
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, request, wire
@@ -53,7 +53,8 @@ FULL = GenerationRequest(
 
 def _at_the_engine(sent: GenerationRequest) -> request.Request:
     """Through the message, the checks, the socket and back."""
-    message = _wire.generate_request(sent, "id", 2)
+    attempt = Attempt(2, "an engine", hand_back=True, suspect=True)
+    message = _wire.generate_request(sent, "id", attempt)
     incoming = wire.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
     submit = check(incoming, runner_info(), ShardConfig())
     ours, theirs = socket.socketpair()

@@ -35,8 +35,8 @@ _NEEDED_FEATURES = {
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
-# These two decide about bits, as the source does.
-_ARITHMETIC_FLAGS = ("-O3", "-ffp-contract=off")
+# These decide about bits, as the source does. The last is the default of some compilers only.
+_ARITHMETIC_FLAGS = ("-O3", "-ffp-contract=off", "-fno-fast-math")
 _COMMON_FLAGS = (
     *_ARITHMETIC_FLAGS,
     "-fno-math-errno",
@@ -191,8 +191,12 @@ def _temporary_directory() -> Path:
 
 
 def _compiler() -> list[str]:
-    if named := os.environ.get("CC"):
-        command = shlex.split(named)
+    named = os.environ.get("CC", "").strip()
+    if named:
+        try:
+            command = shlex.split(named)
+        except ValueError as error:
+            raise KernelBuildError(f"no C compiler: CC is {named!r}: {error}") from error
         if shutil.which(command[0]) is None:
             raise KernelBuildError(f"no C compiler: CC is {named!r}, which is not there")
         return command

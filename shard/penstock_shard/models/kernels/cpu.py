@@ -30,6 +30,8 @@ KEY_TILE = 16
 
 # Outputs of a packed weight are filled up to a multiple of this; see cpu.c.
 _GROUP = 64
+# Outputs that lie side by side in a packed weight of floats.
+_PANEL = 16
 # Sums of products of int8 stay exact in int32 up to here.
 _MAX_INT8_K = 1 << 17
 _OUT_OF_BOUNDS = {
@@ -88,6 +90,13 @@ class PackedWeight:
     def nbytes(self) -> int:
         parts = (self.data, self.scales, self.sums)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight at ids int64 [T], as float32 [T, k]. Not of int8."""
+        assert self.kind != "int8", "rows of an int8 weight"
+        dtype = torch.float16 if self.kind == "float16" else torch.float32
+        panels = self.data.view(dtype).view(-1, self.k, _PANEL)
+        return panels[ids // _PANEL, :, ids % _PANEL].float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,6 +34,13 @@ class Matrix(Protocol):
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [T, K] -> x @ weight.T + bias, [T, N]; bias [N]."""
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether `rows` can be asked for."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight at ids int64 [T]: a new tensor [T, K] in the dtype of activations."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:

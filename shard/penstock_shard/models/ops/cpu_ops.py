@@ -38,6 +38,13 @@ class CpuMatrix:
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return self._kernels.linear(x, self._packed, bias, out)
 
+    @property
+    def has_rows(self) -> bool:
+        return self._packed.kind != "int8"
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._packed.rows(ids)
+
 
 class CpuOps:
     """See the module's docstring; activations are float32."""

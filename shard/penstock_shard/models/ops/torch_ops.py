@@ -26,6 +26,8 @@ _LARGEST_HALF = 65504.0
 class DenseMatrix:
     """A weight as an ordinary tensor [N, K]."""
 
+    has_rows = True
+
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
         self.out_features, self.in_features = weight.shape
@@ -34,9 +36,14 @@ class DenseMatrix:
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return functional.linear(x, self._weight, bias)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._weight.index_select(0, ids)
+
 
 class PackedHalfMatrix:
     """A weight in float16 as torch's fbgemm packs it for x86; sums are in float32."""
+
+    has_rows = False
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
@@ -46,6 +53,9 @@ class PackedHalfMatrix:
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
         return product if bias is None else product.add_(bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("torch does not say how it packs")
 
 
 def packs_half() -> bool:
