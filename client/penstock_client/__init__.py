@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock_client.continuation import FleetStream, Patience
     from penstock_client.errors import (
         DeadlineExceeded,
         IncompatibleShard,
@@ -24,16 +25,19 @@ if TYPE_CHECKING:
         NotServed,
         Overloaded,
         PenstockError,
+        PoisonousRequest,
         RequestRefused,
         ShardFailed,
         ShardUnavailable,
         Unauthenticated,
     )
-    from penstock_client.fleet import Fleet, ShardState
+    from penstock_client.fleet import Fleet
     from penstock_client.shard_client import ShardClient
+    from penstock_client.shard_state import ShardState
     from penstock_client.stream import GenerationStream
     from penstock_client.sync import SyncShardClient
     from penstock_client.types import (
+        Attempt,
         Constraint,
         ConstraintKind,
         DrainProgress,
@@ -50,12 +54,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Attempt",
     "Constraint",
     "ConstraintKind",
     "DeadlineExceeded",
     "DrainProgress",
     "FinishReason",
     "Fleet",
+    "FleetStream",
     "GenerationRequest",
     "GenerationStream",
     "IncompatibleShard",
@@ -67,7 +73,9 @@ __all__ = [
     "Objective",
     "Output",
     "Overloaded",
+    "Patience",
     "PenstockError",
+    "PoisonousRequest",
     "RequestRefused",
     "SamplingParams",
     "ShardClient",
@@ -83,7 +91,9 @@ __all__ = [
 
 _OTHER_HOMES = {
     "Fleet": "fleet",
-    "ShardState": "fleet",
+    "FleetStream": "continuation",
+    "Patience": "continuation",
+    "ShardState": "shard_state",
     "ShardClient": "shard_client",
     "GenerationStream": "stream",
     "SyncShardClient": "sync",

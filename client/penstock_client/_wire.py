@@ -23,6 +23,7 @@ from penstock_client.errors import (
     Unauthenticated,
 )
 from penstock_client.types import (
+    Attempt,
     Constraint,
     ConstraintKind,
     DrainProgress,
@@ -62,6 +63,8 @@ _SAMPLING_SCALARS = (
 # What fits into the field, in milliseconds: seven weeks.
 _MAX_DEADLINE_S = (2**32 - 1) // 1000
 
+_FIRST_ATTEMPT = Attempt()
+
 INFO_REQUEST = pb.InfoRequest()
 TOKENIZER_REQUEST = pb.TokenizerRequest()
 WATCH_LOAD_REQUEST = pb.WatchLoadRequest()
@@ -76,7 +79,7 @@ def stub(channel: grpc.Channel | grpc.aio.Channel) -> Any:
 
 
 def generate_request(
-    request: GenerationRequest, request_id: str, attempt: int
+    request: GenerationRequest, request_id: str, attempt: Attempt = _FIRST_ATTEMPT
 ) -> pb.GenerateRequest:
     """Build the message. A request without a seed gets one, so that any shard can go on with it.
 
@@ -86,7 +89,9 @@ def generate_request(
     """
     message = pb.GenerateRequest()
     _set(message, "request_id", request_id)
-    _set(message, "attempt", attempt)
+    _set(message, "attempt", attempt.number)
+    for name in ("instance_id", "hand_back", "suspect"):
+        _set(message, name, getattr(attempt, name))
     for name in ("model", "adapter", "cache_salt", "label", "traceparent"):
         _set(message, name, getattr(request, name))
     _set_ids(message.prompt_token_ids, request.prompt_token_ids, "prompt_token_ids")
@@ -182,8 +187,8 @@ def abort_request(request_ids: Iterable[str], attempts: Iterable[int] = ()) -> p
     return pb.AbortRequest(request_ids=request_ids, attempts=attempts)
 
 
-def drain_request(limit_s: float) -> pb.DrainRequest:
-    return pb.DrainRequest(limit_ms=round(limit_s * 1000))
+def drain_request(limit_s: float, hand_over: bool) -> pb.DrainRequest:
+    return pb.DrainRequest(limit_ms=round(limit_s * 1000), hand_over=hand_over)
 
 
 # ---- answers --------------------------------------------------------------------------------
@@ -220,13 +225,16 @@ def _logprobs(message: pb.Logprobs) -> Logprobs:
 
 
 def _error(message: pb.Error) -> PenstockError:
-    return _error_of_code(
+    error = _error_of_code(
         message.code,
         message.message,
         field=message.field,
         value=message.value,
         bound=message.bound,
     )
+    if isinstance(error, ShardUnavailable):
+        error.engine_died = message.engine_died
+    return error
 
 
 _REFUSALS: Mapping[int, type[RequestRefused]] = {
@@ -337,6 +345,7 @@ def load_report(message: pb.LoadReport) -> LoadReport:
         preemptions_total=message.preemptions_total,
         serving=message.serving,
         draining=message.draining,
+        handing_over=message.handing_over,
     )
 
 

@@ -27,6 +27,7 @@ use it
   info            what a shard serves, and how busy it is
   health          for probes: exit status 0 when healthy
   bench           load on a router: throughput, time to first token, inter-token latency
+  replay          generate again what an audit log recorded, and compare
 
 `penstock COMMAND --help` says more.
 """
@@ -38,6 +39,7 @@ _TOOLS = {
     "info": "penstock_client.info",
     "health": "penstock_client.health",
     "bench": "penstock_client.bench",
+    "replay": "penstock_client.replay",
 }
 
 

@@ -3,7 +3,8 @@
 PenstockError
 ├── RequestRefused        the request is at fault; sending it again changes nothing
 │   ├── InvalidRequest        a field is out of its bounds
-│   └── NotServed             the shard lacks what the request needs
+│   ├── NotServed             the shard lacks what the request needs
+│   └── PoisonousRequest      engines died of it
 ├── Overloaded            the shard's queue is full; try later or elsewhere
 ├── ShardUnavailable      the shard is gone, restarting or draining; retry elsewhere
 │   ├── NoShardAvailable      no shard of the fleet can take the request
@@ -38,12 +39,19 @@ class NotServed(RequestRefused):
     """The shard does not serve what the request needs; `field` names it."""
 
 
+class PoisonousRequest(RequestRefused):
+    """Engines died of it one after another; the fleet refuses it, and its like for a while."""
+
+
 class Overloaded(PenstockError):
     """The shard's queue is full."""
 
 
 class ShardUnavailable(PenstockError):
     """The shard is gone, restarting or draining. The one error to retry elsewhere."""
+
+    # The engine died or hung while this request was running and may be the cause.
+    engine_died = False
 
 
 class NoShardAvailable(ShardUnavailable):

@@ -1,84 +1,35 @@
-"""Several shards as one: who is there, how busy they are, and which takes the next request.
+"""Several shards as one: who is there, what they serve, and requests that outlive any of them.
 
-Owns one `ShardClient` a shard and watches each. Knows no HTTP and no text.
+Owns the shards and who follows them; `continuation.py` sends requests. Knows no HTTP and no text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from penstock_client.errors import (
-    IncompatibleShard,
-    InvalidRequest,
-    NoShardAvailable,
-    PenstockError,
-    ShardUnavailable,
+from penstock_client.audit import AuditLog, AuditRecord
+from penstock_client.continuation import (
+    Continuations,
+    FleetStream,
+    Observe,
+    Patience,
+    complete_request,
 )
-from penstock_client.policies import Candidate, least_load
-from penstock_client.shard_client import ShardClient
-from penstock_client.stream import GenerationStream
-from penstock_client.types import GenerationRequest, LoadReport, ShardInfo
+from penstock_client.errors import InvalidRequest, NoShardAvailable
+from penstock_client.membership import Source, StaticSource, check_address, parse_source
+from penstock_client.policies import make_policy
+from penstock_client.shard_state import ShardState, ShardWatch
+from penstock_client.types import GenerationRequest, ShardInfo
+from penstock_client.verification import Verification
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.25
-# A shard reports at least once a second; after this long without a word it gets nothing new.
-_REPORT_TIMEOUT_S = 3.0
-
-
-class ShardState:
-    """What is known of one shard. Read it; only the fleet writes it."""
-
-    def __init__(self, address: str, api_key: str | None) -> None:
-        self.client = ShardClient(address, api_key=api_key)
-        self.info: ShardInfo | None = None
-        self.load = LoadReport()
-        self.problem = "not connected yet"
-        self.sent_requests = 0
-        self.sent_prompt_tokens = 0
-
-    @property
-    def address(self) -> str:
-        return self.client.address
-
-    @property
-    def ready(self) -> bool:
-        """It serves, and takes new requests."""
-        return self.info is not None and self.load.serving and not self.load.draining
-
-    @property
-    def in_flight(self) -> int:
-        """Requests of this client on it."""
-        return self.client.in_flight
-
-    def serves(self, model: str, tokenizer_hash: str = "") -> bool:
-        """Ready, and known by this name with this tokenizer ("" is any)."""
-        if self.info is None or not self.ready:
-            return False
-        if tokenizer_hash and tokenizer_hash != self.info.tokenizer_hash:
-            return False
-        return not model or model == self.info.model or model in self.info.model_aliases
-
-    def candidate(self) -> Candidate:
-        return Candidate(
-            self.address,
-            self.load.running,
-            self.load.waiting,
-            self.load.queued_prompt_tokens,
-            self.sent_requests,
-            self.sent_prompt_tokens,
-        )
-
-    def reported(self, load: LoadReport) -> None:
-        """A report counts what the shard's server has, also what its engine has not looked at."""
-        self.load = load
-        self.sent_requests = 0
-        self.sent_prompt_tokens = 0
+_LEAVING_POLL_S = 0.05
 
 
 class Fleet:
@@ -87,18 +38,50 @@ class Fleet:
     It connects in the background and keeps trying: a fleet is never finished, shards come and go.
     """
 
-    def __init__(self, addresses: Sequence[str], *, api_key: str | None = None) -> None:
-        """Raises `ValueError` without addresses, or with one twice."""
-        if not addresses:
-            raise ValueError("a fleet needs at least one shard address")
-        if len(set(addresses)) != len(addresses):
-            raise ValueError(f"a shard address is given twice: {', '.join(addresses)}")
-        self._shards = [ShardState(address, api_key) for address in addresses]
-        self._by_address = {shard.address: shard for shard in self._shards}
+    def __init__(
+        self,
+        shards: Sequence[str] | Source,
+        *,
+        api_key: str | None = None,
+        policy: str = "least-load",
+        patience: Patience | None = None,
+        stall_timeout_s: float = 3.0,
+        observe: Observe = lambda event, reason: None,
+        audit: AuditLog | None = None,
+        verify_share: float = 0.0,
+    ) -> None:
+        """`shards` are addresses, or where they are to be had: see `membership.parse_source`, whose
+        notation a single string has.
+
+        A shard reports at least once a second; after `stall_timeout_s` without a word its requests
+        go on elsewhere. `observe` is told of what happens to requests, for metrics. `audit` gets a
+        record of each that has ended; the caller closes it. A share of them is computed once more
+        on a second shard, and compared.
+
+        Raises `ValueError` without addresses, with one twice or malformed, for an unknown policy
+        or a share that is none.
+        """
+        self._api_key = api_key
+        self._stall_timeout_s = stall_timeout_s
+        self._shards: dict[str, ShardState] = {}
+        self._watches: dict[str, ShardWatch] = {}
+        self._continuations = Continuations(
+            self._shards, make_policy(policy), patience or Patience(), observe, self._ended
+        )
+        self._audit = audit
+        self._verification = Verification(verify_share, self._shards, self.submit, observe)
         self._changed = asyncio.Event()
         self._closed = False
-        loop = asyncio.get_running_loop()
-        self._watchers = [loop.create_task(self._watch(shard)) for shard in self._shards]
+        # Members are what the source says, with what was added and without what was removed.
+        self._said: frozenset[str] = frozenset()
+        self._added: set[str] = set()
+        self._removed: set[str] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        source = _source(shards)
+        if isinstance(source, StaticSource):
+            self._said = source.fixed
+            self._update()
+        self._following = asyncio.get_running_loop().create_task(self._follow(source))
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,21 +97,26 @@ class Fleet:
     async def close(self) -> None:
         """End every stream and every connection."""
         self._closed = True
+        await self._verification.close()
+        self._continuations.close()
         self._changed.set()
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        await asyncio.gather(*(shard.client.close() for shard in self._shards))
+        tasks = [self._following, *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(watch.close() for watch in self._watches.values()))
+
+    # ---- what there is ----
 
     @property
     def shards(self) -> Sequence[ShardState]:
-        return self._shards
+        return list(self._shards.values())
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return when at least one shard serves; raises `NoShardAvailable` after the timeout."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not any(shard.ready for shard in self._shards):
+                while not any(shard.ready for shard in self._shards.values()):
                     if self._closed:
                         raise NoShardAvailable("the fleet was closed")
                     self._changed.clear()
@@ -138,98 +126,141 @@ class Fleet:
 
     def info(self, model: str = "") -> ShardInfo:
         """What a ready shard that serves `model` ("" is any) says of itself."""
-        info = self._serving(model)[0].info
+        info = self._serving(model).info
         assert info is not None  # ready implies it
         return info
 
     async def tokenizer_files(self, model: str = "") -> dict[str, bytes]:
         """The tokenizer's files, from a shard that serves `model`."""
-        return await self._serving(model)[0].client.tokenizer_files()
+        return await self._serving(model).client.tokenizer_files()
 
-    def submit(self, request: GenerationRequest) -> GenerationStream:
-        """Send the request to the least loaded shard that serves its model.
-
-        Raises:
-            NoShardAvailable: none is ready.
-            InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
-        """
-        serving = self._serving(request.model, request.tokenizer_hash)
-        candidates = [shard.candidate() for shard in serving]
-        shard = self._by_address[least_load(candidates).address]
-        stream = shard.client.submit(request)
-        shard.sent_requests += 1
-        shard.sent_prompt_tokens += len(request.prompt_token_ids)
-        return stream
-
-    def _serving(self, model: str, tokenizer_hash: str = "") -> list[ShardState]:
-        serving = [shard for shard in self._shards if shard.serves(model, tokenizer_hash)]
-        if serving:
-            return serving
-        if any(shard.serves(model) for shard in self._shards):
-            raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
-        ready = [shard.info.model for shard in self._shards if shard.ready and shard.info]
-        if ready:
+    def _serving(self, model: str) -> ShardState:
+        for shard in self._shards.values():
+            if shard.serves(model):
+                return shard
+        served = {shard.info.model for shard in self._shards.values() if shard.ready and shard.info}
+        if served:
             raise InvalidRequest(
-                f"model {model!r} is not served; served: {', '.join(sorted(set(ready)))}",
+                f"model {model!r} is not served; served: {', '.join(sorted(served))}",
                 field="model",
                 value=model,
             )
         raise NoShardAvailable(self._problems())
 
     def _problems(self) -> str:
-        problems = (f"{shard.address}: {shard.problem}" for shard in self._shards)
-        return "no shard is ready (" + "; ".join(problems) + ")"
+        problems = (f"{shard.address}: {shard.problem}" for shard in self._shards.values())
+        return "no shard is ready (" + ("; ".join(problems) or "the fleet has none") + ")"
 
-    # ---- watching ----
+    # ---- requests ----
 
-    async def _watch(self, shard: ShardState) -> None:
-        """Follow one shard for as long as the fleet lives."""
-        while True:
-            started_s = time.monotonic()
-            try:
-                await self._follow(shard)
-            except (PenstockError, TimeoutError) as error:
-                self._lost(shard, error)
-            # A shard that refuses at once is asked again a few times a second, not thousands.
-            await asyncio.sleep(max(0.0, _RETRY_S - (time.monotonic() - started_s)))
+    def submit(self, request: GenerationRequest) -> FleetStream:
+        """Send the request to the shard the policy chooses; when that one fails, to another.
 
-    async def _follow(self, shard: ShardState) -> None:
-        """Take load reports until they end; learn what the shard is whenever its engine is new."""
-        reports = shard.client.watch_load()
-        try:
-            while True:
-                async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                    load = await anext(reports)
-                known = shard.info.instance_id if shard.info is not None else ""
-                if load.serving and load.instance_id != known:
-                    await self._learn(shard)
-                was_ready = shard.ready
-                shard.reported(load)
-                self._note_change(shard, was_ready)
-        except StopAsyncIteration:
-            raise ShardUnavailable(f"shard {shard.address} ended its load reports") from None
-        finally:
-            await reports.aclose()
+        Where no shard can take it now it waits: the iteration raises `NoShardAvailable` in the end.
 
-    async def _learn(self, shard: ShardState) -> None:
-        shard.info = await shard.client.info()
+        Raises:
+            InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
+            PoisonousRequest: engines died of its like a short while ago.
+            NoShardAvailable: those that serve the model have another tokenizer.
+        """
+        return self._continuations.start(request)
 
-    def _note_change(self, shard: ShardState, was_ready: bool) -> None:
-        if shard.ready:
-            shard.problem = ""
-        else:
-            shard.problem = "draining" if shard.load.draining else "its engine is not serving"
-        if shard.ready != was_ready:
-            logger.info("shard %s is %s", shard.address, shard.problem or "ready")
-            self._changed.set()
+    def _ended(self, stream: FleetStream) -> None:
+        self._verification.ended(stream)
+        if self._audit is not None and not self._verification.owns(stream):
+            self._audit.record(_record(stream))
 
-    def _lost(self, shard: ShardState, error: PenstockError | TimeoutError) -> None:
-        problem = str(error) or f"no load report for {_REPORT_TIMEOUT_S:g} s"
-        problem = problem.removeprefix(f"shard {shard.address}: ")
-        if problem != shard.problem:
-            level = logging.ERROR if isinstance(error, IncompatibleShard) else logging.WARNING
-            logger.log(level, "shard %s: %s", shard.address, problem)
-        shard.problem = problem
-        shard.info = None
-        shard.load = LoadReport()
+    # ---- who belongs to it ----
+
+    def add(self, address: str) -> None:
+        """Take a shard in. Raises `ValueError` for what is no address."""
+        address = check_address(address)
+        self._removed.discard(address)
+        self._added.add(address)
+        self._update()
+
+    def remove(self, address: str) -> None:
+        """Send a shard nothing more; it leaves when what runs on it has ended or moved.
+
+        Raises `ValueError` for one that is not there.
+        """
+        if address not in self._shards:
+            raise ValueError(f"{address} is not in this fleet")
+        self._added.discard(address)
+        self._removed.add(address)
+        self._update()
+
+    async def _follow(self, source: Source) -> None:
+        async with aclosing(source.addresses()) as sets:
+            async for said in sets:
+                # Whoever comes back by the source's word is welcome.
+                self._removed -= said - self._said
+                self._said = said
+                self._update()
+
+    def _update(self) -> None:
+        members = (self._said | self._added) - self._removed
+        for address in sorted(members - self._shards.keys()):
+            self._join(address)
+        for address in self._shards.keys() - members:
+            self._leave(self._shards[address])
+        for address in members & self._leaving.keys():
+            self._leaving.pop(address).cancel()
+            self._shards[address].leaving = False
+            self._shard_changed(self._shards[address])
+
+    def _join(self, address: str) -> None:
+        shard = ShardState(address, self._api_key)
+        self._shards[address] = shard
+        self._watches[address] = ShardWatch(shard, self._stall_timeout_s, self._shard_changed)
+
+    def _leave(self, shard: ShardState) -> None:
+        if shard.leaving:
+            return
+        logger.info("shard %s leaves the fleet", shard.address)
+        shard.leaving = True
+        self._shard_changed(shard)
+        task = asyncio.get_running_loop().create_task(self._see_off(shard))
+        self._leaving[shard.address] = task
+
+    async def _see_off(self, shard: ShardState) -> None:
+        """Let a shard go when nothing of ours runs on it."""
+        while self._continuations.num_running(shard):
+            await asyncio.sleep(_LEAVING_POLL_S)
+        del self._shards[shard.address]
+        await self._watches.pop(shard.address).close()
+        self._leaving.pop(shard.address, None)
+
+    def _shard_changed(self, shard: ShardState) -> None:
         self._changed.set()
+        if not self._closed:
+            self._continuations.shard_changed(shard)
+
+
+def _record(stream: FleetStream) -> AuditRecord:
+    made_by = stream.made_by
+    request = stream.request if made_by is None else complete_request(stream.request, made_by)
+    return AuditRecord(
+        request_id=stream.request_id,
+        request=request,
+        output_token_ids=stream.token_ids,
+        finish_reason=stream.finish_reason,
+        error="" if stream.final_error is None else str(stream.final_error),
+        model=request.model if made_by is None else made_by.model,
+        weights_hash="" if made_by is None else made_by.weights_hash,
+        numerics_fingerprints=tuple(stream.fingerprints),
+        approximate=stream.approximate,
+        attempts=stream.attempt + 1,
+    )
+
+
+def _source(shards: Sequence[str] | Source) -> Source:
+    if isinstance(shards, str):
+        return parse_source(shards)
+    if not isinstance(shards, Sequence):
+        return shards
+    if not shards:
+        raise ValueError("a fleet needs at least one shard address")
+    if len(set(shards)) != len(shards):
+        raise ValueError(f"a shard address is given twice: {', '.join(shards)}")
+    return parse_source(",".join(shards))

@@ -21,7 +21,14 @@ from penstock_client import _wire
 from penstock_client.errors import InvalidRequest, PenstockError, ShardUnavailable
 from penstock_client.stream import GenerationStream
 from penstock_client.tokenizer_files import FileAssembler
-from penstock_client.types import DrainProgress, GenerationRequest, LoadReport, Output, ShardInfo
+from penstock_client.types import (
+    Attempt,
+    DrainProgress,
+    GenerationRequest,
+    LoadReport,
+    Output,
+    ShardInfo,
+)
 from penstock_proto.transport import channel_options
 
 # Ids are unique over processes: a shard serves many clients at once.
@@ -72,7 +79,7 @@ class ShardClient:
         """End every stream and the connection."""
         self._closed = True
         if self._call is not None:
-            self._call.close()
+            self._call.end(ShardUnavailable(f"the connection to shard {self.address} was closed"))
         if self._abort_task is not None:
             await asyncio.wait([self._abort_task], timeout=1.0)
             self._abort_task.cancel()
@@ -96,16 +103,20 @@ class ShardClient:
             InvalidRequest: a value does not fit the wire, or the attempt is in use.
             ShardUnavailable: the client was closed.
         """
-        self._require_open()
         request_id = request_id or new_request_id()
-        message = _wire.generate_request(request, request_id, attempt)
-        stream = GenerationStream(
-            request_id, attempt, len(request.output_token_ids), self._cancelled
-        )
+        stream = GenerationStream(request_id, attempt, len(request.output_token_ids), self.detach)
+        self.attach(stream, request, Attempt(attempt))
+        return stream
+
+    def attach(
+        self, stream: GenerationStream, request: GenerationRequest, attempt: Attempt
+    ) -> None:
+        """Send a request whose outputs go to `stream` from now on. Raises as `submit` does."""
+        self._require_open()
+        message = _wire.generate_request(request, stream.request_id, attempt)
         if self._call is None or self._call.ended:
             self._call = _SharedCall(self._stub, self._metadata, self.address)
         self._call.submit(stream, message)
-        return stream
 
     def _require_open(self) -> None:
         if self._closed:
@@ -117,7 +128,8 @@ class ShardClient:
             async for output in stream:
                 yield output
 
-    def _cancelled(self, stream: GenerationStream) -> None:
+    def detach(self, stream: GenerationStream) -> None:
+        """Abort a stream's attempt here; it gets nothing more from this shard."""
         if self._call is not None:
             self._call.forget(stream)
         self._aborts.append((stream.request_id, stream.attempt))
@@ -182,10 +194,19 @@ class ShardClient:
         finally:
             call.cancel()
 
-    async def drain(self, *, limit_s: float = 0.0) -> AsyncGenerator[DrainProgress, None]:
-        """Ask the shard to admit nothing more; what is left, until nothing is."""
+    def give_up_call(self, reason: str) -> None:
+        """End the shared call, and every stream on it as retryable: the shard says nothing."""
+        if self._call is not None:
+            self._call.end(ShardUnavailable(f"shard {self.address}: {reason}"))
+
+    async def drain(
+        self, *, limit_s: float = 0.0, hand_over: bool = False
+    ) -> AsyncGenerator[DrainProgress, None]:
+        """Ask the shard to admit nothing more, and with `hand_over` to have its requests taken
+        elsewhere; what is left, until nothing is.
+        """
         self._require_open()
-        call = self._stub.Drain(_wire.drain_request(limit_s), metadata=self._metadata)
+        call = self._stub.Drain(_wire.drain_request(limit_s, hand_over), metadata=self._metadata)
         try:
             async for message in call:
                 yield _wire.drain_progress(message)
@@ -227,9 +248,6 @@ class _SharedCall:
         if self.streams.get(stream.request_id) is stream:
             del self.streams[stream.request_id]
 
-    def close(self) -> None:
-        self._end(ShardUnavailable(f"the connection to shard {self._address} was closed"))
-
     async def _write(self) -> None:
         try:
             while True:
@@ -250,7 +268,7 @@ class _SharedCall:
         except grpc.RpcError as rpc_error:
             error = _wire.call_error(rpc_error, self._address)
         finally:
-            self._end(error)
+            self.end(error)
 
     def _dispatch(self, response: Any) -> None:
         for message in response.outputs:
@@ -259,19 +277,22 @@ class _SharedCall:
                 continue
             result = _wire.output(message)
             if isinstance(result, PenstockError):
+                # First: to fail may mean to go on, here or elsewhere.
+                self.forget(stream)
                 stream.fail(result)
             else:
                 stream.feed(result)
-            if stream.ended:
-                self.forget(stream)
+                if stream.ended:
+                    self.forget(stream)
 
-    def _end(self, error: PenstockError) -> None:
+    def end(self, error: PenstockError) -> None:
+        """End the call, and every stream on it with `error`."""
         if self.ended:
             return
         self.ended = True
-        for stream in self.streams.values():
+        streams, self.streams = self.streams, {}
+        for stream in streams.values():
             stream.fail(error)
-        self.streams.clear()
         self._writer.cancel()
         self._reader.cancel()
         self._call.cancel()

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock_client.errors import PenstockError, ShardFailed
-from penstock_client.types import Output
+from penstock_client.types import Logprobs, Output
 
 
 class GenerationStream:
@@ -26,10 +26,13 @@ class GenerationStream:
         "_ended",
         "_error",
         "_next_position",
+        "_next_prompt_index",
         "_on_cancel",
         "_pending",
         "_waiter",
+        "approximate",
         "attempt",
+        "fingerprints",
         "request_id",
     )
 
@@ -42,7 +45,13 @@ class GenerationStream:
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
+        # It went on where tokens may come out otherwise at a near-tie; only a fleet's may.
+        self.approximate = False
+        # The numerics of all shards that gave its tokens; a fleet knows them.
+        self.fingerprints: list[str] = []
         self._next_position = next_position
+        # Of the prompt's log-probabilities; the token at index 0 has none.
+        self._next_prompt_index = 1
         self._on_cancel = on_cancel
         self._pending: Output | None = None
         self._error: PenstockError | None = None
@@ -99,13 +108,13 @@ class GenerationStream:
         if self._ended:
             return
         if not self._align(output):
+            self._on_cancel(self)
             self.fail(
                 ShardFailed(
                     f"request {self.request_id}: tokens from position {output.first_position} "
                     f"arrived, {self._next_position} was next"
                 )
             )
-            self._on_cancel(self)
             return
         self._next_position += len(output.token_ids)
         if self._pending is None:
@@ -134,7 +143,19 @@ class GenerationStream:
             output.first_position += known
             if output.logprobs is not None:
                 output.logprobs.drop_first(known)
+        if output.prompt_logprobs is not None:
+            self._align_prompt(output, output.prompt_logprobs)
         return True
+
+    def _align_prompt(self, output: Output, logprobs: Logprobs) -> None:
+        """Cut off the prompt's log-probabilities that are known: another attempt starts anew."""
+        known = self._next_prompt_index - output.prompt_logprobs_start
+        if known > 0:
+            logprobs.drop_first(known)
+            output.prompt_logprobs_start += known
+        self._next_prompt_index += len(logprobs.chosen)
+        if not logprobs.chosen:
+            output.prompt_logprobs = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -56,7 +56,7 @@ class SyncShardClient:
         Raises:
             PenstockError: as `errors` lists them; `DeadlineExceeded` after `timeout_s`.
         """
-        message = _wire.generate_request(request, request_id or new_request_id(), 0)
+        message = _wire.generate_request(request, request_id or new_request_id())
         call = self._stub.Generate(iter([message]), metadata=self._metadata, timeout=timeout_s)
         try:
             for response in call:

@@ -93,10 +93,33 @@ class GenerationRequest:
     # Of the tokenizer that made the ids (`ShardInfo.tokenizer_hash`): a fleet sends the request to
     # no shard with another one. Empty: whichever.
     tokenizer_hash: str = ""
+    # Go on only where tokens come out the same, bit for bit; a fleet then waits or gives up rather
+    # than continue on other numerics.
+    exact: bool = False
+    # Only shards with this numerics fingerprint. Empty: whichever.
+    numerics: str = ""
+    # Requests of one session should meet the same shard's cache; what that means is the policy's.
+    session: str = ""
+    # The address of the only shard of the fleet that may serve it. Empty: whichever.
+    shard: str = ""
     adapter: str = ""
     cache_salt: str = ""
     label: str = ""
     traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a request. A higher number ends a lower one and takes over.
+
+    `instance_id` names the engine that is meant ("" is any); `hand_back` asks the shard to give the
+    request back when its KV blocks run out; a `suspect` was running in two engines that died.
+    """
+
+    number: int = 0
+    instance_id: str = ""
+    hand_back: bool = False
+    suspect: bool = False
 
 
 class FinishReason(enum.Enum):
@@ -237,6 +260,7 @@ class LoadReport:
     preemptions_total: int = 0
     serving: bool = False
     draining: bool = False
+    handing_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 
 from aiohttp import web
 
-from penstock_router import handlers
+from penstock_router import admin, handlers
 from penstock_router.admission import Admission
 from penstock_router.backend import Fleet
 from penstock_router.config import RouterConfig
@@ -26,13 +26,16 @@ from penstock_router.errors import (
 from penstock_router.handlers import REQUEST_ID, ROUTER, Router
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.resumption import CursorCodec, LiveStreams
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def build_app(config: RouterConfig, fleet: Fleet, executor: Executor) -> web.Application:
+def build_app(
+    config: RouterConfig, fleet: Fleet, executor: Executor, metrics: Metrics
+) -> web.Application:
     """The HTTP application in front of `fleet`, which the caller opens and closes."""
     app = web.Application(
         middlewares=[_answer_errors, _require_key], client_max_size=config.max_body_bytes
@@ -46,7 +49,9 @@ def build_app(config: RouterConfig, fleet: Fleet, executor: Executor) -> web.App
             workers=config.workers,
             request_timeout_s=config.request_timeout_s,
         ),
-        metrics=Metrics(),
+        metrics=metrics,
+        cursors=CursorCodec(config.resume_key),
+        live_streams=LiveStreams(config.resume_grace_s),
     )
     app.add_routes(
         [
@@ -61,6 +66,9 @@ def build_app(config: RouterConfig, fleet: Fleet, executor: Executor) -> web.App
             web.get("/version", handlers.show_version),
         ]
     )
+    admin.add_routes(app)
+    app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
+    app.cleanup_ctx.append(_follow_changes)
     app.cleanup_ctx.append(_load_models)
     app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(_name_answer)
@@ -76,10 +84,18 @@ async def _load_models(app: web.Application) -> AsyncIterator[None]:
     await models.close()
 
 
+async def _follow_changes(app: web.Application) -> AsyncIterator[None]:
+    task = asyncio.create_task(app[admin.CHANGES].follow())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def _end_requests(app: web.Application) -> None:
     router = app[ROUTER]
     logger.info("stopping: waiting for %d sequences", router.admission.in_flight)
     await router.admission.stop(router.config.shutdown_timeout_s)
+    await router.live_streams.close()
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
 from penstock_router.backend import GenerationStream
-from penstock_router.job import Job
+from penstock_router.job import NOTHING_DELIVERED, Job
 from penstock_router.stop import StopMatcher
 
 
@@ -63,6 +63,10 @@ class Choice:
         self._stop = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
         self._echo = (prompt.text or "") if options.echo else ""
         self._prompt_logprobs: Logprobs | None = None
+        # What the client has already and is not shown again.
+        delivered = job.delivered_of(index)
+        self._known_tokens, self._known_characters = delivered.tokens, delivered.characters
+        self._known_prompt = delivered != NOTHING_DELIVERED
 
     def take(self, output: Output) -> Delta | None:
         """What the output adds; None for one that adds nothing to show yet."""
@@ -78,7 +82,23 @@ class Choice:
         delta.text, self._echo = self._echo + delta.text, ""
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self.finished = delta.finish_reason is not None
+        if self._known_prompt:
+            self._cut(delta)
+            if not (delta.token_ids or delta.text or self.finished):
+                return None
         return delta
+
+    def _cut(self, delta: Delta) -> None:
+        """Take off what the client has."""
+        delta.prompt_logprobs = None
+        tokens = min(self._known_tokens, len(delta.token_ids))
+        delta.token_ids = delta.token_ids[tokens:]
+        if delta.logprobs is not None:
+            delta.logprobs.drop_first(tokens)
+        characters = min(self._known_characters, len(delta.text))
+        delta.text = delta.text[characters:]
+        self._known_tokens -= tokens
+        self._known_characters -= characters
 
     def _note_prompt(self, output: Output) -> None:
         if self.cached_tokens is None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from penstock_client.membership import parse_source
+from penstock_client.policies import DEFAULT_POLICY, POLICIES
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 
 
@@ -16,7 +18,8 @@ from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 class RouterConfig:
     """Everything a router is told at its start."""
 
-    shards: tuple[str, ...]
+    # Addresses, or where they are to be had; as `penstock_client.membership` reads it.
+    shards: str
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
@@ -25,6 +28,28 @@ class RouterConfig:
     api_key: str | None = None
     # Shown to the shards.
     shard_api_key: str | None = None
+    # Asked of whoever changes the fleet; without one there is no such door.
+    admin_key: str | None = None
+    # Of several workers: where they tell each other of changes to the fleet. Set by their parent.
+    changes_file: str = ""
+
+    policy: str = DEFAULT_POLICY
+    # A shard that says nothing for so long hangs: its requests go on elsewhere.
+    stall_timeout_s: float = 3.0
+    # How long a request waits for a shard that can take it.
+    failover_timeout_s: float = 60.0
+
+    # Signs the ids of events; routers with the same one take up each other's streams.
+    resume_key: str = ""
+    # How long a stream goes on without its client.
+    resume_grace_s: float = 10.0
+
+    # Where each sequence is recorded; None: nowhere. Of several workers each has a file of its own.
+    audit_log: str | None = None
+    audit_prompts: bool = False
+    audit_key_file: str | None = None
+    # Of the sequences that are computed once more on another shard.
+    verify_share: float = 0.0
 
     # The text of --chat-template's file; takes precedence over the model's own.
     chat_template: str | None = None
@@ -48,6 +73,8 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     args = parser.parse_args(argv)
     _key(parser, "--api-key", args.api_key)
     _key(parser, "--shard-api-key", args.shard_api_key)
+    _key(parser, "--admin-key", args.admin_key)
+    _key(parser, "--resume-key", args.resume_key)
     api_key = args.api_key
     if api_key is None:
         api_key = _key(parser, "PENSTOCK_API_KEY", os.environ.get("PENSTOCK_API_KEY"))
@@ -63,6 +90,16 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         workers=args.workers,
         api_key=api_key,
         shard_api_key=api_key if args.shard_api_key is None else args.shard_api_key,
+        admin_key=args.admin_key,
+        policy=args.policy,
+        stall_timeout_s=args.stall_timeout_s,
+        failover_timeout_s=args.failover_timeout_s,
+        resume_key=args.resume_key or "",
+        resume_grace_s=args.resume_grace_s,
+        audit_log=args.audit_log,
+        audit_prompts=args.audit_prompts,
+        audit_key_file=args.audit_key_file,
+        verify_share=args.verify_share,
         chat_template=_chat_template(parser, args.chat_template),
         max_body_bytes=args.max_body_bytes,
         max_concurrent_requests=args.max_concurrent_requests,
@@ -88,61 +125,125 @@ def _build_parser() -> argparse.ArgumentParser:
         description="Serve the OpenAI HTTP API in front of penstock shards.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    count: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
-    seconds: dict[str, Any] = {"type": _positive_float, "metavar": "S"}
-    default = "(default: %(default)s)"
-    add("--shards", required=True, action="append", metavar="HOST:PORT[,...]", help="who computes")
-    add("--host", default="127.0.0.1", help=f"address to listen on {default}")
-    add("--port", type=_port, default=8000, help=f"0 takes a free one {default}")
-    add("--workers", default=1, help=f"processes that share the port {default}", **count)
+    _add_serving_flags(parser.add_argument_group("serving"))
+    _add_fleet_flags(parser.add_argument_group("shards"))
+    _add_recording_flags(parser.add_argument_group("taking up, recording and verifying answers"))
+    _add_limits(parser.add_argument_group("limits"))
+    return parser
+
+
+_DEFAULT = "(default: %(default)s)"
+
+
+def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help=f"address to listen on {_DEFAULT}")
+    add("--port", type=_port, default=8000, help=f"0 takes a free one {_DEFAULT}")
+    add("--workers", default=1, help=f"processes that share the port {_DEFAULT}", **_COUNT)
     add("--api-key", metavar="KEY", help="asked of clients on /v1 (default: PENSTOCK_API_KEY)")
-    add("--shard-api-key", metavar="KEY", help="shown to shards (default: the API key)")
+    add("--admin-key", metavar="KEY", help="asked of callers of /admin, closed without one")
     add("--chat-template", metavar="FILE", help="a jinja file instead of the models' own")
+    add("--tokenizer-threads", default=2, help=f"for texts of some length {_DEFAULT}", **_COUNT)
+    levels = ("debug", "info", "warning", "error")
+    add("--log-level", choices=levels, default="info", help=_DEFAULT)
+
+
+def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
-        "--max-body-bytes", default=32 * 1024 * 1024, help=f"longer ones get 413 {default}", **count
+        "--shards",
+        required=True,
+        action="append",
+        metavar="WHERE[,...]",
+        help="HOST:PORT of a shard, dns://NAME:PORT for all that a name resolves to, or "
+        "file:///PATH of a file with a HOST:PORT a line, which is watched",
     )
+    add("--shard-api-key", metavar="KEY", help="shown to shards (default: the API key)")
+    add(
+        "--policy",
+        choices=tuple(POLICIES),
+        default=DEFAULT_POLICY,
+        help=f"which shard takes a request {_DEFAULT}",
+    )
+    add(
+        "--stall-timeout-s",
+        default=3.0,
+        help=f"a shard that is silent for so long hangs: its requests go on elsewhere {_DEFAULT}",
+        **_SECONDS,
+    )
+    add(
+        "--failover-timeout-s",
+        default=60.0,
+        help=f"how long a request waits for a shard that can take it {_DEFAULT}",
+        **_SECONDS,
+    )
+
+
+def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--resume-key",
+        metavar="KEY",
+        default=os.environ.get("PENSTOCK_RESUME_KEY"),
+        help="signs event ids; routers with the same take up each other's streams "
+        "(default: PENSTOCK_RESUME_KEY, or one of this router's own)",
+    )
+    add(
+        "--resume-grace-s",
+        default=10.0,
+        help=f"how long a resumable stream goes on without its client {_DEFAULT}",
+        **_SECONDS,
+    )
+    add("--audit-log", metavar="FILE", help="record each sequence there; see `penstock replay`")
+    add("--audit-prompts", action="store_true", help="record prompts too, not only their hashes")
+    add("--audit-key-file", metavar="FILE", help="a key for the log's hashes, 16 to 64 bytes")
+    add(
+        "--verify-share",
+        type=_share,
+        default=0.0,
+        metavar="P",
+        help=f"of sequences, compute so many again on another shard and compare {_DEFAULT}",
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    largest = 32 * 1024 * 1024
+    add("--max-body-bytes", default=largest, help=f"longer ones get 413 {_DEFAULT}", **_COUNT)
     add(
         "--max-concurrent-requests",
         default=2048,
-        help=f"sequences in flight over all workers; more get 429 {default}",
-        **count,
+        help=f"sequences in flight over all workers; more get 429 {_DEFAULT}",
+        **_COUNT,
     )
-    add("--request-timeout-s", help="504 after this (default: no limit)", **seconds)
+    add("--request-timeout-s", help="504 after this (default: no limit)", **_SECONDS)
     add(
         "--shutdown-timeout-s",
         default=30.0,
-        help=f"how long SIGTERM waits for requests in flight {default}",
-        **seconds,
+        help=f"how long SIGTERM waits for requests in flight {_DEFAULT}",
+        **_SECONDS,
     )
     add(
         "--write-timeout-s",
         default=60.0,
-        help=f"cut off a client that reads nothing for so long {default}",
-        **seconds,
+        help=f"cut off a client that reads nothing for so long {_DEFAULT}",
+        **_SECONDS,
     )
     add(
         "--keep-alive-s",
         default=15.0,
-        help=f"a comment on streams that are silent for so long {default}",
-        **seconds,
+        help=f"a comment on streams that are silent for so long {_DEFAULT}",
+        **_SECONDS,
     )
-    add("--tokenizer-threads", default=2, help=f"for texts of some length {default}", **count)
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=default)
-    return parser
 
 
-def _shards(parser: argparse.ArgumentParser, values: Sequence[str]) -> tuple[str, ...]:
-    addresses = [part.strip() for value in values for part in value.split(",") if part.strip()]
-    if not addresses:
-        parser.error("--shards: give at least one HOST:PORT")
-    for address in addresses:
-        host, colon, port = address.rpartition(":")
-        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-            parser.error(f"--shards: {address!r} is not HOST:PORT")
-        if ":" in host and not (host.startswith("[") and host.endswith("]")):
-            parser.error(f"--shards: {address!r} is not HOST:PORT; write IPv6 as [::1]:50051")
-    return tuple(dict.fromkeys(addresses))
+def _shards(parser: argparse.ArgumentParser, values: Sequence[str]) -> str:
+    where = ",".join(values)
+    try:
+        parse_source(where)
+    except ValueError as error:
+        parser.error(f"--shards: {error}")
+    return where
 
 
 def _chat_template(parser: argparse.ArgumentParser, path: str | None) -> str | None:
@@ -188,6 +289,16 @@ def _positive_int(text: str) -> int:
     return int(text)
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
 def _positive_float(text: str) -> float:
     try:
         value = float(text)
@@ -196,3 +307,7 @@ def _positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+_COUNT: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
+_SECONDS: dict[str, Any] = {"type": _positive_float, "metavar": "S"}

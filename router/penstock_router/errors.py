@@ -3,6 +3,7 @@
 ApiError                  500  a defect of ours
 ├── BadRequest            400  the request is at fault; `param` names the field
 ├── Unauthorized          401  missing or wrong API key
+├── Forbidden             403  not opened by the operator
 ├── NotFound              404  unknown model or route
 ├── MethodNotAllowed      405
 ├── BodyTooLarge          413
@@ -73,6 +74,13 @@ class Unauthorized(ApiError):
 
     status = 401
     type = "AuthenticationError"
+
+
+class Forbidden(ApiError):
+    """Not opened by the operator."""
+
+    status = 403
+    type = "PermissionDeniedError"
 
 
 class NotFound(ApiError):
@@ -157,7 +165,9 @@ def _from_client(error: client_errors.PenstockError) -> ApiError:
         case client_errors.NoShardAvailable():
             return Unavailable("no shard can take the request at present; try again shortly")
         case client_errors.ShardUnavailable():
-            return Unavailable("the shard that served this request went away; try again")
+            return Unavailable(
+                "the shards that served this request went away one after another; try again"
+            )
         case client_errors.DeadlineExceeded():
             return TimedOut(_TIME_IS_UP)
         case client_errors.Unauthenticated():

@@ -42,6 +42,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int | None = None
+    # A sequence went on at a shard whose tokens may come out otherwise at a near-tie.
+    approximate: bool = False
 
 
 class Generation:
@@ -49,7 +51,10 @@ class Generation:
 
     def __init__(self, job: Job, fleet: Fleet, metrics: Metrics) -> None:
         self.job = job
-        self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts))
+        self.usage = Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts),
+            completion_tokens=sum(delivered.tokens for delivered in job.delivered),
+        )
         self._fleet = fleet
         self._metrics = metrics
         self._choices: list[Choice] = []
@@ -75,6 +80,10 @@ class Generation:
         for index, request in enumerate(self.job.requests):
             # Made before it is submitted: nothing can fail between a submission and its choice.
             choice = Choice(self.job, index)
+            if self.job.delivered_of(index).finished:
+                choice.finished = True
+                self._choices.append(choice)
+                continue
             choice.stream = self._fleet.submit(request)
             self._choices.append(choice)
             self._unfinished += 1
@@ -113,6 +122,15 @@ class Generation:
             choice.stream.cancel()
             self._metrics.aborts.labels(abort_cause).inc()
 
+    @property
+    def numerics(self) -> str:
+        """The fingerprint that all tokens so far come from; "" where there is none, or several."""
+        found = {self.job.options.numerics} - {""}
+        for choice in self._choices:
+            if not self.job.delivered_of(choice.index).finished:
+                found.update(choice.stream.fingerprints)
+        return found.pop() if len(found) == 1 else ""
+
     def __aiter__(self) -> Self:
         return self
 
@@ -144,6 +162,7 @@ class Generation:
     def _account(self, choice: Choice, delta: Delta, output: Output) -> None:
         self.usage.completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
+            self.usage.approximate = self.usage.approximate or choice.stream.approximate
             self._end(choice, None if output.finish_reason is not None else "stop_string")
 
     def _observe(self, choice: Choice, output: Output) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from penstock_client.types import ShardInfo
+from penstock_client.types import ShardInfo, random_seed
 from penstock_router import metrics as router_metrics
 from penstock_router import sse
-from penstock_router.admission import Admission
+from penstock_router.admission import Admission, TimeLimit
 from penstock_router.backend import Fleet
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge, NotFound, Unavailable
@@ -24,6 +25,15 @@ from penstock_router.generation import Generation, Usage, collect
 from penstock_router.job import Job, prepare_chat, prepare_completion
 from penstock_router.models import Models
 from penstock_router.responses import ChatShape, CompletionShape, Shape
+from penstock_router.resumption import (
+    Cursor,
+    CursorCodec,
+    Event,
+    LiveStream,
+    LiveStreams,
+    Progress,
+    body_digest,
+)
 from penstock_router.schema import (
     ChatRequest,
     JsonObject,
@@ -34,6 +44,7 @@ from penstock_router.schema import (
 )
 
 VERSION = version("penstock")
+_MAX_SESSION_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,8 @@ class Router:
     models: Models
     admission: Admission
     metrics: router_metrics.Metrics
+    cursors: CursorCodec
+    live_streams: LiveStreams
 
 
 ROUTER = web.AppKey("router", Router)
@@ -56,35 +69,44 @@ MakeShape = Callable[[Job, str, int, Usage], Shape]
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
-    body = parse_completion(await read_object(request))
+    given = await read_object(request)
+    body = parse_completion(given)
     places = len(body.prompts) * body.best_of
     param = "best_of" if body.best_of > body.n else "n" if body.n > 1 else "prompt"
-    return await _generate(request, body, (places, param), prepare_completion, CompletionShape)
+    call = Call(request, given, (places, param), prepare_completion, CompletionShape)
+    return await _generate(call, body)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
-    body = parse_chat(await read_object(request))
-    return await _generate(request, body, (body.n, "n"), prepare_chat, ChatShape)
+    given = await read_object(request)
+    body = parse_chat(given)
+    return await _generate(Call(request, given, (body.n, "n"), prepare_chat, ChatShape), body)
 
 
-async def _generate(
-    request: web.Request,
-    body: AnyRequest,
-    places: tuple[int, str],
-    prepare: Callable[[AnyRequest, Models], Awaitable[Job]],
-    make_shape: MakeShape,
-) -> web.StreamResponse:
+@dataclass(frozen=True, slots=True)
+class Call(Generic[AnyRequest]):
+    """A request to generate, on either route: its JSON, its places, what prepares and shows it."""
+
+    request: web.Request
+    given: JsonObject
+    # How many, and the field that asks for so many.
+    places: tuple[int, str]
+    prepare: Callable[[AnyRequest, Models], Awaitable[Job]]
+    make_shape: MakeShape
+
+
+async def _generate(call: Call[AnyRequest], body: AnyRequest) -> web.StreamResponse:
+    request = call.request
     router = request.app[ROUTER]
     response_id = _name_request(request, body)
-    body = dataclasses.replace(body, request_id=request[REQUEST_ID])
-    with router.admission.places(*places) as limit:
-        async with limit.scope():
-            job = await prepare(body, router.models)
-        # Its last shard may have left meanwhile; the fleet would call the model unknown.
-        router.models.info(job.model.info.model)
+    body = dataclasses.replace(body, request_id=request[REQUEST_ID], **_wishes(request))
+    if _flag(request, "x-penstock-resumable"):
+        return await _generate_resumable(call, body)
+    with router.admission.places(*call.places) as limit:
+        job = await _prepared(call, body, limit)
         async with Generation(job, router.fleet, router.metrics) as generation:
-            shape = make_shape(job, response_id, int(time.time()), generation.usage)
+            shape = call.make_shape(job, response_id, int(time.time()), generation.usage)
             if body.stream:
                 return await sse.stream(
                     request,
@@ -96,7 +118,127 @@ async def _generate(
                 )
             async with limit.scope():
                 deltas = await collect(generation)
-            return json_response(shape.whole(deltas))
+            response = json_response(shape.whole(deltas))
+            if generation.usage.approximate:
+                response.headers["x-penstock-continued"] = "approximate"
+            return response
+
+
+async def _prepared(call: Call[AnyRequest], body: AnyRequest, limit: TimeLimit) -> Job:
+    models = call.request.app[ROUTER].models
+    async with limit.scope():
+        job = await call.prepare(body, models)
+    # Its last shard may have left meanwhile; the fleet would call the model unknown.
+    models.info(job.model.info.model)
+    return job
+
+
+# ---- Answers that can be taken up again --------------------------------------------------------
+
+
+async def _generate_resumable(call: Call[AnyRequest], body: AnyRequest) -> web.StreamResponse:
+    request = call.request
+    router = request.app[ROUTER]
+    if not body.stream:
+        raise BadRequest(
+            "x-penstock-resumable: only a stream can be taken up again", param="stream"
+        )
+    last_id = request.headers.get("Last-Event-ID")
+    if last_id:
+        cursor = router.cursors.read(last_id)
+        if cursor.body != body_digest(call.given):
+            raise BadRequest("Last-Event-ID: is of the answer to another request")
+        request[REQUEST_ID] = cursor.request_id
+    else:
+        cursor = Cursor(
+            body=body_digest(call.given),
+            request_id=request[REQUEST_ID],
+            created=int(time.time()),
+            seed=random_seed(),
+            numerics="",
+            choices=(),
+        )
+    live = router.live_streams.find(cursor) if last_id else None
+    if live is None:
+        body = dataclasses.replace(
+            body, request_id=cursor.request_id, drawn_seed=cursor.seed, numerics=cursor.numerics
+        )
+        live = router.live_streams.begin(cursor, functools.partial(_make, call, body, cursor))
+    return await sse.follow(
+        request,
+        live,
+        cursor if last_id else None,
+        router.cursors.write,
+        request_id=request[REQUEST_ID],
+        config=router.config,
+    )
+
+
+async def _make(call: Call[AnyRequest], body: AnyRequest, cursor: Cursor, live: LiveStream) -> None:
+    """Generate what a client does not have yet, whether or not anybody reads it."""
+    router = call.request.app[ROUTER]
+    with router.admission.places(*call.places) as limit:
+        job = await _prepared(call, body, limit)
+        if not job.model.info.numerics_fingerprint:
+            raise BadRequest(
+                "x-penstock-resumable: what this model gives depends on what runs beside it, so "
+                "that no answer of it can be made again"
+            )
+        job = dataclasses.replace(job, delivered=cursor.delivered)
+        response_id = _name_request(call.request, body)
+        async with Generation(job, router.fleet, router.metrics) as generation, limit.scope():
+            shape = call.make_shape(job, response_id, cursor.created, generation.usage)
+            await _put_events(live, generation, shape, cursor)
+
+
+async def _put_events(
+    live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor
+) -> None:
+    job = generation.job
+    progress = Progress.of(job.delivered, len(job.requests))
+    opening = [] if cursor.choices else shape.opening()
+    async for delta in generation:
+        for payload in opening:
+            live.put(Event(payload))
+        opening = []
+        progress.add(delta)
+        chunk = shape.chunk(delta)
+        if chunk is not None:
+            known = msgspec.structs.replace(
+                cursor, numerics=generation.numerics, choices=progress.choices
+            )
+            live.put(Event(chunk, known))
+    if job.options.include_usage:
+        live.put(Event(shape.usage_chunk()))
+
+
+# ---- What headers ask for ----------------------------------------------------------------------
+
+
+class _Wishes(TypedDict):
+    """What headers ask for, on every route that generates."""
+
+    exact: bool
+    session: str
+    shard: str
+
+
+def _wishes(request: web.Request) -> _Wishes:
+    session, shard = (
+        request.headers.get(f"x-penstock-{name}", "") for name in ("session", "shard")
+    )
+    if len(session) > _MAX_SESSION_CHARACTERS:
+        raise BadRequest(
+            f"x-penstock-session: {len(session)} characters; at most {_MAX_SESSION_CHARACTERS}"
+        )
+    return _Wishes(exact=_flag(request, "x-penstock-exact"), session=session, shard=shard)
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    value = request.headers.get(name, "0")
+    if value not in ("0", "1"):
+        raise BadRequest(f"{name}: {value[:100]!r} must be 0 or 1")
+    return value == "1"
 
 
 def _name_request(request: web.Request, body: Options) -> str:

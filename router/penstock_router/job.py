@@ -39,13 +39,29 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivered:
+    """What a client has of one choice already, from an answer that was cut off."""
+
+    tokens: int = 0
+    characters: int = 0
+    finished: bool = False
+
+
+NOTHING_DELIVERED = Delivered()
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
-    """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`."""
+    """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`.
+
+    `delivered` says for each choice what not to show again; empty for an answer from its beginning.
+    """
 
     model: ServedModel
     options: Options
     prompts: tuple[Prompt, ...]
     requests: tuple[GenerationRequest, ...]
+    delivered: tuple[Delivered, ...] = ()
 
     @property
     def choices_per_prompt(self) -> int:
@@ -53,6 +69,9 @@ class Job:
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.choices_per_prompt]
+
+    def delivered_of(self, index: int) -> Delivered:
+        return self.delivered[index] if self.delivered else NOTHING_DELIVERED
 
 
 async def prepare_completion(request: CompletionRequest, models: Models) -> Job:
@@ -160,9 +179,9 @@ def _job(
 ) -> Job:
     scored = choices > options.n
     requests: list[GenerationRequest] = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         max_tokens = _max_tokens(model, options, prompt, default_tokens)
-        seed = random_seed() if options.seed is None else options.seed
+        seed = _seed(options, number)
         requests += (
             GenerationRequest(
                 prompt_token_ids=prompt.token_ids,
@@ -176,6 +195,10 @@ def _job(
                 prompt_logprobs=_prompt_logprobs(options),
                 model=model.info.model,
                 tokenizer_hash=model.info.tokenizer_hash,
+                exact=options.exact,
+                numerics=options.numerics,
+                session=options.session,
+                shard=options.shard,
                 label=options.request_id or "",
                 objective=Objective(priority=options.priority),
             )
@@ -227,6 +250,15 @@ def _sampling(options: Options, seed: int) -> SamplingParams:
         allowed_token_ids=options.allowed_token_ids,
         seed=seed,
     )
+
+
+def _seed(options: Options, number: int) -> int:
+    """Of a prompt's first choice. Where none was given prompts draw apart from each other."""
+    if options.seed is not None:
+        return options.seed
+    if options.drawn_seed is None:
+        return random_seed()
+    return choice_seed(options.drawn_seed, number << 32)
 
 
 def choice_seed(seed: int, choice: int) -> int:

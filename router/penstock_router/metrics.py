@@ -82,6 +82,18 @@ class Metrics:
             registry=registry,
         )
 
+        self.fleet_events = Counter(
+            "penstock_router_fleet_events",
+            "What happened to sequences between shards: sent (the policy's reason), continued (why "
+            "the shard before failed), moved, approximate, refused, given_up.",
+            ("event", "reason"),
+            registry=registry,
+        )
+
+    def fleet_event(self, event: str, reason: str) -> None:
+        """Told by the fleet of each one."""
+        self.fleet_events.labels(event, reason).inc()
+
     def exposition(self) -> bytes:
         """All values in Prometheus' text format."""
         if MULTIPROCESS_DIR not in os.environ:

@@ -45,13 +45,16 @@ class Shape(Protocol):
 def usage_object(usage: Usage) -> dict[str, Any]:
     """The `usage` of an answer."""
     cached = usage.cached_tokens
-    return {
+    shown: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
         "completion_tokens_details": None,
     }
+    if usage.approximate:
+        shown["x_penstock_continued"] = "approximate"
+    return shown
 
 
 class _Shape(ABC):

@@ -72,6 +72,14 @@ class Options:
     include_usage: bool = False
     continuous_usage: bool = False
     request_id: str | None = None
+    # From headers: only where tokens come out the same; which requests belong together; a shard.
+    exact: bool = False
+    session: str = ""
+    shard: str = ""
+    # Of an answer that can be taken up again: what was drawn for want of a seed, and the numerics
+    # that its tokens must come from.
+    drawn_seed: int | None = None
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

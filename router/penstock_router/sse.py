@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +23,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import SlowReader, noted
 from penstock_router.generation import Generation
 from penstock_router.responses import Shape
+from penstock_router.resumption import Cursor, LiveStream
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +68,15 @@ class EventStream:
     async def send(self, payloads: list[bytes]) -> None:
         """Each payload as an event, all in one write."""
         if payloads:
-            self._written_at = self._loop.time()
-            data = b"".join([b"data: %b\n\n" % data for data in payloads])
-            await self._in_time(self.response.write(data))
+            await self._write(b"".join([b"data: %b\n\n" % data for data in payloads]))
+
+    async def send_with_id(self, payload: bytes, event_id: str) -> None:
+        """An event that a client can name to go on after it; with "" it can no more."""
+        await self._write(b"id: %b\ndata: %b\n\n" % (event_id.encode(), payload))
+
+    async def _write(self, data: bytes) -> None:
+        self._written_at = self._loop.time()
+        await self._in_time(self.response.write(data))
 
     async def end(self) -> None:
         """The one [DONE], and the end of the body."""
@@ -121,28 +129,79 @@ async def stream(
     limit: TimeLimit,
 ) -> web.StreamResponse:
     """Answer with a generation's deltas as they come."""
+
+    async def send_all(events: EventStream) -> None:
+        try:
+            async with limit.scope():
+                await _send_all(events, generation, shape, first)
+        except Exception as error:
+            generation.abandon(error)
+            raise
+
     first = asyncio.ensure_future(anext(generation, None))
     try:
         async with limit.scope():
             await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        async with EventStream(
-            request, keep_alive_s=config.keep_alive_s, write_timeout_s=config.write_timeout_s
-        ) as events:
-            try:
-                async with limit.scope():
-                    await _send_all(events, generation, shape, first)
-            except ConnectionError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
-                generation.abandon(error)
-                answer = noted(error, request_id)
-                await events.send([msgspec.json.encode(answer.body())])
-            await events.end()
-            return events.response
+        return await _answer(request, send_all, request_id, config)
     finally:
         first.cancel()
+
+
+async def follow(
+    request: web.Request,
+    live: LiveStream,
+    after: Cursor | None,
+    write_id: Callable[[Cursor], str],
+    *,
+    request_id: str,
+    config: RouterConfig,
+) -> web.StreamResponse:
+    """Answer with the events of a live stream that come after a cursor, each with an id."""
+
+    async def send_all(events: EventStream) -> None:
+        event = await first
+        while event is not None:
+            cursor = event.cursor
+            if cursor is None:
+                await events.send([event.payload])
+            else:
+                event_id = write_id(cursor) if cursor.numerics else ""
+                await events.send_with_id(event.payload, event_id)
+            event = await anext(source, None)
+
+    async with aclosing(live.read(after)) as source:
+        first = asyncio.ensure_future(anext(source, None))
+        try:
+            await asyncio.wait((first,), timeout=config.keep_alive_s)
+            if first.done():
+                first.result()
+            return await _answer(request, send_all, request_id, config)
+        finally:
+            first.cancel()
+            await asyncio.wait((first,))
+
+
+async def _answer(
+    request: web.Request,
+    send_all: Callable[[EventStream], Awaitable[None]],
+    request_id: str,
+    config: RouterConfig,
+) -> web.StreamResponse:
+    """An answer of events, the last of them an error where sending them fails."""
+    async with EventStream(
+        request, keep_alive_s=config.keep_alive_s, write_timeout_s=config.write_timeout_s
+    ) as events:
+        try:
+            await send_all(events)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
+            answer = noted(error, request_id)
+            await events.send([msgspec.json.encode(answer.body())])
+        await events.end()
+        return events.response
 
 
 async def _send_all(

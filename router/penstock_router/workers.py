@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -25,11 +26,16 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from penstock_client import Fleet
+from penstock_client import Fleet, Patience
+from penstock_client.audit import AuditLog, read_key
 from penstock_router.config import RouterConfig
+
+if TYPE_CHECKING:
+    from penstock_router.metrics import Metrics
 
 logger = logging.getLogger("penstock.router")
 
@@ -46,6 +52,8 @@ _GRACE_S = 5.0
 def run(config: RouterConfig) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit status."""
     set_up_logging(config)
+    # One for all workers.
+    config = dataclasses.replace(config, resume_key=config.resume_key or secrets.token_hex(16))
     try:
         listener = bind(config.host, config.port)
     except OSError as error:
@@ -63,6 +71,7 @@ def run(config: RouterConfig) -> int:
     with bind(config.host, port, shared=True), tempfile.TemporaryDirectory() as folder:
         # Read when the children import prometheus_client.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        config = dataclasses.replace(config, changes_file=os.path.join(folder, "changes"))
         return _Parent(config).run()
 
 
@@ -107,16 +116,23 @@ async def serve(
     """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`."""
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
+    from penstock_router.metrics import Metrics
 
+    metrics = Metrics()
+    try:
+        audit = _open_audit_log(config)
+    except (OSError, ValueError) as error:
+        print(f"penstock router: --audit-log {config.audit_log}: {error}", file=sys.stderr)
+        return EXIT_USAGE
     stop = asyncio.Event()
     if lifeline is None:
         _stop_on_signals(stop)
     else:
         _stop_at_end_of(lifeline, stop)
     with ThreadPoolExecutor(config.tokenizer_threads, "tokenize") as executor:
-        async with Fleet(config.shards, api_key=config.shard_api_key) as fleet:
+        async with _fleet(config, metrics, audit) as fleet:
             runner = web.AppRunner(
-                build_app(config, fleet, executor),
+                build_app(config, fleet, executor, metrics),
                 access_log=None,
                 handler_cancellation=True,
                 # The application itself waits for its requests when it shuts down.
@@ -130,7 +146,29 @@ async def serve(
                 await stop.wait()
             finally:
                 await runner.cleanup()
+    if audit is not None:
+        audit.close()
     return 0
+
+
+def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fleet:
+    return Fleet(
+        config.shards,
+        api_key=config.shard_api_key,
+        policy=config.policy,
+        patience=Patience(wait_s=config.failover_timeout_s),
+        stall_timeout_s=config.stall_timeout_s,
+        observe=metrics.fleet_event,
+        audit=audit,
+        verify_share=config.verify_share,
+    )
+
+
+def _open_audit_log(config: RouterConfig) -> AuditLog | None:
+    if config.audit_log is None:
+        return None
+    key = None if config.audit_key_file is None else read_key(config.audit_key_file)
+    return AuditLog(config.audit_log, prompts=config.audit_prompts, key=key)
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
@@ -199,7 +237,12 @@ class _Parent:
 
     def _start(self, index: int) -> SpawnProcess:
         share, rest = divmod(self._config.max_concurrent_requests, self._config.workers)
-        config = dataclasses.replace(self._config, max_concurrent_requests=share + (index < rest))
+        log = self._config.audit_log
+        config = dataclasses.replace(
+            self._config,
+            max_concurrent_requests=share + (index < rest),
+            audit_log=None if log is None else f"{log}-worker{index}",
+        )
         worker = self._context.Process(
             target=_worker_main, args=(config, self._lifeline), name=f"penstock-router-{index}"
         )

@@ -56,15 +56,19 @@ class ShardConfig:
     max_queued_tokens: int = 4_000_000
     max_logprobs: int = 20
 
-    # No beat of the engine for this long: it hangs, and health says so.
+    # No beat of the engine for this long: it hangs, and is started anew.
     stall_timeout_s: float = 10.0
     # Engine starts that fail one after another before the shard gives up.
     max_restarts: int = 5
-    # On SIGTERM: how long running requests may take to finish.
+    # On SIGTERM: whether running requests are to be taken elsewhere ("migrate") or to finish here
+    # ("finish"), and how long either may take.
+    drain: str = "migrate"
     drain_timeout_s: float = 30.0
 
     step_ms: float = 20.0
     fake_eos_rate: float = 0.0
+    fake_weights: str = "fake"
+    fake_crash_on: int | None = None
 
     @property
     def model_name(self) -> str:
@@ -144,9 +148,12 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_logprobs=args.max_logprobs,
         stall_timeout_s=args.stall_timeout,
         max_restarts=args.max_restarts,
+        drain=args.drain,
         drain_timeout_s=args.drain_timeout,
         step_ms=args.step_ms,
         fake_eos_rate=args.fake_eos_rate,
+        fake_weights=args.fake_weights,
+        fake_crash_on=args.fake_crash_on,
     )
 
 
@@ -181,6 +188,18 @@ def _build_parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="P",
         help="probability that a token ends the sequence (default: %(default)s)",
+    )
+    fake.add_argument(
+        "--fake-weights",
+        default="fake",
+        metavar="NAME",
+        help="another name gives other tokens (default: %(default)s)",
+    )
+    fake.add_argument(
+        "--fake-crash-on",
+        type=_non_negative_int,
+        metavar="ID",
+        help="end the engine at the tenth token of a sequence with this id in its prompt",
     )
     return parser
 
@@ -229,7 +248,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         type=_non_negative_float,
         default=10.0,
         metavar="S",
-        help="not healthy when the engine gives no sign of life this long (default: %(default)s)",
+        help="an engine without a sign of life for so long hangs, as does one whose step runs so "
+        "long and ten times as long as expected; it is started anew (default: %(default)s)",
     )
     group.add_argument(
         "--max-restarts",
@@ -239,11 +259,18 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="give up after this many failed engine starts in a row (default: %(default)s)",
     )
     group.add_argument(
+        "--drain",
+        choices=("migrate", "finish"),
+        default="migrate",
+        help="on SIGTERM, ask clients to take running requests to another shard at once, or let "
+        "them finish here; those that no other shard can go on with finish (default: %(default)s)",
+    )
+    group.add_argument(
         "--drain-timeout",
         type=_non_negative_float,
         default=30.0,
         metavar="S",
-        help="on SIGTERM, let running requests finish this long (default: %(default)s)",
+        help="on SIGTERM, how long that may take (default: %(default)s)",
     )
 
 
@@ -410,6 +437,13 @@ def _positive_int(text: str) -> int:
     value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def _non_negative_int(text: str) -> int:
+    value = _whole(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
     return value
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Callable
 
 from penstock_shard.config import LOG_FORMAT, ShardConfig
 from penstock_shard.engine import Engine
@@ -29,6 +30,7 @@ from penstock_shard.link import (
     Progress,
     Ready,
     Start,
+    Started,
     StepOutputs,
     Submit,
 )
@@ -59,7 +61,7 @@ def main() -> None:
     except ModelError as error:
         link.send(LoadFailed(str(error)))
         return
-    engine = _build_engine(loaded, start.config)
+    engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)))
     threading.Thread(target=_beat, args=(link, engine), daemon=True).start()
     # What was made so far lives for ever: keep the collector from walking it between steps.
     gc.collect()
@@ -69,7 +71,9 @@ def main() -> None:
     _run(link, engine, inbox)
 
 
-def _build_engine(loaded: LoadedModel, config: ShardConfig) -> Engine:
+def _build_engine(
+    loaded: LoadedModel, config: ShardConfig, tell_started: Callable[[list[str]], None]
+) -> Engine:
     info = loaded.runner.info
     blocks = BlockManager(
         info.num_blocks,
@@ -83,7 +87,7 @@ def _build_engine(loaded: LoadedModel, config: ShardConfig) -> Engine:
         max_prefill_tokens=config.prefill_tokens(info.device),
         aging_s=config.aging_s,
     )
-    return Engine(loaded.runner, Scheduler(limits, blocks), blocks)
+    return Engine(loaded.runner, Scheduler(limits, blocks), blocks, tell_started=tell_started)
 
 
 def _run(link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox]) -> None:
@@ -129,6 +133,7 @@ def _request(submit: Submit) -> Request:
         logprob_token_ids=submit.logprob_token_ids,
         cache_salt=submit.cache_salt,
         # The one that came was made anew from its bytes.
+        hand_back=submit.hand_back,
         objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,
     )
 
@@ -147,7 +152,7 @@ def _beat(link: EngineEnd, engine: Engine) -> None:
         started_s = engine.step_started_s
         running_s = 0.0 if started_s is None else time.monotonic() - started_s
         try:
-            link.send(Beat(running_s, engine.steps_total))
+            link.send(Beat(running_s, engine.step_expected_s))
         except OSError:
             return
         time.sleep(_BEAT_S)

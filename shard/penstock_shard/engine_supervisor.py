@@ -33,8 +33,9 @@ _UNAVAILABLE = 14
 
 _FIRST_BACK_OFF_S = 0.25
 _MAX_BACK_OFF_S = 10.0
-# An engine that served this long has recovered: its death is not a failed start.
-_STEADY_S = 10.0
+_WATCHDOG_S = 0.1
+# A step that takes so many times what was expected hangs.
+_HUNG_STEPS = 10
 # An abort of an unknown id is remembered this long: its submit may still be on the way.
 _ABORT_MEMORY_S = 30.0
 _ABORT_MEMORY_IDS = 200_000
@@ -58,6 +59,9 @@ class _Route:
     attempt: int
     deliver: Deliver
     num_tokens: int
+    suspect: bool = False
+    # The engine has begun to compute it.
+    started: bool = False
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -77,14 +81,18 @@ class EngineSupervisor:
         self._aborts: list[tuple[str, int]] = []
         self._flush_scheduled = False
         self._listeners: set[asyncio.Event] = set()
-        self._beat = link.Beat(0.0, 0)
+        self._beat = link.Beat(0.0, 0.0)
         self._beat_at_s = time.monotonic()
+        # It gave a token: its death is not a failed start.
+        self._worked = False
         # Why the last engine could not load; empty when it could.
         self._refusal = ""
         # Of the last engine that was ready; empty before the first.
         self.instance_id = ""
         self.load = link.Load()
         self.draining = False
+        # Draining, and callers should take their requests elsewhere now.
+        self.handing_over = False
 
     # ---- state ----
 
@@ -102,9 +110,18 @@ class EngineSupervisor:
         return self._beat.step_running_s + self.beat_age_s if self._beat.step_running_s else 0.0
 
     @property
+    def hangs(self) -> bool:
+        """The engine gives no sign of life, or a step takes far longer than such steps do."""
+        limit_s = self._config.stall_timeout_s
+        if self.beat_age_s >= limit_s:
+            return True
+        expected_s = self._beat.step_expected_s
+        return expected_s > 0 and self.step_running_s >= max(limit_s, _HUNG_STEPS * expected_s)
+
+    @property
     def serving(self) -> bool:
-        """The engine is up and gave a sign of life lately."""
-        return self._ready is not None and self.beat_age_s < self._config.stall_timeout_s
+        """The engine is up and does not hang."""
+        return self._ready is not None and not self.hangs
 
     @property
     def num_live(self) -> int:
@@ -133,22 +150,30 @@ class EngineSupervisor:
     # ---- requests ----
 
     def submit(
-        self, submit: link.Submit, deliver: Deliver, *, deadline_s: float | None = None
+        self,
+        submit: link.Submit,
+        deliver: Deliver,
+        *,
+        deadline_s: float | None = None,
+        suspect: bool = False,
     ) -> None:
-        """Hand a request to the engine. `deliver` gets its outputs, exactly one of them last."""
+        """Hand a request to the engine. `deliver` gets its outputs, exactly one of them last.
+
+        A suspect was running in engines that died; one runs at a time.
+        """
         key = (submit.request_id, submit.attempt)
         _, last_aborted = self._early_aborts.get(submit.request_id, (0.0, -1))
         if submit.attempt <= last_aborted:
             deliver(_ending(*key, finish=FinishReason.ABORTED))
             return
-        refusal = self._refusal_of(submit)
+        refusal = self._refusal_of(submit, suspect)
         if refusal is not None:
             deliver(_ending(*key, error=refusal))
             return
         present = self._routes.get(submit.request_id)
         if present is not None:
             self._end_route(present, finish=FinishReason.ABORTED)
-        route = _Route(*key, deliver, submit.num_tokens)
+        route = _Route(*key, deliver, submit.num_tokens, suspect)
         if deadline_s is not None:
             loop = asyncio.get_running_loop()
             route.deadline = loop.call_later(deadline_s, self._overdue, route)
@@ -157,13 +182,15 @@ class EngineSupervisor:
         self._submits.append(submit)
         self._schedule_flush()
 
-    def _refusal_of(self, submit: link.Submit) -> link.Error | None:
+    def _refusal_of(self, submit: link.Submit, suspect: bool) -> link.Error | None:
         """Why nothing more is taken; None when it is."""
         if self.draining:
             return link.Error(_UNAVAILABLE, "the shard is draining")
         # A hung engine takes nothing from the socket: what is sent to it would pile up here.
         if not self.serving:
             return link.Error(_UNAVAILABLE, "the shard's engine is not serving")
+        if suspect and any(route.suspect for route in self._routes.values()):
+            return link.Error(_UNAVAILABLE, "another request that engines died of is being tried")
         config = self._config
         if self.num_live >= config.max_num_seqs + config.max_queued_requests:
             return link.Error(
@@ -248,9 +275,10 @@ class EngineSupervisor:
 
     # ---- the process ----
 
-    def drain(self) -> None:
-        """Take nothing new."""
+    def drain(self, *, hand_over: bool) -> None:
+        """Take nothing new; with `hand_over` callers are asked to take their requests elsewhere."""
         self.draining = True
+        self.handing_over = self.handing_over or hand_over
         self._notify()
 
     async def run(self) -> None:
@@ -264,14 +292,14 @@ class EngineSupervisor:
         back_off_s = _FIRST_BACK_OFF_S
         try:
             while True:
-                was_steady = await self._run_once()
+                status = await self._run_once()
                 if self._refusal and not self.instance_id:
                     raise ModelRefused(self._refusal)
-                failures = 0 if was_steady else failures + 1
+                failures = 0 if self._worked else failures + 1
                 if failures >= self._config.max_restarts:
-                    reason = self._refusal or "it exited without a word"
+                    reason = self._refusal or _manner_of(status)
                     raise EngineFailed(f"{failures} engines failed in a row: {reason}")
-                if was_steady:
+                if self._worked:
                     back_off_s = _FIRST_BACK_OFF_S
                 logger.warning("starting the engine again in %.2f s", back_off_s)
                 await asyncio.sleep(back_off_s)
@@ -279,10 +307,32 @@ class EngineSupervisor:
         finally:
             await self._stop()
 
-    async def _run_once(self) -> bool:
-        """One life of an engine; whether it served for a while."""
+    async def _run_once(self) -> int | None:
+        """One life of an engine; the exit status of its process."""
         reader = await self._start()
-        ready_at_s: float | None = None
+        self._worked = False
+        watchdog = asyncio.create_task(self._kill_when_it_hangs())
+        try:
+            await self._listen_to(reader)
+        finally:
+            watchdog.cancel()
+        self._died()
+        return await self._stop()
+
+    async def _kill_when_it_hangs(self) -> None:
+        """A hung engine is a dead one that holds its requests: it is killed, and started again."""
+        while self._ready is None or not self.hangs:
+            await asyncio.sleep(_WATCHDOG_S)
+        logger.error(
+            "the engine hangs (no sign of life for %.1f s, its step runs for %.1f s); killing it",
+            self.beat_age_s,
+            self.step_running_s,
+        )
+        if self._process is not None:
+            self._process.kill()
+
+    async def _listen_to(self, reader: asyncio.StreamReader) -> None:
+        """Take what the engine says until it is gone."""
         while (message := await link.receive_from_engine(reader)) is not None:
             self._beat_at_s = time.monotonic()
             match message:
@@ -290,16 +340,14 @@ class EngineSupervisor:
                     self._take_step(message)
                 case link.Beat():
                     self._beat = message
+                case link.Started():
+                    self._note_started(message.request_ids)
                 case link.Ready():
-                    ready_at_s = time.monotonic()
                     self._became_ready(message)
                 case link.Progress():
                     logger.info("%s", message.text)
                 case link.LoadFailed():
                     self._refusal = message.message
-        self._died()
-        await self._stop()
-        return ready_at_s is not None and time.monotonic() - ready_at_s > _STEADY_S
 
     async def _start(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
@@ -321,18 +369,19 @@ class EngineSupervisor:
         self._beat_at_s = time.monotonic()
         return reader
 
-    async def _stop(self) -> None:
-        """Close our end; the engine ends itself, and is killed if it hangs."""
+    async def _stop(self) -> int | None:
+        """Close our end; the engine ends itself, and is killed if it hangs. Its exit status."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._process is not None:
-            try:
-                await asyncio.wait_for(self._process.wait(), timeout=1.0)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        try:
+            return await asyncio.wait_for(process.wait(), timeout=1.0)
+        except TimeoutError:
+            process.kill()
+            return await process.wait()
 
     def _became_ready(self, ready: link.Ready) -> None:
         self._ready = ready
@@ -340,7 +389,14 @@ class EngineSupervisor:
         self.instance_id = uuid.uuid4().hex
         self._notify()
 
+    def _note_started(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            route = self._routes.get(request_id)
+            if route is not None:
+                route.started = True
+
     def _take_step(self, step: link.StepOutputs) -> None:
+        self._worked = self._worked or bool(step.outputs)
         for output in step.outputs:
             route = self._routes.get(output.request_id)
             if route is None or route.attempt != output.attempt:
@@ -353,13 +409,18 @@ class EngineSupervisor:
             self._notify()
 
     def _died(self) -> None:
-        """End what was running as retryable."""
+        """End what was live as retryable, and say whose fault it may be."""
         if self._ready is not None:
             logger.error("the engine died; %d requests end as retryable", len(self._routes))
         self._ready = None
         self.load = link.Load()
-        self._beat = link.Beat(0.0, 0)
+        self._beat = link.Beat(0.0, 0.0)
         self._submits, self._aborts = [], []
+        started = [route for route in self._routes.values() if route.started]
+        charged = [route for route in started if route.suspect] or started
+        for route in charged:
+            reason = "the shard's engine died while this request was running"
+            self._end_route(route, error=link.Error(_UNAVAILABLE, reason, engine_died=True))
         self.end_all("the shard's engine died")
         self._notify()
 
@@ -376,6 +437,13 @@ def _engine_environment() -> dict[str, str]:
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     environment.pop("PENSTOCK_API_KEY", None)
     return environment
+
+
+def _manner_of(status: int | None) -> str:
+    """How a process without last words ended."""
+    if status is not None and status < 0:
+        return f"killed by signal {-status}"
+    return f"it exited with status {status} and without a word"
 
 
 def _ending(

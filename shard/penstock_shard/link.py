@@ -46,6 +46,7 @@ class Submit(msgspec.Struct, array_like=True):
     min_tokens: int = 0
     logprob_token_ids: tuple[int, ...] = ()
     objective: Objective = NO_OBJECTIVE
+    hand_back: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +99,7 @@ class Error(msgspec.Struct, array_like=True):
     field: str = ""
     value: str = ""
     bound: str = ""
+    engine_died: bool = False
 
 
 class Output(msgspec.Struct, array_like=True):
@@ -140,6 +142,8 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
+    # What is left of prompts that have begun.
+    behind_tokens: int = 0
     running_tokens: int = 0
     referenced_blocks: int = 0
     steps_total: int = 0
@@ -153,14 +157,22 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
     load: Load
 
 
+class Started(msgspec.Struct, array_like=True, tag="started"):
+    """Requests that are in a step for the first time. Said before the step: it may be the last."""
+
+    request_ids: list[str]
+
+
 class Beat(msgspec.Struct, array_like=True, tag="beat"):
-    """A sign of life from outside the step. `step_running_s` is 0 between steps."""
+    """A sign of life from outside the step: how long it has run, 0 between steps, and how long such
+    a step takes, 0 where that is not known yet.
+    """
 
     step_running_s: float
-    steps_total: int
+    step_expected_s: float
 
 
-FromEngine = Progress | LoadFailed | Ready | StepOutputs | Beat
+FromEngine = Progress | LoadFailed | Ready | StepOutputs | Started | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

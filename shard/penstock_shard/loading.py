@@ -81,7 +81,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         )
     info = RunnerInfo(
         architecture="FakeRunner",
-        weights_hash="fake",
+        weights_hash=config.fake_weights,
         vocab_size=max([*ordinary, *special]) + 1,
         max_model_len=max_model_len,
         eos_token_ids=tuple(eos_ids),
@@ -94,8 +94,15 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         attention_backend="none",
         capabilities=CAPABILITIES,
         batch_invariant=True,
-        numerics_fingerprint="fake",
+        numerics_fingerprint=config.fake_weights,
         max_steps_ahead=1,
+        worst_step_s=config.step_ms / 1000,
     )
     step_s = config.step_ms / 1000
-    return FakeRunner(info, ordinary, step_s=step_s, eos_rate=config.fake_eos_rate)
+    return FakeRunner(
+        info,
+        ordinary,
+        step_s=step_s,
+        eos_rate=config.fake_eos_rate,
+        crash_on=config.fake_crash_on,
+    )

@@ -7,6 +7,7 @@ probes see NOT_SERVING and not a refused connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -80,7 +81,7 @@ async def _run_until_stopped(
     try:
         if running.done():
             await running
-        await _drain(engine, servicer, config.drain_timeout_s)
+        await _drain(engine, servicer, config)
     except ModelRefused as refusal:
         _complain(str(refusal))
         return _USAGE_STATUS
@@ -119,7 +120,9 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
     # For liveness probes: while the engine restarts or drains, this process must not be killed.
     await servicer.set(_LIVE, health_pb2.HealthCheckResponse.SERVING)
     reported = None
+    changed = engine.listen()
     while True:
+        changed.clear()
         serving = engine.serving and not engine.draining
         if serving != reported:
             status = (
@@ -130,7 +133,9 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
             await servicer.set("", status)
             await servicer.set(wire.SERVICE_NAME, status)
             reported = serving
-        await asyncio.sleep(_HEALTH_INTERVAL_S)
+        # A hang is no event: it is looked for.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), _HEALTH_INTERVAL_S)
 
 
 async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) -> None:
@@ -156,13 +161,14 @@ async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) ->
         changed.clear()
 
 
-async def _drain(engine: EngineSupervisor, servicer: ShardServicer, limit_s: float) -> None:
-    """Admit nothing more and let running requests finish and be read, up to the limit."""
-    engine.drain()
+async def _drain(engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig) -> None:
+    """Admit nothing more; let running requests be taken elsewhere, or finish and be read."""
+    engine.drain(hand_over=config.drain == "migrate")
     if engine.num_live:
+        limit_s = config.drain_timeout_s
         logger.info("draining %d requests, at most %g s", engine.num_live, limit_s)
     loop = asyncio.get_running_loop()
-    end_s = loop.time() + limit_s
+    end_s = loop.time() + config.drain_timeout_s
     while (engine.num_live or servicer.num_unread) and loop.time() < end_s:
         await asyncio.sleep(0.05)
     engine.end_all("the shard is shutting down")

@@ -164,6 +164,8 @@ class ShardServicer(wire.Servicer):
         try:
             if ready is None:
                 raise Refusal(_UNAVAILABLE, "the shard's engine is not ready")
+            if incoming.instance_id and incoming.instance_id != self._engine.instance_id:
+                raise Refusal(_UNAVAILABLE, "the engine that was meant is gone; this is another")
             live_attempt = self._engine.live_attempt(request_id)
             if live_attempt is not None and live_attempt >= attempt:
                 raise Refusal(
@@ -179,7 +181,7 @@ class ShardServicer(wire.Servicer):
         outbox.live[request_id] = attempt
         deadline_ms = incoming.deadline_ms
         deadline_s = None if deadline_ms is None else deadline_ms / 1000
-        self._engine.submit(submit, outbox.put, deadline_s=deadline_s)
+        self._engine.submit(submit, outbox.put, deadline_s=deadline_s, suspect=incoming.suspect)
 
     async def Abort(self, request: Any, context: Context) -> Any:
         await self._authorize(context)
@@ -233,18 +235,19 @@ class ShardServicer(wire.Servicer):
         return wire.load_report(
             engine.load,
             waiting=engine.num_waiting,
-            queued_tokens=engine.queued_tokens,
+            queued_tokens=engine.queued_tokens + engine.load.behind_tokens,
             instance_id=engine.instance_id,
             num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
             step_running_s=engine.step_running_s,
             engine_beat_age_s=engine.beat_age_s,
             serving=engine.serving,
             draining=engine.draining,
+            handing_over=engine.handing_over,
         )
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
         await self._authorize(context)
-        self._engine.drain()
+        self._engine.drain(hand_over=request.hand_over)
         loop = asyncio.get_running_loop()
         end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
         while True:

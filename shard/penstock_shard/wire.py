@@ -78,6 +78,9 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         time_to_first_token_s=_optional(message.objective, "time_to_first_token_s"),
         seconds_between_tokens=_optional(message.objective, "seconds_between_tokens"),
         latency_sensitive=message.objective.latency_sensitive,
+        instance_id=message.instance_id,
+        hand_back=message.hand_back,
+        suspect=message.suspect,
         features=dict(_features(message)),
     )
 
@@ -183,6 +186,7 @@ def _set_error(message: pb.Error, error: Error) -> None:
     message.field = error.field
     message.value = error.value
     message.bound = error.bound
+    message.engine_died = error.engine_died
 
 
 _STATUS_OF_CODE = {status.value[0]: status for status in grpc.StatusCode}
@@ -265,6 +269,7 @@ def load_report(
     engine_beat_age_s: float,
     serving: bool,
     draining: bool,
+    handing_over: bool,
 ) -> pb.LoadReport:
     return pb.LoadReport(
         instance_id=instance_id,
@@ -280,6 +285,7 @@ def load_report(
         preemptions_total=load.preemptions_total,
         serving=serving,
         draining=draining,
+        handing_over=handing_over,
     )
 
 

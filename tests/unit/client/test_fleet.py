@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_client import Fleet, GenerationRequest, InvalidRequest, LoadReport, NoShardAvailable
-from penstock_client.fleet import ShardState
+from penstock_client import (
+    Fleet,
+    GenerationRequest,
+    InvalidRequest,
+    LoadReport,
+    NoShardAvailable,
+    Patience,
+    ShardState,
+)
 
 
 @pytest.mark.parametrize("addresses", [[], ["a:1", "a:1"]])
@@ -15,20 +22,20 @@ async def test_no_addresses_or_one_twice_is_an_error(addresses: list[str]) -> No
 
 
 async def test_without_a_shard_every_door_says_which_shard_and_why() -> None:
-    async with Fleet(["127.0.0.1:1"]) as fleet:
+    async with Fleet(["127.0.0.1:1"], patience=Patience(wait_s=0.1)) as fleet:
         with pytest.raises(NoShardAvailable, match=r"127\.0\.0\.1:1"):
             await fleet.wait_ready(0.3)
         with pytest.raises(NoShardAvailable, match=r"127\.0\.0\.1:1"):
-            fleet.submit(GenerationRequest([1]))
+            await anext(fleet.submit(GenerationRequest([1])))
         with pytest.raises(NoShardAvailable):
             await fleet.tokenizer_files()
 
 
 async def test_a_report_settles_what_was_sent_before_it() -> None:
-    shard = ShardState("127.0.0.1:1", None)
+    shard = ShardState("127.0.0.1:1")
     shard.sent_requests, shard.sent_prompt_tokens = 3, 500
     shard.reported(LoadReport(running=3))
-    assert (shard.candidate().sent_requests, shard.candidate().running) == (0, 3)
+    assert (shard.sent_requests, shard.sent_prompt_tokens, shard.load.running) == (0, 0, 3)
     await shard.client.close()
 
 

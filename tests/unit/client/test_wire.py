@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from penstock_client import (
+    Attempt,
     Constraint,
     ConstraintKind,
     FinishReason,
@@ -25,6 +26,7 @@ from penstock_client import (
 )
 from penstock_proto import shard_pb2 as pb
 
+ATTEMPT = Attempt(2, "an engine", hand_back=True, suspect=True)
 FULL = GenerationRequest(
     prompt_token_ids=[1, 2],
     sampling=SamplingParams(
@@ -66,7 +68,7 @@ FULL = GenerationRequest(
 
 
 def test_every_field_of_a_request_is_set_on_the_wire() -> None:
-    message = _wire.generate_request(FULL, "id", 2)
+    message = _wire.generate_request(FULL, "id", ATTEMPT)
 
     def unset(part, where: str) -> list[str]:
         names = {field.name for field in part.DESCRIPTOR.fields}
@@ -88,10 +90,10 @@ def test_every_field_of_a_request_is_set_on_the_wire() -> None:
 
 @pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda f: f.name)
 def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object]) -> None:
-    message = _wire.generate_request(GenerationRequest([1]), "id", 0).sampling
+    message = _wire.generate_request(GenerationRequest([1]), "id").sampling
     descriptor = message.DESCRIPTOR.fields_by_name[field.name]
     if field.name == "seed":
-        assert message.seed != _wire.generate_request(GenerationRequest([1]), "id", 0).sampling.seed
+        assert message.seed != _wire.generate_request(GenerationRequest([1]), "id").sampling.seed
     elif descriptor.has_presence:
         assert not message.HasField(field.name)
     else:
@@ -104,16 +106,16 @@ def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object])
 )
 def test_each_text_constraint_has_its_own_field(kind: ConstraintKind, value: str) -> None:
     request = GenerationRequest([1], constraint=Constraint(kind, value))
-    message = _wire.generate_request(request, "id", 0)
+    message = _wire.generate_request(request, "id")
     assert message.constraint.WhichOneof("kind") == kind.value
 
 
 def test_choices_and_any_object_are_constraints_too() -> None:
     choice = Constraint(ConstraintKind.CHOICE, options=["a", "b"])
-    message = _wire.generate_request(GenerationRequest([1], constraint=choice), "id", 0)
+    message = _wire.generate_request(GenerationRequest([1], constraint=choice), "id")
     assert list(message.constraint.choice.options) == ["a", "b"]
     anything = Constraint(ConstraintKind.JSON_OBJECT)
-    message = _wire.generate_request(GenerationRequest([1], constraint=anything), "id", 0)
+    message = _wire.generate_request(GenerationRequest([1], constraint=anything), "id")
     assert message.constraint.json_object
 
 
@@ -140,7 +142,7 @@ def test_a_value_that_does_not_fit_the_wire_names_its_field(
     request_: GenerationRequest, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        _wire.generate_request(request_, "id", 0)
+        _wire.generate_request(request_, "id")
     assert caught.value.field == field
 
 
@@ -188,10 +190,10 @@ def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[
     assert str(result) == "why"
 
 
-@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (9, 2)])
+@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (9, 3)])
 def test_a_shard_of_another_revision_is_refused_with_both_ranges(
     revision: int, minimum: int
 ) -> None:
     message = pb.InfoResponse(schema_revision=revision, min_schema_revision=minimum)
-    with pytest.raises(IncompatibleShard, match=f"revisions {minimum} to {revision}.*1 to 1"):
+    with pytest.raises(IncompatibleShard, match=f"revisions {minimum} to {revision}.*1 to 2"):
         _wire.shard_info(message, "host:1")

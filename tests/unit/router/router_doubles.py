@@ -38,6 +38,7 @@ from penstock_client.types import (
 )
 from penstock_router.app import build_app
 from penstock_router.config import RouterConfig
+from penstock_router.metrics import Metrics
 
 # ---- Tokenizers --------------------------------------------------------------------------------
 
@@ -205,6 +206,10 @@ class FakeShard:
     address: str = "fake:1"
     load: LoadReport = field(default_factory=LoadReport)
     in_flight: int = 0
+    problem: str = ""
+
+    async def drain(self) -> None:
+        self.load = LoadReport(draining=True, handing_over=True)
 
 
 # What a fake shard answers: token ids, or an error to raise at that point.
@@ -245,6 +250,12 @@ class FakeFleet:
 
     async def tokenizer_files(self, model: str = "") -> dict[str, bytes]:
         return dict(self.files)
+
+    def add(self, address: str) -> None:
+        self.shards.append(FakeShard(address=address))
+
+    def remove(self, address: str) -> None:
+        self.shards[:] = [shard for shard in self.shards if shard.address != address]
 
     def submit(self, request: GenerationRequest) -> GenerationStream:
         if self.refusal is not None and len(self.requests) >= self.accepts:
@@ -478,9 +489,9 @@ class MemoryRouter:
 @asynccontextmanager
 async def memory_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[MemoryRouter]:
     """Serve `fleet` in memory; fails when a sequence is left running afterwards."""
-    config = replace(RouterConfig(shards=("fake:1",), shutdown_timeout_s=1.0), **settings)
+    config = replace(RouterConfig(shards="fake:1", shutdown_timeout_s=1.0), **settings)
     with ThreadPoolExecutor(2) as executor:
-        app = build_app(config, fleet, executor)
+        app = build_app(config, fleet, executor, Metrics())
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
         await runner.setup()
         try:

@@ -13,12 +13,12 @@ from penstock_router.config import RouterConfig, parse_config
 
 def test_defaults_serve_on_localhost_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
-    assert parse_config(["--shards", "a:1"]) == RouterConfig(shards=("a:1",))
+    assert parse_config(["--shards", "a:1"]) == RouterConfig(shards="a:1")
 
 
 def test_shards_are_a_list_with_commas_or_given_again() -> None:
-    config = parse_config(["--shards", "a:1, b:2,", "--shards", "[::1]:3,a:1"])
-    assert config.shards == ("a:1", "b:2", "[::1]:3")
+    config = parse_config(["--shards", "a:1, b:2,", "--shards", "[::1]:3,dns://name:4"])
+    assert config.shards == "a:1, b:2,,[::1]:3,dns://name:4"
 
 
 def test_the_key_is_the_flag_or_the_environment_and_shards_get_it_too(
@@ -47,13 +47,15 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", "localhost"], "'localhost' is not HOST:PORT"),
         (["--shards", ":50051"], "is not HOST:PORT"),
         (["--shards", "a:99999"], "is not HOST:PORT"),
+        (["--shards", "ftp://a:1"], "dns://NAME:PORT or file:///PATH"),
+        (["--shards", "a:1", "--policy", "fastest"], "--policy: invalid choice: 'fastest'"),
         (["--shards", "a:1", "--port", "70000"], "not a port"),
         (["--shards", "a:1", "--port", "x"], "--port: 'x' is not a port"),
         (["--shards", "a:1", "--workers", "0"], "below 1"),
         (["--shards", "a:1", "--keep-alive-s", "nan"], "not a positive number"),
         (["--shards", "a:1", "--chat-template", "/no/such/file"], "No such file"),
         (["--shards", "a:1", "--unknown"], "--unknown"),
-        (["--shards", "::1:5"], "write IPv6 as [::1]:50051"),
+        (["--shards", "::1:5"], "IPv6 as [::1]:50051"),
         (["--shards", "a:1", "--api-key", ""], "--api-key: a key is printable ASCII, not empty"),
         (["--shards", "a:1", "--api-key", "schlüssel"], "printable ASCII"),
         (["--shards", "a:1", "--shard-api-key", "a\nb"], "--shard-api-key: a key is printable"),

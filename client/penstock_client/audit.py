@@ -1,0 +1,528 @@
+"""The audit log: what was asked, what came out, and where; one JSON line a request.
+
+Knows records, files and what can be told from them; not who makes the records, and no shards.
+
+A line is `{"version", "keyed", "sequence", "previous", "record", "chain"}`. `chain` is a BLAKE2b
+hash over the line's other bytes, and `previous` is the chain of the line before, so a line that was
+edited, taken out or put in is found on reading. Rotation goes on with sequence and chain: the files
+of one log joined with `cat`, oldest first, are one log. What this cannot prove:
+
+- Without a key, whoever can write the file can compute every hash anew. With `key` they cannot.
+- Whole lines cut off the end leave a shorter log that is in order. Compare with a copy elsewhere.
+
+Records that could not be written (a full disk, a full queue) use up sequence numbers too: a number
+that is missing where the chain holds is a record that the writer dropped.
+
+Prompts are written only when asked for. Otherwise their length is, and a hash under the key: a
+plain hash of a short prompt can be guessed by trying, and a salt beside it would not change that.
+Without a key one is drawn that only this process knows, and the hash tells equal prompts of one
+run from others, no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock_client.plain_data import compact_json, from_plain, plain_ids, require, to_plain
+from penstock_client.types import FinishReason, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_MIN_KEY_BYTES = 16
+_MAX_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
+_NO_CHAIN = "0" * 64
+_LINE = re.compile(rb'(\{.*),"chain":"([0-9a-f]{64})"\}', re.DOTALL)
+_TAIL_BYTES = 64 * 1024
+
+# What may wait for the disk. Ids cost some 36 bytes each in memory.
+_MAX_QUEUED_RECORDS = 4096
+_MAX_QUEUED_TOKENS = 4_000_000
+_SAME_TROUBLE_S = 60.0
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True, slots=True)
+class WithheldPrompt:
+    """What is written in place of a prompt; `hash` is what `prompt_hash` gives."""
+
+    tokens: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One request and what became of it. Its label is the request's.
+
+    The request should be the one that was sent: with its seed, also where the user gave none.
+    `output_token_ids` are those generated for it, after the request's own `output_token_ids`.
+    A request that ended with an error has no `finish_reason`.
+    """
+
+    request_id: str
+    request: GenerationRequest
+    output_token_ids: Sequence[int] = ()
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    # The name the shard serves it by; the request may have used an alias or none.
+    model: str = ""
+    weights_hash: str = ""
+    # Of each shard that took part, in order; "" where a shard promises no equal bits.
+    numerics_fingerprints: Sequence[str] = ()
+    # It went on under other numerics, so the same request may give other tokens.
+    approximate: bool = False
+    attempts: int = 1
+    # ISO 8601, UTC.
+    when: str = field(default_factory=_now)
+    # Set where the log leaves prompts out; the request's prompt is empty then.
+    withheld_prompt: WithheldPrompt | None = None
+
+
+def prompt_hash(prompt_token_ids: Sequence[int], key: bytes) -> str:
+    """What a log with this key writes for this prompt: over its ids as compact JSON."""
+    text = compact_json(plain_ids(prompt_token_ids))
+    return _hash(text.encode(), key, b"penstock prompt")
+
+
+def read_key(path: str | os.PathLike[str]) -> bytes:
+    """The key in a file, without white space around it.
+
+    Raises `OSError`, or `ValueError` when it is too short or too long.
+    """
+    key = Path(path).read_bytes().strip()
+    _check_key(key)
+    return key
+
+
+def _check_key(key: bytes) -> None:
+    if not _MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
+        raise ValueError(
+            f"an audit key has {_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} bytes, not {len(key)}"
+        )
+
+
+def _hash(data: bytes, key: bytes, purpose: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32, key=key, person=purpose).hexdigest()
+
+
+def request_to_dict(request: GenerationRequest) -> dict[str, Any]:
+    """Every field of the request, as what JSON can hold. Raises `TypeError` for a wrong type."""
+    plain: dict[str, Any] = to_plain(GenerationRequest, request)
+    return plain
+
+
+def request_from_dict(data: object) -> GenerationRequest:
+    """The request again; sequences come back as tuples. Raises `ValueError` naming the field."""
+    request: GenerationRequest = from_plain(GenerationRequest, data, "request")
+    return request
+
+
+# ---- writing ----
+
+
+class AuditLog:
+    """Appends records to a file from a thread of its own. One log writes a file at a time.
+
+    Every record is handed to the system at once and synced to the disk at `close` only: a process
+    that dies loses what is still queued, a machine that dies the last seconds. Do not move the file
+    away while it is written to; it rotates itself.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        prompts: bool = False,
+        max_bytes: int = 256 * 1024 * 1024,
+        keep: int = 8,
+        key: bytes | None = None,
+    ) -> None:
+        """Go on with the log at `path`, or begin one, for its owner only (mode 0600).
+
+        `keep` older files, `path.1` the latest of them, of about `max_bytes` each stay. An existing
+        file that others may read is refused rather than tightened: what it holds may be known.
+
+        Raises:
+            OSError: one line; the file cannot be opened, is a link, another user's, open to
+                others, in use by another log, or no audit log.
+            ValueError: a value is out of its bounds.
+        """
+        if max_bytes < 1 or keep < 1:
+            raise ValueError(f"max_bytes ({max_bytes}) and keep ({keep}) must be at least 1")
+        if key is not None:
+            _check_key(key)
+        self._prompts = prompts
+        self._key = key or b""
+        self._prompt_key = key or secrets.token_bytes(_MAX_KEY_BYTES)
+        self._file = _RotatingFile(Path(path), max_bytes, keep)
+        self._sequence, self._chain = self._file.mark
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[int, AuditRecord, int]] = deque()
+        self._queued_tokens = 0
+        self._dropped_total = 0
+        self._told_at_s = -math.inf
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="audit log", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped_total(self) -> int:
+        """Records that were not written."""
+        return self._dropped_total
+
+    def record(self, record: AuditRecord) -> None:
+        """Have the record written soon. Neither waits nor raises; what cannot be is dropped."""
+        tokens = _tokens(record)
+        with self._changed:
+            self._sequence += 1
+            full = (
+                len(self._queue) >= _MAX_QUEUED_RECORDS or self._queued_tokens >= _MAX_QUEUED_TOKENS
+            )
+            taken = not (full or self._closed)
+            if taken:
+                self._queue.append((self._sequence, record, tokens))
+                self._queued_tokens += tokens
+                self._changed.notify()
+        if not taken:
+            self._drop(1, "its disk is too slow" if full else "it was closed")
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is queued and close the file. Blocks until then, or until the timeout."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            return
+        with self._changed:
+            left = len(self._queue)
+            self._queue.clear()
+        self._drop(left, f"its disk did not take them within {timeout_s:g} s")
+
+    def _drop(self, count: int, why: str) -> None:
+        """Count, and say so once a minute at most."""
+        with self._changed:
+            self._dropped_total += count
+            tell = time.monotonic() - self._told_at_s >= _SAME_TROUBLE_S
+            if tell:
+                self._told_at_s = time.monotonic()
+        if tell:
+            logger.error(
+                "audit log %s drops records (%d so far): %s",
+                self._file.path,
+                self._dropped_total,
+                why,
+            )
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        while (entry := self._take()) is not None:
+            self._write(*entry)
+        self._file.close()
+
+    def _take(self) -> tuple[int, AuditRecord] | None:
+        """The next record; None once the log is closed and nothing is left."""
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            if not self._queue:
+                return None
+            sequence, record, tokens = self._queue.popleft()
+            self._queued_tokens -= tokens
+            return sequence, record
+
+    def _write(self, sequence: int, record: AuditRecord) -> None:
+        try:
+            line, chain = self._line(sequence, record)
+            self._file.append(line)
+        except (TypeError, ValueError, OverflowError, OSError) as error:
+            self._drop(1, str(error))
+        else:
+            self._chain = chain
+
+    def _line(self, sequence: int, record: AuditRecord) -> tuple[bytes, str]:
+        if not self._prompts:
+            record = self._without_prompt(record)
+        entry = {
+            "version": VERSION,
+            "keyed": bool(self._key),
+            "sequence": sequence,
+            "previous": self._chain,
+            "record": to_plain(AuditRecord, record),
+        }
+        body = compact_json(entry).encode()
+        chain = _chain(body, self._key)
+        return b'%s,"chain":"%s"}\n' % (body[:-1], chain.encode()), chain
+
+    def _without_prompt(self, record: AuditRecord) -> AuditRecord:
+        prompt = record.request.prompt_token_ids
+        return dataclasses.replace(
+            record,
+            request=dataclasses.replace(record.request, prompt_token_ids=()),
+            withheld_prompt=WithheldPrompt(len(prompt), prompt_hash(prompt, self._prompt_key)),
+        )
+
+
+def _tokens(record: AuditRecord) -> int:
+    request = record.request
+    ids = (request.prompt_token_ids, request.output_token_ids, record.output_token_ids)
+    try:
+        return sum(map(len, ids))
+    except TypeError:
+        return 0  # no sequences: it will be found that they cannot be written
+
+
+def _chain(body: bytes, key: bytes) -> str:
+    return _hash(body, key, b"penstock chain")
+
+
+class _RotatingFile:
+    """The log's bytes: opened safely, appended to, moved aside when they are many."""
+
+    def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._fd: int | None = None
+        self._size = 0
+        self._open()
+        # Sequence and chain of the last line there is.
+        self.mark = self._find_mark()
+
+    def append(self, line: bytes) -> None:
+        """Write one line, whole or not at all. Raises `OSError`, and may be called again."""
+        fd = self._open()
+        if self._size and self._size + len(line) > self._max_bytes:
+            fd = self._rotate()
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[os.write(fd, left) :]
+        except OSError:
+            # A disk that is full has taken a part. Should that stay, it is a line of its own.
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, self._size)
+            self._shut()
+            raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.fsync(self._fd)
+        self._shut()
+
+    def _shut(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> int:
+        if self._fd is not None:
+            return self._fd
+        fd = _open_private(self.path)
+        try:
+            _claim(fd, self.path)
+            self._size = os.fstat(fd).st_size
+            if self._size and os.pread(fd, 1, self._size - 1) != b"\n":
+                self._size += os.write(fd, b"\n")
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return fd
+
+    def _rotate(self) -> int:
+        for number in range(self._keep - 1, 0, -1):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._older(number), self._older(number + 1))
+        os.replace(self.path, self._older(1))
+        self._shut()
+        return self._open()
+
+    def _older(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{number}")
+
+    def _find_mark(self) -> tuple[int, str]:
+        """Where the log stands; a file that has just begun goes on with the one before it."""
+        if self._size:
+            mark = _last_mark(self._open(), self._size)
+            if mark is None:
+                self._shut()
+                raise OSError(f"audit log {self.path}: the file there is no audit log")
+            return mark
+        with contextlib.suppress(OSError), self._older(1).open("rb") as before:
+            size = os.fstat(before.fileno()).st_size
+            return _last_mark(before.fileno(), size) or (0, _NO_CHAIN)
+        return 0, _NO_CHAIN
+
+
+def _open_private(path: Path) -> int:
+    """A file descriptor of a file, new or not, that is no link. Raises `OSError`."""
+    # Not to hang on a FIFO, nor to follow a link to some other file.
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise OSError(f"audit log {path}: {error.strerror}") from None
+    else:
+        os.fchmod(fd, 0o600)  # whatever the umask left
+        return fd
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        # What O_NOFOLLOW says of a link.
+        reason = "is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(f"audit log {path}: {reason}") from None
+
+
+def _claim(fd: int, path: Path) -> None:
+    """Make sure that the file is ours alone. Raises `OSError` saying what is wrong with it."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"audit log {path}: is no regular file")
+    if found.st_uid != os.geteuid():
+        raise OSError(f"audit log {path}: belongs to another user (uid {found.st_uid})")
+    if others := stat.S_IMODE(found.st_mode) & 0o077:
+        raise OSError(
+            f"audit log {path}: is open to others (mode bits {others:03o}); move it away, or "
+            "chmod 600 it if what it holds may be known"
+        )
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        in_use = error.errno in (errno.EAGAIN, errno.EACCES)
+        reason = "is written to by another log; give each its own" if in_use else error.strerror
+        raise OSError(f"audit log {path}: {reason}") from None
+
+
+def _last_mark(fd: int, size: int) -> tuple[int, str] | None:
+    """Sequence and chain of the last line that is whole, wherever it is from the end."""
+    span = _TAIL_BYTES
+    while True:
+        lines = os.pread(fd, span, max(0, size - span)).split(b"\n")
+        for line in reversed(lines):  # the first may be a part of one, and is none then
+            with contextlib.suppress(ValueError):
+                _, entry, chain = _take_apart(line)
+                return entry["sequence"], chain
+        if span >= size:
+            return None
+        span *= 4
+
+
+# ---- reading ----
+
+
+def read_audit(
+    path: str | os.PathLike[str], report: Callable[[str], None], *, key: bytes | None = None
+) -> Iterator[AuditRecord]:
+    """The records of one file, in order, less those that are damaged.
+
+    `report` gets one line, with file and line number, for each thing that is wrong. Without the
+    key of a log that has one, edits are not found, and that is reported once. Raises `OSError`.
+    """
+    follow = _Follower()
+    key_missing = False
+    with Path(path).open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            try:
+                line = _parse(raw, key)
+            except ValueError as error:
+                follow.damaged += 1
+                report(f"{path}:{number}: {error}")
+                continue
+            if line.keyed and key is None and not key_missing:
+                key_missing = True
+                report(f"{path}:{number}: was written with a key; edits are not found without it")
+            if problem := follow.problem(line):
+                report(f"{path}:{number}: {problem}")
+            yield line.record
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    sequence: int
+    previous: str
+    chain: str
+    keyed: bool
+    record: AuditRecord
+
+
+@dataclass(slots=True)
+class _Follower:
+    """Holds each line against the last good one before it."""
+
+    last: _Line | None = None
+    # Lines since then that could not be read, and have been reported.
+    damaged: int = 0
+
+    def problem(self, line: _Line) -> str:
+        """What is wrong between the lines; empty where nothing is."""
+        last, damaged = self.last, self.damaged
+        self.last, self.damaged = line, 0
+        if last is None:
+            return ""
+        gap = line.sequence - last.sequence - 1
+        if gap < 0:
+            return f"sequence {line.sequence} after {last.sequence}: two logs in one, or moved"
+        if line.previous == last.chain:
+            return f"{gap} records before it were dropped by the writer" if gap else ""
+        if gap > damaged:
+            return f"{gap - damaged} records before it are missing: lines were taken out"
+        return "" if damaged else "does not follow the line before it: one of them was replaced"
+
+
+def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
+    """What the chain is over, that as JSON, and the chain. Raises `ValueError`."""
+    match = _LINE.fullmatch(line)
+    if match is None:
+        raise ValueError("is no line of an audit log, or not all of one")
+    body = match[1] + b"}"
+    try:
+        entry = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    for name, wanted in (("version", int), ("sequence", int), ("previous", str), ("keyed", bool)):
+        require(wanted, entry.get(name), name)
+    return body, entry, match[2].decode()
+
+
+def _parse(raw: bytes, key: bytes | None) -> _Line:
+    """One line, checked by itself. Raises `ValueError` saying what is wrong."""
+    if not raw.endswith(b"\n"):
+        raise ValueError("is cut off")
+    body, entry, chain = _take_apart(raw[:-1])
+    keyed = entry["keyed"]
+    if key is not None and not keyed:
+        raise ValueError("was written without a key")
+    if (key is not None or not keyed) and chain != _chain(body, key or b""):
+        raise ValueError("was edited" if key is None else "was edited, or has another key")
+    if entry["version"] != VERSION:
+        raise ValueError(f"has version {entry['version']}; only {VERSION} is known here")
+    record = from_plain(AuditRecord, entry.get("record"), "record")
+    return _Line(entry["sequence"], entry["previous"], chain, keyed, record)

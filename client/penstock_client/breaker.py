@@ -1,0 +1,58 @@
+"""Keeps requests from a shard that fails them, and lets one through now and then to see.
+
+Knows times and counts only: no shard and no request.
+"""
+
+from __future__ import annotations
+
+_THRESHOLD = 5
+_FIRST_OPEN_S = 0.5
+_MAX_OPEN_S = 15.0
+
+
+class CircuitBreaker:
+    """Closed while requests succeed. Opens after so many failures in a row; then one request may
+    try each time a period, doubled with each failure, is over. A success closes it.
+    """
+
+    __slots__ = ("_failures", "_open_s", "_try_at_s")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As new: what is behind it is another engine now."""
+        self._failures = 0
+        self._open_s = _FIRST_OPEN_S
+        self._try_at_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Too many failures in a row, and no success since."""
+        return self._failures >= _THRESHOLD
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a request may be sent."""
+        return not self.is_open or now_s >= self._try_at_s
+
+    def sent(self, now_s: float) -> None:
+        """A request was sent; of an open breaker it is the only one for a while."""
+        if self.is_open:
+            self._try_at_s = now_s + self._open_s
+
+    def succeeded(self) -> None:
+        """A request gave its first output."""
+        if self._failures:
+            self.reset()
+
+    def failed(self, now_s: float) -> None:
+        """A request ended because of the shard."""
+        self._failures += 1
+        if not self.is_open:
+            return
+        if self._failures > _THRESHOLD and now_s < self._try_at_s:
+            # One of many that were on it when it broke: no news.
+            return
+        if self._failures > _THRESHOLD:
+            self._open_s = min(2 * self._open_s, _MAX_OPEN_S)
+        self._try_at_s = now_s + self._open_s

@@ -1,0 +1,555 @@
+"""One request, at one shard after another: what is sent where, and what happens when it fails.
+
+A token depends on nothing but its request, so a request that a shard drops goes on at another one:
+the prompt, the output so far and the next attempt are sent there, and the reader sees a pause and
+nothing else. A crash, a hang, a drain and a full cache are one path. Knows shards as `ShardState`
+shows them; knows neither connections nor where shards come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from penstock_client.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NoShardAvailable,
+    NotServed,
+    Overloaded,
+    PenstockError,
+    ShardUnavailable,
+    Unauthenticated,
+)
+from penstock_client.policies import Policy
+from penstock_client.shard_client import new_request_id
+from penstock_client.shard_state import ShardState
+from penstock_client.stream import GenerationStream
+from penstock_client.suspects import POISON_DEATHS, SUSPECT_DEATHS, RefusedRequests
+from penstock_client.types import (
+    Attempt,
+    FinishReason,
+    GenerationRequest,
+    Output,
+    SamplingParams,
+    ShardInfo,
+    random_seed,
+)
+
+_FIRST_BACK_OFF_S = 0.05
+_MAX_BACK_OFF_S = 1.0
+# Sending a request copies its ids (about 10 ns each) and costs some 20 us besides. After about half
+# a millisecond of it the event loop gets a turn.
+_TOKENS_A_TURN = 50_000
+_SUBMISSION_TOKENS = 2_000
+# In its first attempts a shard without free blocks may give a request back; then it waits there.
+_HAND_BACK_ATTEMPTS = 2
+
+# Told of what happens, for metrics: an event and its reason. "sent" (why this shard), "continued"
+# (why the last one failed), "moved", "approximate", "given_up", "refused".
+Observe = Callable[[str, str], None]
+# Told of every request that has ended, however it did.
+Ended = Callable[["FleetStream"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long, and how often, a request is tried.
+
+    `wait_s` may pass without a shard that can take it; `attempts` in a row may give no token.
+    `refuse_s` is how long the like of a request is refused that engines died of.
+    """
+
+    wait_s: float = 60.0
+    attempts: int = 16
+    refuse_s: float = 600.0
+
+
+class FleetStream(GenerationStream):
+    """The stream of a request that may change shards. Iterate it as any `GenerationStream`."""
+
+    __slots__ = (
+        "_continuations",
+        "attempts_in_vain",
+        "avoided",
+        "back_off_s",
+        "deadline_s",
+        "engine_deaths",
+        "final_error",
+        "finish_reason",
+        "info",
+        "last_error",
+        "made_by",
+        "request",
+        "shard",
+        "timer",
+        "token_ids",
+        "wait_until_s",
+    )
+
+    def __init__(self, request: GenerationRequest, continuations: Continuations) -> None:
+        given = len(request.output_token_ids)
+        super().__init__(new_request_id(), -1, given, continuations.cancelled)
+        self._continuations = continuations
+        self.request = request
+        # What shards gave so far.
+        self.token_ids: list[int] = []
+        # Where it runs, and what that engine said of itself; None while it waits.
+        self.shard: ShardState | None = None
+        self.info: ShardInfo | None = None
+        # What gave the last of its tokens.
+        self.made_by: ShardInfo | None = None
+        # How it ended; neither, where its reader left.
+        self.finish_reason: FinishReason | None = None
+        self.final_error: PenstockError | None = None
+        self.engine_deaths = 0
+        self.attempts_in_vain = 0
+        # Engines that failed it lately, by instance id.
+        self.avoided: set[str] = set()
+        self.back_off_s = _FIRST_BACK_OFF_S
+        self.last_error: PenstockError | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.wait_until_s: float | None = None
+        limit_s = request.objective.deadline_s
+        self.deadline_s = None if limit_s is None else time.monotonic() + limit_s
+
+    @property
+    def is_suspect(self) -> bool:
+        """It was running in so many engines that died that it is tried alone."""
+        return self.engine_deaths >= SUSPECT_DEATHS
+
+    def feed(self, output: Output) -> None:
+        """Take what a shard sent."""
+        if self.ended:
+            return
+        known = self._next_position
+        super().feed(output)
+        if self.final_error is not None:
+            return
+        if self._next_position > known:
+            # What was known is cut off by now.
+            self.token_ids += output.token_ids
+        self.finish_reason = output.finish_reason
+        self._continuations.fed(self, output)
+
+    def fail(self, error: PenstockError) -> None:
+        """Go on elsewhere, or end."""
+        if not self.ended:
+            self._continuations.failed(self, error)
+
+    def end(self, error: PenstockError) -> None:
+        """End with an error, whatever might still be tried."""
+        self.final_error = error
+        super().fail(error)
+
+
+class Continuations:
+    """Sends the requests of a fleet, and sends them on.
+
+    A stream is on a shard, or waits for one, or has ended.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, ShardState],
+        policy: Policy,
+        patience: Patience,
+        observe: Observe,
+        ended: Ended,
+    ) -> None:
+        self._shards = shards
+        self._policy = policy
+        self._patience = patience
+        self._observe = observe
+        self._ended = ended
+        self._refused = RefusedRequests(patience.refuse_s)
+        self._running: dict[str, set[FleetStream]] = {}
+        self._waiting: set[FleetStream] = set()
+        # Of those that wait, the ones to be tried in the next turn.
+        self._due: deque[FleetStream] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def start(self, request: GenerationRequest) -> FleetStream:
+        """Send a request to the shard the policy chooses, or let it wait for one.
+
+        Raises:
+            InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
+            NoShardAvailable: those that serve the model have another tokenizer.
+            PoisonousRequest: engines died of its like a short while ago.
+        """
+        self._refused.check(request, time.monotonic())
+        if request.sampling.seed is None:
+            sampling = dataclasses.replace(request.sampling, seed=random_seed())
+            request = dataclasses.replace(request, sampling=sampling)
+        stream = FleetStream(request, self)
+        if not self._send(stream):
+            self._check_known(request)
+            self._wait(stream)
+        return stream
+
+    def num_running(self, shard: ShardState) -> int:
+        """Streams that are on a shard."""
+        return len(self._on(shard))
+
+    def close(self) -> None:
+        """Nothing goes on from here; what waits ends."""
+        self._closed = True
+        for stream in list(self._waiting):
+            self._end(stream, ShardUnavailable("the fleet was closed"))
+
+    def shard_changed(self, shard: ShardState) -> None:
+        """It is there again, or gone, or wants its requests taken elsewhere."""
+        if shard.ready:
+            self._due.extend(self._waiting)
+            self._send_due()
+        if shard.handing_over:
+            for stream in list(self._on(shard)):
+                self._move(stream, shard)
+
+    # ---- told by streams ----
+
+    def fed(self, stream: FleetStream, output: Output) -> None:
+        """A shard gave something."""
+        shard, info = stream.shard, stream.info
+        if stream.attempts_in_vain or stream.made_by is not info:
+            self._note_progress(stream, output)
+        if output.cached_tokens is not None and shard is not None and info is not None:
+            self._policy.learned(
+                shard.address, info.instance_id, stream.request, output.cached_tokens
+            )
+        if stream.ended:
+            self._forget(stream)
+            self._ended(stream)
+
+    def _note_progress(self, stream: FleetStream, output: Output) -> None:
+        """The first output of an attempt."""
+        if stream.shard is None or stream.info is None:
+            return
+        stream.shard.breaker.succeeded()
+        stream.attempts_in_vain = 0
+        stream.back_off_s, stream.wait_until_s = _FIRST_BACK_OFF_S, None
+        stream.avoided.clear()
+        if not output.token_ids:
+            return
+        if stream.made_by is not None and not _same_numerics(stream.made_by, stream.info):
+            stream.approximate = True
+            self._observe("approximate", "numerics")
+        stream.made_by = stream.info
+        if stream.info.numerics_fingerprint not in stream.fingerprints:
+            stream.fingerprints.append(stream.info.numerics_fingerprint)
+
+    def failed(self, stream: FleetStream, error: PenstockError) -> None:
+        """A shard dropped the request: it goes on, or ends."""
+        shard = stream.shard
+        if stream.info is not None:
+            stream.avoided.add(stream.info.instance_id)
+        self._leave(stream)
+        stream.last_error = error
+        stream.attempts_in_vain += 1
+        final = self._verdict(stream, shard, error)
+        if final is not None:
+            self._end(stream, final)
+            return
+        self._observe("continued", _cause(error))
+        self._wait(stream)
+        self._due.append(stream)
+        self._send_due()
+
+    def cancelled(self, stream: GenerationStream) -> None:
+        """Its reader left, or what came made no sense: the shard must hear of it."""
+        assert isinstance(stream, FleetStream)
+        if stream.shard is not None:
+            stream.shard.client.detach(stream)
+        self._forget(stream)
+        if stream.ended:
+            self._ended(stream)
+
+    def _verdict(
+        self, stream: FleetStream, shard: ShardState | None, error: PenstockError
+    ) -> PenstockError | None:
+        """The error to end with; None to try again."""
+        if self._closed:
+            return error
+        if isinstance(error, ShardUnavailable):
+            if shard is not None:
+                shard.breaker.failed(time.monotonic())
+            if error.engine_died:
+                stream.engine_deaths += 1
+                if stream.engine_deaths >= POISON_DEATHS:
+                    self._observe("refused", "poison")
+                    return self._refused.add(stream.request, time.monotonic())
+        elif isinstance(error, Overloaded | NotServed | Unauthenticated):
+            # Worth a look at the others; worth waiting only for one who has tokens already.
+            if stream.made_by is None and not self._fitting(stream):
+                return error
+        else:
+            return error
+        if stream.attempts_in_vain >= self._patience.attempts:
+            self._observe("given_up", "attempts")
+            return error
+        made_by = stream.made_by
+        if stream.request.exact and made_by is not None and not made_by.numerics_fingerprint:
+            self._observe("given_up", "not_exact")
+            return error
+        return None
+
+    # ---- choosing ----
+
+    def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> ShardState:
+        candidates = [shard.candidate(shard.info) for shard in among if shard.info is not None]
+        request = stream.request
+        decision = self._policy.choose(candidates, request, request.session)
+        self._observe("sent", "pinned" if request.shard else decision.reason)
+        return self._shards[decision.address]
+
+    def _fitting(self, stream: FleetStream) -> list[ShardState]:
+        return [shard for shard in self._shards.values() if self._fits(stream, shard)]
+
+    def _fits(self, stream: FleetStream, shard: ShardState) -> bool:
+        """Whether the request may go to this shard now."""
+        request, info = stream.request, shard.info
+        if info is None or not shard.serves(request.model, request.tokenizer_hash):
+            return False
+        if request.shard and request.shard != shard.address:
+            return False
+        if request.numerics and request.numerics != info.numerics_fingerprint:
+            return False
+        if info.instance_id in stream.avoided or not shard.breaker.allows(time.monotonic()):
+            return False
+        if stream.is_suspect and any(other.is_suspect for other in self._on(shard)):
+            return False
+        made_by = stream.made_by
+        if made_by is None:
+            return True
+        return _same_model(made_by, info) and (not request.exact or _same_numerics(made_by, info))
+
+    def _on(self, shard: ShardState) -> set[FleetStream]:
+        return self._running.get(shard.address, set())
+
+    def _check_known(self, request: GenerationRequest) -> None:
+        """Raises an error where waiting for a shard would make no sense."""
+        if request.shard and request.shard not in self._shards:
+            raise InvalidRequest(
+                f"shard: {request.shard!r} is not in this fleet",
+                field="shard",
+                value=request.shard,
+            )
+        if any(shard.serves(request.model) for shard in self._shards.values()):
+            if not any(
+                shard.serves(request.model, request.tokenizer_hash)
+                for shard in self._shards.values()
+            ):
+                raise NoShardAvailable(
+                    "no ready shard has the tokenizer that made the request's ids"
+                )
+            return
+        served = {shard.info.model for shard in self._shards.values() if shard.ready and shard.info}
+        if served:
+            raise InvalidRequest(
+                f"model {request.model!r} is not served; served: {', '.join(sorted(served))}",
+                field="model",
+                value=request.model,
+            )
+
+    # ---- sending ----
+
+    def _send(self, stream: FleetStream) -> bool:
+        """To the shard that suits it best; False when there is none."""
+        fitting = self._fitting(stream)
+        if not fitting:
+            return False
+        self._send_to(stream, self._choose(stream, fitting))
+        return True
+
+    def _send_to(self, stream: FleetStream, shard: ShardState) -> None:
+        info = shard.info
+        assert info is not None  # it fits
+        now_s = time.monotonic()
+        request = _request_now(stream, now_s)
+        stream.attempt += 1
+        attempt = Attempt(
+            number=stream.attempt,
+            instance_id=info.instance_id,
+            hand_back=stream.attempt < _HAND_BACK_ATTEMPTS and self._has_room_elsewhere(shard),
+            suspect=stream.is_suspect,
+        )
+        shard.client.attach(stream, request, attempt)
+        shard.sent(request, now_s)
+        self._stop_waiting(stream)
+        stream.shard, stream.info = shard, info
+        self._running.setdefault(shard.address, set()).add(stream)
+
+    def _has_room_elsewhere(self, shard: ShardState) -> bool:
+        """Another shard has free blocks and would give the same tokens."""
+        info = shard.info
+        return info is not None and any(
+            other is not shard
+            and other.ready
+            and other.info is not None
+            and not other.half_full
+            and _same_numerics(info, other.info)
+            for other in self._shards.values()
+        )
+
+    def _move(self, stream: FleetStream, left: ShardState) -> None:
+        """From a shard that hands over to another one, if the same tokens come of it."""
+        made_by = stream.made_by
+        others = [
+            shard
+            for shard in self._fitting(stream)
+            if shard is not left
+            and (made_by is None or (shard.info and _same_numerics(made_by, shard.info)))
+        ]
+        if not others:
+            return
+        left.client.detach(stream)
+        self._leave(stream)
+        self._observe("moved", "drain")
+        self._send_to(stream, self._choose(stream, others))
+
+    def _send_due(self) -> None:
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.get_running_loop().create_task(self._send_all_due())
+
+    async def _send_all_due(self) -> None:
+        since_turn = 0
+        while self._due:
+            stream = self._due.popleft()
+            if stream not in self._waiting:
+                continue
+            try:
+                self._send(stream)
+            except PenstockError as error:
+                self._end(stream, error)
+            since_turn += _SUBMISSION_TOKENS + len(stream.request.prompt_token_ids)
+            if since_turn >= _TOKENS_A_TURN:
+                since_turn = 0
+                await asyncio.sleep(0)
+
+    # ---- waiting ----
+
+    def _wait(self, stream: FleetStream) -> None:
+        """Until a shard changes, or until it is worth asking again."""
+        now_s = time.monotonic()
+        if stream.wait_until_s is None:
+            stream.wait_until_s = now_s + self._patience.wait_s
+            if stream.deadline_s is not None:
+                stream.wait_until_s = min(stream.wait_until_s, stream.deadline_s)
+        self._stop_waiting(stream)
+        self._waiting.add(stream)
+        delay_s = max(0.0, min(stream.back_off_s, stream.wait_until_s - now_s))
+        stream.timer = asyncio.get_running_loop().call_later(delay_s, self._waited, stream)
+
+    def _waited(self, stream: FleetStream) -> None:
+        if stream.wait_until_s is not None and time.monotonic() >= stream.wait_until_s:
+            self._observe("given_up", "no_shard")
+            self._end(stream, self._last_words(stream))
+            return
+        # Whoever failed it may be asked again by now.
+        stream.avoided.clear()
+        stream.back_off_s = min(2 * stream.back_off_s, _MAX_BACK_OFF_S)
+        self._wait(stream)
+        self._due.append(stream)
+        self._send_due()
+
+    def _stop_waiting(self, stream: FleetStream) -> None:
+        self._waiting.discard(stream)
+        if stream.timer is not None:
+            stream.timer.cancel()
+            stream.timer = None
+
+    def _last_words(self, stream: FleetStream) -> PenstockError:
+        if stream.deadline_s is not None and time.monotonic() >= stream.deadline_s:
+            return DeadlineExceeded("the request's deadline passed while it waited for a shard")
+        problems = "; ".join(
+            f"{shard.address}: {shard.problem or 'cannot take it'}"
+            for shard in self._shards.values()
+        )
+        after = "" if stream.last_error is None else f", after: {stream.last_error}"
+        return NoShardAvailable(
+            f"no shard could take the request in {self._patience.wait_s:g} s ({problems}){after}"
+        )
+
+    # ---- ending ----
+
+    def _end(self, stream: FleetStream, error: PenstockError) -> None:
+        self._forget(stream)
+        stream.end(error)
+        self._ended(stream)
+
+    def _leave(self, stream: FleetStream) -> None:
+        """It is on no shard any more."""
+        if stream.shard is not None:
+            self._on(stream.shard).discard(stream)
+        stream.shard = stream.info = None
+
+    def _forget(self, stream: FleetStream) -> None:
+        self._stop_waiting(stream)
+        self._leave(stream)
+
+
+def _same_model(first: ShardInfo, second: ShardInfo) -> bool:
+    """Whether one may go on where the other left off."""
+    return (
+        first.weights_hash == second.weights_hash
+        and first.tokenizer_hash == second.tokenizer_hash
+        and first.eos_token_ids == second.eos_token_ids
+    )
+
+
+def _same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
+    """Whether they compute the same bits."""
+    return bool(first.numerics_fingerprint) and (
+        first.numerics_fingerprint == second.numerics_fingerprint
+    )
+
+
+def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:
+    """With what the model's own defaults say where nothing was asked for."""
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = info.max_model_len - len(request.prompt_token_ids)
+    sampling = _with_defaults(request.sampling, info.default_sampling)
+    return dataclasses.replace(request, sampling=sampling, max_tokens=max_tokens)
+
+
+def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
+    """The request with its output so far; what a model's own defaults said stays as it was."""
+    request, made_by = stream.request, stream.made_by
+    if stream.deadline_s is not None:
+        left_s = max(0.001, stream.deadline_s - now_s)
+        objective = dataclasses.replace(request.objective, deadline_s=left_s)
+        request = dataclasses.replace(request, objective=objective)
+    if made_by is None:
+        return request
+    output_token_ids = [*request.output_token_ids, *stream.token_ids]
+    request = complete_request(request, made_by)
+    return dataclasses.replace(request, output_token_ids=output_token_ids)
+
+
+def _with_defaults(sampling: SamplingParams, defaults: SamplingParams) -> SamplingParams:
+    """With the defaults of the model where nothing was asked for."""
+    stated = {
+        field.name: getattr(defaults, field.name)
+        for field in dataclasses.fields(SamplingParams)
+        if getattr(sampling, field.name) is None
+    }
+    return dataclasses.replace(sampling, **stated) if stated else sampling
+
+
+def _cause(error: PenstockError) -> str:
+    """A word for metrics."""
+    match error:
+        case ShardUnavailable():
+            return "engine_died" if error.engine_died else "unavailable"
+        case Overloaded():
+            return "overloaded"
+        case NotServed():
+            return "not_served"
+        case _:
+            return "unauthenticated"

@@ -1,0 +1,139 @@
+"""Dataclasses as what JSON can hold, and back, driven by their fields and the types of these.
+
+Knows dataclasses, None, sequences, mappings, enums, int, float, bool and str. Anything else is
+refused, so a new field is written and read again, or a test fails; it is never left out in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+import operator
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Ids handled at once: C code that runs over a million of them keeps the interpreter lock, and with
+# it the event loop, for tens of milliseconds.
+_IDS_AT_ONCE = 4096
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+@functools.cache
+def _field_types(of: type) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(of)
+    return {each.name: hints[each.name] for each in dataclasses.fields(of)}
+
+
+def _optional(hint: Any) -> tuple[Any, bool]:
+    """The type without None, and whether None is allowed."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint, False
+    (rest,) = (each for each in typing.get_args(hint) if each is not type(None))
+    return rest, True
+
+
+def to_plain(hint: Any, value: Any) -> Any:
+    """A value of this type as dicts, lists, numbers and text. Raises `TypeError`."""
+    hint, optional = _optional(hint)
+    if value is None and optional:
+        return None
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, typing.cast(type, hint)):
+            raise TypeError(f"{hint} is wanted, not {type(value).__name__}")
+        fields = _field_types(typing.cast(type, hint)).items()
+        return {name: to_plain(inner, getattr(value, name)) for name, inner in fields}
+    if typing.get_origin(hint) is Sequence:
+        (item,) = typing.get_args(hint)
+        return plain_ids(value) if item is int else [to_plain(item, each) for each in value]
+    if typing.get_origin(hint) is Mapping:
+        key_type, item = typing.get_args(hint)
+        return {str(to_plain(key_type, key)): to_plain(item, value[key]) for key in value}
+    return _plain_scalar(hint, value)
+
+
+def _plain_scalar(hint: Any, value: Any) -> object:
+    if hint is int:
+        return int(operator.index(value))
+    if hint is float:
+        number = float(operator.pos(value))  # not of a string
+        # JSON has no word for NaN and infinities.
+        return number if math.isfinite(number) else repr(number)
+    if hint not in (bool, str) and not issubclass(hint, enum.Enum):
+        raise TypeError(f"an audit record has no way to write a {hint}")
+    if not isinstance(value, hint):
+        raise TypeError(f"{hint.__name__} is wanted, not {type(value).__name__}")
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def plain_ids(ids: Sequence[int]) -> list[int]:
+    """Token ids as plain integers. Raises `TypeError`."""
+    plain: list[int] = []
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        plain += map(operator.index, ids[start : start + _IDS_AT_ONCE])
+    return plain
+
+
+def from_plain(hint: Any, value: Any, where: str) -> Any:
+    """A value of this type again; sequences become tuples. Raises `ValueError` that says where."""
+    hint, optional = _optional(hint)
+    if value is None and optional:
+        return None
+    if dataclasses.is_dataclass(hint):
+        return _dataclass_from(typing.cast(type, hint), value, where)
+    if typing.get_origin(hint) is Sequence:
+        (item,) = typing.get_args(hint)
+        items = require(list, value, where)
+        if all(type(each) is item for each in items):
+            return tuple(items)  # ids, mostly: as they are
+        return tuple(from_plain(item, each, where) for each in items)
+    if typing.get_origin(hint) is Mapping:
+        key_type, item = typing.get_args(hint)
+        pairs = require(dict, value, where).items()
+        return {key_type(key): from_plain(item, each, where) for key, each in pairs}
+    if hint is float:
+        return float(value if value in ("nan", "inf", "-inf") else require(float, value, where))
+    if issubclass(hint, enum.Enum):
+        return hint(value)
+    return require(hint, value, where)
+
+
+def _dataclass_from(of: type, value: Any, where: str) -> Any:
+    types_of_fields = _field_types(of)
+    data = require(dict, value, where)
+    if unknown := sorted(data.keys() - types_of_fields.keys()):
+        raise ValueError(f"{where}: {unknown[0]!r} is not known here")
+    given = {
+        name: from_plain(types_of_fields[name], each, f"{where}.{name}")
+        for name, each in data.items()
+    }
+    try:
+        return of(**given)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def require(wanted: type, value: Any, where: str) -> Any:
+    """The value, if of this very type (a whole number is a float too, True is none).
+
+    Raises `ValueError` that says where it is.
+    """
+    if type(value) is wanted or (wanted is float and type(value) is int):
+        return value
+    raise ValueError(f"{where}: {wanted.__name__} is wanted, not {type(value).__name__}")
+
+
+def compact_json(value: Any) -> str:
+    """JSON without spaces, made in small steps; see _IDS_AT_ONCE. Raises `ValueError` for NaN."""
+    if isinstance(value, dict):
+        members = (f"{_encode(key)}:{compact_json(inner)}" for key, inner in value.items())
+        return "{" + ",".join(members) + "}"
+    if isinstance(value, list) and len(value) > _IDS_AT_ONCE:
+        starts = range(0, len(value), _IDS_AT_ONCE)
+        parts = (compact_json(value[start : start + _IDS_AT_ONCE])[1:-1] for start in starts)
+        return "[" + ",".join(parts) + "]"
+    return _encode(value)

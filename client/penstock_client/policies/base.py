@@ -1,0 +1,74 @@
+"""What a policy sees and what it says. Knows no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from penstock_client.types import GenerationRequest
+
+# What one request in a shard's batch costs the others, in tokens of prompt still to be computed.
+# A decode row adds one token to each step; over the life of a typical answer that is a few hundred.
+_TOKENS_OF_A_REQUEST = 256
+
+# Why a shard was chosen, for metrics. "only": there was no other. "imbalance": another one was
+# preferred, and had too much to do.
+Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imbalance"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A shard as a policy sees it: what it last reported, and what was sent since."""
+
+    address: str
+    # New at each start of its engine, whose prefix cache is empty then.
+    instance_id: str
+    running: int
+    waiting: int
+    queued_prompt_tokens: int
+    # Credit for what the report cannot know yet, or many requests of one moment pick one shard.
+    sent_requests: int
+    sent_prompt_tokens: int
+    weights_hash: str
+    block_size: int
+
+    @property
+    def load_tokens(self) -> int:
+        """Work ahead of a new request, in tokens."""
+        requests = self.running + self.waiting + self.sent_requests
+        return requests * _TOKENS_OF_A_REQUEST + self.queued_prompt_tokens + self.sent_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The address of the candidate that was chosen, and why."""
+
+    address: str
+    reason: Reason
+
+
+class Policy(Protocol):
+    """Chooses, and may remember; one object serves all requests of a fleet."""
+
+    name: ClassVar[str]
+
+    def choose(
+        self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
+    ) -> Decision:
+        """Which of the candidates, of which there is at least one, takes the request.
+
+        `session` is the key that requests of one session share; "" is none.
+        """
+        ...
+
+    def learned(
+        self, address: str, instance_id: str, request: GenerationRequest, cached_tokens: int
+    ) -> None:
+        """The first output of a request that was sent there: so much of its prompt was cached."""
+        return
+
+
+def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
+    """The one with the least work ahead; the first of equals."""
+    return min(candidates, key=lambda candidate: candidate.load_tokens)

@@ -1,0 +1,20 @@
+"""The shard with the least work ahead, in tokens. Remembers nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock_client.policies.base import Candidate, Decision, Policy, least_loaded
+from penstock_client.types import GenerationRequest
+
+
+class LeastLoad(Policy):
+    """Counts what shards report and what was sent to them since."""
+
+    name = "least-load"
+
+    def choose(
+        self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
+    ) -> Decision:
+        address = least_loaded(candidates).address
+        return Decision(address, "only" if len(candidates) == 1 else "least_load")

@@ -1,0 +1,63 @@
+"""The shard that should have most of the prompt in its cache, unless it has too much to do.
+
+Where requests meet is remembered in `prefix_memory`; what follows from that is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock_client.policies.base import Candidate, Decision, Policy, least_loaded
+from penstock_client.policies.prefix_memory import PIECE_TOKENS, PrefixMemory, prompt_pieces
+from penstock_client.types import GenerationRequest
+
+# A token that need not be computed again outweighs so many of a shard's load: a shard that computes
+# it anew takes that time from all who wait there, and the next turn of the session follows it.
+# Less spreads sessions over shards, and more lets first turns crowd where their system prompt is.
+_WORTH_OF_HELD = 4
+# A shard that has more to do than the least loaded by this, in tokens or as a ratio, whichever is
+# more, is not chosen whatever it holds.
+_MAX_TOKENS_MORE = 8192
+_MAX_TIMES = 2.0
+
+
+class PrefixAffinity(Policy):
+    """Weighs what a shard holds of the prompt against what it has to do, within bounds."""
+
+    name = "prefix-affinity"
+
+    def __init__(self, memory: PrefixMemory | None = None) -> None:
+        self._memory = PrefixMemory() if memory is None else memory
+
+    def choose(
+        self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
+    ) -> Decision:
+        pieces = prompt_pieces(request)
+        held = [self._memory.num_held(candidate, pieces) for candidate in candidates]
+        chosen, decision = decide(candidates, held)
+        self._memory.sent(chosen, request, pieces)
+        return decision
+
+    def learned(
+        self, address: str, instance_id: str, request: GenerationRequest, cached_tokens: int
+    ) -> None:
+        self._memory.answered(instance_id, request, cached_tokens)
+
+
+def decide(candidates: Sequence[Candidate], held: Sequence[int]) -> tuple[Candidate, Decision]:
+    """`held` says of each candidate how many pieces of the prompt it should have."""
+    least = least_loaded(candidates)
+    if len(candidates) == 1:
+        return least, Decision(least.address, "only")
+    longest = max(held)
+    if longest == 0:
+        return least, Decision(least.address, "least_load")
+    most = max(least.load_tokens + _MAX_TOKENS_MORE, least.load_tokens * _MAX_TIMES)
+    allowed = [pair for pair in zip(candidates, held, strict=True) if pair[0].load_tokens <= most]
+    chosen, num_held = min(allowed, key=_cost_tokens)
+    return chosen, Decision(chosen.address, "prefix" if num_held == longest else "imbalance")
+
+
+def _cost_tokens(pair: tuple[Candidate, int]) -> int:
+    candidate, num_held = pair
+    return candidate.load_tokens - _WORTH_OF_HELD * num_held * PIECE_TOKENS

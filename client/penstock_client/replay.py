@@ -1,0 +1,312 @@
+"""`penstock replay`: generate again what an audit log says was generated, and compare.
+
+Each record goes to a shard with the record's weights, pinned there, and is given up at the first
+token that differs. Log-probabilities, deadlines and priorities are left out: no token depends on
+them. A record that ended early (an abort, an error) is compared as far as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock_client.arguments import add_api_key, parser_for, positive_int
+from penstock_client.audit import AuditRecord, read_audit, read_key
+from penstock_client.errors import PenstockError
+from penstock_client.fleet import Fleet
+from penstock_client.membership import check_address
+from penstock_client.shard_state import ShardState
+from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
+
+_DESCRIPTION = """\
+Generate again what an audit log recorded, and compare token by token. Exit status: 0 when every
+record was compared and is equal, 1 when one differs, could not be compared or is damaged, 2 when
+the command line is wrong.
+"""
+_READY_TIMEOUT_S = 30.0
+_OTHERS_TIMEOUT_S = 5.0
+_PROGRESS_EVERY_S = 5.0
+# Below this temperature nothing is drawn.
+_GREEDY_TEMPERATURE = 1e-5
+
+
+class NotComparable(Exception):
+    """The record cannot be generated again here; the text is the reason, alike for its like."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has come of the records so far."""
+
+    equal: int = 0
+    # Of those that were compared, equal or not.
+    other_numerics: int = 0
+    different: int = 0
+    failed: int = 0
+    problems: int = 0
+    not_comparable: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def records(self) -> int:
+        return self.equal + self.different + self.failed + self.not_comparable.total()
+
+    @property
+    def all_equal(self) -> bool:
+        return self.equal == self.records and not self.problems
+
+    def lines(self) -> Iterator[str]:
+        """The summary."""
+        yield (
+            f"{self.records} records: {self.equal} equal, {self.different} different, "
+            f"{self.failed} failed, {self.not_comparable.total()} not comparable; "
+            f"{self.other_numerics} compared on other numerics; "
+            f"{self.problems} problems in the log"
+        )
+        for reason, count in self.not_comparable.most_common():
+            yield f"not comparable: {count} records: {reason}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = _parse(arguments)
+    try:
+        tally = asyncio.run(_replay(args))
+    except (PenstockError, OSError) as error:
+        print(f"penstock replay: {error}", file=sys.stderr)
+        return 1
+    for line in tally.lines():
+        print(line)
+    return 0 if tally.all_equal else 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = parser_for("replay", _DESCRIPTION)
+    parser.add_argument("files", metavar="FILE", nargs="+", help="an audit log, with its prompts")
+    parser.add_argument(
+        "--shards", required=True, type=_addresses, metavar="HOST:PORT,...", help="where to do it"
+    )
+    add_api_key(parser)
+    parser.add_argument("--key-file", metavar="FILE", help="the log's key, if it has one")
+    parser.add_argument(
+        "--limit", type=positive_int, metavar="N", help="no more than the first N records"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive_int,
+        default=16,
+        metavar="N",
+        help="requests at a time (default: %(default)s)",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        args.key = None if args.key_file is None else read_key(args.key_file)
+        for file in args.files:
+            with open(file, "rb"):
+                pass
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return args
+
+
+def _addresses(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        addresses = list(dict.fromkeys(map(check_address, parts)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not addresses:
+        raise argparse.ArgumentTypeError("give at least one HOST:PORT")
+    return addresses
+
+
+async def _replay(args: argparse.Namespace) -> Tally:
+    tally = Tally()
+    records = _records(args, tally)
+    async with Fleet(args.shards, api_key=args.api_key) as fleet:
+        await _wait_for_shards(fleet)
+        progress = asyncio.create_task(_show_progress(tally))
+        workers = (_compare_all(records, fleet, tally) for _ in range(args.concurrency))
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            progress.cancel()
+    return tally
+
+
+def _records(args: argparse.Namespace, tally: Tally) -> Iterator[AuditRecord]:
+    def report(problem: str) -> None:
+        tally.problems += 1
+        print(problem)
+
+    left = args.limit
+    for file in args.files:
+        for record in read_audit(file, report, key=args.key):
+            if left == 0:
+                return
+            left = None if left is None else left - 1
+            yield record
+
+
+async def _wait_for_shards(fleet: Fleet) -> None:
+    """Until all are there; for those that come late not as long as for the first."""
+    await fleet.wait_ready(_READY_TIMEOUT_S)
+    until_s = time.monotonic() + _OTHERS_TIMEOUT_S
+    while not all(shard.ready for shard in fleet.shards) and time.monotonic() < until_s:
+        await asyncio.sleep(0.05)
+    for shard in fleet.shards:
+        if not shard.ready:
+            print(f"penstock replay: shard {shard.address}: {shard.problem}", file=sys.stderr)
+
+
+async def _show_progress(tally: Tally) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_EVERY_S)
+        print(f"{tally.records} records, {tally.equal} of them equal", file=sys.stderr)
+
+
+# ---- one record ----
+
+
+async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tally) -> None:
+    """Take records, which several of these share, until there are none."""
+    for record in records:
+        try:
+            await _compare(record, fleet, tally)
+        except NotComparable as reason:
+            tally.not_comparable[str(reason)] += 1
+        except PenstockError as error:
+            tally.failed += 1
+            print(f"{record.request_id}: could not be generated again: {error}")
+
+
+async def _compare(record: AuditRecord, fleet: Fleet, tally: Tally) -> None:
+    if _ended_early(record) and not record.output_token_ids:
+        tally.equal += 1  # nothing came of it
+        return
+    check_recorded_whole(record)
+    shard, info = choose_shard(record, fleet.shards)
+    request = replay_request(record, shard.address)
+    difference = await _first_difference(record, request, fleet)
+    remark = numerics_remark(record, info)
+    tally.other_numerics += bool(remark)
+    if difference:
+        tally.different += 1
+        print(f"{record.request_id}: {difference}{remark}")
+    else:
+        tally.equal += 1
+
+
+def check_recorded_whole(record: AuditRecord) -> None:
+    """Raises `NotComparable` where the record lacks what its tokens depend on."""
+    if record.withheld_prompt is not None:
+        raise NotComparable("the log was written without prompts, and nothing follows from none")
+    sampling = record.request.sampling
+    greedy = sampling.temperature is not None and sampling.temperature < _GREEDY_TEMPERATURE
+    if sampling.seed is None and not greedy:
+        raise NotComparable("no seed was recorded, and the tokens were drawn")
+
+
+def choose_shard(record: AuditRecord, shards: Sequence[ShardState]) -> tuple[ShardState, ShardInfo]:
+    """The least busy ready shard with the record's weights, on its numerics if there is one.
+
+    Raises `NotComparable` where none has the weights.
+    """
+    fitting = [
+        (shard, shard.info)
+        for shard in shards
+        if shard.ready and shard.info and shard.info.weights_hash == record.weights_hash
+    ]
+    if not fitting:
+        raise NotComparable(f"no shard has the weights {record.weights_hash or '(none recorded)'}")
+
+    def rank(choice: tuple[ShardState, ShardInfo]) -> tuple[bool, int]:
+        return bool(numerics_remark(record, choice[1])), choice[0].in_flight
+
+    return min(fitting, key=rank)
+
+
+def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
+    """Why tokens may differ though nothing is wrong; empty where they may not."""
+    recorded = ", ".join(name or "none" for name in record.numerics_fingerprints) or "none"
+    here = info.numerics_fingerprint
+    if recorded == here:
+        return ""
+    return f" (other numerics: recorded on {recorded}, regenerated on {here or 'none'})"
+
+
+def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
+    """What to send to this shard for the recorded tokens."""
+    request = record.request
+    recorded_tokens = len(request.output_token_ids) + len(record.output_token_ids)
+    max_tokens = request.max_tokens
+    if _ended_early(record):
+        max_tokens = max(recorded_tokens, request.min_tokens or 0)
+    elif max_tokens is None and record.finish_reason is FinishReason.LENGTH:
+        max_tokens = recorded_tokens  # the context was full; it may be longer here
+    return replace(
+        request,
+        max_tokens=max_tokens,
+        logprobs=None,
+        prompt_logprobs=None,
+        logprob_token_ids=(),
+        objective=Objective(),
+        # The weights are the same, so the name and the tokenizer are beside the point.
+        model="",
+        tokenizer_hash="",
+        exact=False,
+        session="",
+        shard=shard,
+        traceparent="",
+    )
+
+
+def _ended_early(record: AuditRecord) -> bool:
+    """By no doing of the model's: with an error, or aborted."""
+    return record.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+async def _first_difference(record: AuditRecord, request: GenerationRequest, fleet: Fleet) -> str:
+    """What differs first; empty when nothing does. Generates no further than it must."""
+    recorded, position = record.output_token_ids, 0
+    finish_reason = None
+    async with fleet.submit(request) as stream:
+        async for output in stream:
+            if difference := compare_ids(recorded, output.token_ids, position, record):
+                return difference
+            position += len(output.token_ids)
+            finish_reason = output.finish_reason
+            if _ended_early(record) and position >= len(recorded):
+                return ""
+    return compare_ends(record, position, finish_reason)
+
+
+def compare_ids(
+    recorded: Sequence[int], regenerated: Sequence[int], position: int, record: AuditRecord
+) -> str:
+    """The first of the regenerated ids, which start at `position`, that was recorded otherwise."""
+    for index, token_id in enumerate(regenerated, position):
+        if index >= len(recorded):
+            if _ended_early(record):
+                return ""
+            return f"position {index}: recorded the end, regenerated {token_id}"
+        if recorded[index] != token_id:
+            return f"position {index}: recorded {recorded[index]}, regenerated {token_id}"
+    return ""
+
+
+def compare_ends(record: AuditRecord, position: int, finish_reason: FinishReason | None) -> str:
+    """Whether ids that were equal up to `position`, where they end, end as recorded."""
+    recorded = record.output_token_ids
+    if position < len(recorded):
+        return f"position {position}: recorded {recorded[position]}, regenerated the end"
+    if finish_reason is not record.finish_reason and not _ended_early(record):
+        return f"finish reason: recorded {_name(record.finish_reason)}, {_name(finish_reason)} now"
+    return ""
+
+
+def _name(reason: FinishReason | None) -> str:
+    return "none" if reason is None else reason.value

@@ -1,0 +1,183 @@
+"""One shard of a fleet: what is known of it, and the task that keeps knowing it.
+
+Owns the shard's client, its circuit breaker and the account of what was sent to it. Knows no
+other shard and no request's story.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from penstock_client.breaker import CircuitBreaker
+from penstock_client.errors import IncompatibleShard, PenstockError, ShardUnavailable
+from penstock_client.policies import Candidate
+from penstock_client.shard_client import ShardClient
+from penstock_client.types import GenerationRequest, LoadReport, ShardInfo
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.25
+
+
+class ShardState:
+    """What is known of one shard. Read it; only the fleet writes it."""
+
+    def __init__(self, address: str, api_key: str | None = None) -> None:
+        self.client = ShardClient(address, api_key=api_key)
+        self.info: ShardInfo | None = None
+        self.load = LoadReport()
+        self.problem = "not connected yet"
+        self.breaker = CircuitBreaker()
+        self.sent_requests = 0
+        self.sent_prompt_tokens = 0
+        # It left the fleet: what runs on it may finish.
+        self.leaving = False
+
+    @property
+    def address(self) -> str:
+        return self.client.address
+
+    @property
+    def ready(self) -> bool:
+        """It serves, and takes new requests."""
+        load = self.load
+        return self.info is not None and load.serving and not load.draining and not self.leaving
+
+    @property
+    def handing_over(self) -> bool:
+        """It wants its requests taken elsewhere."""
+        return self.leaving or self.load.handing_over
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this client on it."""
+        return self.client.in_flight
+
+    @property
+    def half_full(self) -> bool:
+        """Most of its KV blocks are in use."""
+        return 2 * self.load.referenced_blocks > self.load.num_blocks
+
+    def serves(self, model: str, tokenizer_hash: str = "") -> bool:
+        """Ready, and known by this name with this tokenizer ("" is any)."""
+        if self.info is None or not self.ready:
+            return False
+        if tokenizer_hash and tokenizer_hash != self.info.tokenizer_hash:
+            return False
+        return not model or model == self.info.model or model in self.info.model_aliases
+
+    def candidate(self, info: ShardInfo) -> Candidate:
+        """As a policy sees it."""
+        return Candidate(
+            address=self.address,
+            instance_id=info.instance_id,
+            running=self.load.running,
+            waiting=self.load.waiting,
+            queued_prompt_tokens=self.load.queued_prompt_tokens,
+            sent_requests=self.sent_requests,
+            sent_prompt_tokens=self.sent_prompt_tokens,
+            weights_hash=info.weights_hash,
+            block_size=info.block_size,
+        )
+
+    async def drain(self) -> None:
+        """Ask it to admit nothing more and to have its requests taken elsewhere.
+
+        Returns when it has begun; raises `ShardUnavailable` and others.
+        """
+        progress = self.client.drain(hand_over=True)
+        try:
+            await anext(progress)
+        finally:
+            await progress.aclose()
+
+    def sent(self, request: GenerationRequest, now_s: float) -> None:
+        """A request is on its way; the next report will count it."""
+        self.breaker.sent(now_s)
+        self.sent_requests += 1
+        self.sent_prompt_tokens += len(request.prompt_token_ids) + len(request.output_token_ids)
+
+    def reported(self, load: LoadReport) -> None:
+        """A report counts what the shard's server has, also what its engine has not looked at."""
+        self.load = load
+        self.sent_requests = 0
+        self.sent_prompt_tokens = 0
+
+
+class ShardWatch:
+    """Follows one shard for as long as it belongs to the fleet; `changed` is told of all news that
+    matter to requests.
+    """
+
+    def __init__(
+        self, shard: ShardState, stall_timeout_s: float, changed: Callable[[ShardState], None]
+    ) -> None:
+        self.shard = shard
+        self._stall_timeout_s = stall_timeout_s
+        self._changed = changed
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop watching and end every stream and the connection."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        await self.shard.client.close()
+
+    async def _watch(self) -> None:
+        while True:
+            started_s = time.monotonic()
+            try:
+                await self._follow()
+            except (PenstockError, TimeoutError) as error:
+                self._lost(error)
+            # A shard that refuses at once is asked again a few times a second, not thousands.
+            await asyncio.sleep(max(0.0, _RETRY_S - (time.monotonic() - started_s)))
+
+    async def _follow(self) -> None:
+        """Take load reports until they end; learn what the shard is whenever its engine is new."""
+        shard = self.shard
+        reports = shard.client.watch_load()
+        try:
+            while True:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    load = await anext(reports)
+                known = shard.info.instance_id if shard.info is not None else ""
+                if load.serving and load.instance_id != known:
+                    shard.info = await shard.client.info(timeout_s=self._stall_timeout_s)
+                    shard.breaker.reset()
+                self._note(load)
+        except StopAsyncIteration:
+            raise ShardUnavailable(f"shard {shard.address} ended its load reports") from None
+        finally:
+            await reports.aclose()
+
+    def _note(self, load: LoadReport) -> None:
+        shard = self.shard
+        before = (shard.ready, shard.handing_over)
+        shard.reported(load)
+        if shard.ready:
+            shard.problem = ""
+        else:
+            shard.problem = "draining" if load.draining else "its engine is not serving"
+        if (shard.ready, shard.handing_over) != before:
+            logger.info("shard %s is %s", shard.address, shard.problem or "ready")
+            self._changed(shard)
+
+    def _lost(self, error: PenstockError | TimeoutError) -> None:
+        """It went away, or says nothing: what runs on it must not wait for it."""
+        shard = self.shard
+        problem = str(error) or f"no load report for {self._stall_timeout_s:g} s"
+        problem = problem.removeprefix(f"shard {shard.address}: ")
+        if problem != shard.problem:
+            level = logging.ERROR if isinstance(error, IncompatibleShard) else logging.WARNING
+            logger.log(level, "shard %s: %s", shard.address, problem)
+        shard.problem = problem
+        shard.info = None
+        shard.load = LoadReport()
+        shard.client.give_up_call(problem)
+        self._changed(shard)

@@ -1,0 +1,167 @@
+"""/admin: the fleet as an operator sees it, and changes to it. Closed without --admin-key.
+
+A change holds for all workers of the router: it is a line in a file that each of them follows. It
+does not outlive the router; what should is said by --shards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from penstock_client.errors import PenstockError
+from penstock_client.membership import check_address
+from penstock_router.backend import Fleet, ShardState
+from penstock_router.errors import BadRequest, Forbidden, NotFound, Unauthorized, Unavailable
+from penstock_router.handlers import ROUTER, json_response, read_object
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+
+
+class Changes:
+    """Shards that were added and removed by hand, in the order this was said."""
+
+    def __init__(self, fleet: Fleet, path: str) -> None:
+        """`path` is the file that all workers share; "" where there is only this one."""
+        self._fleet = fleet
+        self._path = Path(path) if path else None
+        self._offset = 0
+
+    def say(self, verb: str, address: str) -> None:
+        """`verb` is "add" or "remove"."""
+        if self._path is None:
+            self._apply(verb, address)
+            return
+        # One write, appended whole: other workers may write too.
+        with self._path.open("ab", buffering=0) as file:
+            file.write(f"{verb} {address}\n".encode())
+        self._take()
+
+    async def follow(self) -> None:
+        """Take what other workers were told; runs until cancelled."""
+        while self._path is not None:
+            self._take()
+            await asyncio.sleep(_POLL_S)
+
+    def _take(self) -> None:
+        assert self._path is not None
+        if not self._path.exists() or os.stat(self._path).st_size == self._offset:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        for line in data.decode().splitlines():
+            verb, _, address = line.partition(" ")
+            self._apply(verb, address)
+
+    def _apply(self, verb: str, address: str) -> None:
+        try:
+            if verb == "add":
+                self._fleet.add(address)
+            else:
+                self._fleet.remove(address)
+        except ValueError as error:
+            logger.info("%s %s: %s", verb, address, error)
+
+
+CHANGES = web.AppKey("changes", Changes)
+
+
+def add_routes(app: web.Application) -> None:
+    """All of /admin."""
+    app.add_routes(
+        [
+            web.get("/admin/shards", list_shards),
+            web.post("/admin/shards", add_shard),
+            web.delete("/admin/shards/{address}", remove_shard),
+            web.post("/admin/shards/{address}/drain", drain_shard),
+        ]
+    )
+
+
+async def list_shards(request: web.Request) -> web.Response:
+    """GET /admin/shards"""
+    _authorize(request)
+    shards = request.app[ROUTER].fleet.shards
+    return json_response({"shards": [_shown(shard) for shard in shards]})
+
+
+async def add_shard(request: web.Request) -> web.Response:
+    """POST /admin/shards {"address": "HOST:PORT"}"""
+    _authorize(request)
+    address = (await read_object(request)).get("address")
+    if not isinstance(address, str):
+        raise BadRequest("address: must be a string, HOST:PORT", param="address")
+    try:
+        address = check_address(address)
+    except ValueError as error:
+        raise BadRequest(f"address: {error}", param="address") from None
+    request.app[CHANGES].say("add", address)
+    return json_response({"address": address, "status": "added"}, status=202)
+
+
+async def remove_shard(request: web.Request) -> web.Response:
+    """DELETE /admin/shards/{address}: what runs on it moves or finishes."""
+    address = _member(request).address
+    request.app[CHANGES].say("remove", address)
+    return json_response({"address": address, "status": "leaving"}, status=202)
+
+
+async def drain_shard(request: web.Request) -> web.Response:
+    """POST /admin/shards/{address}/drain: the shard takes nothing new from anybody; every router
+    takes its requests elsewhere. It is for good: then end the shard.
+    """
+    shard = _member(request)
+    try:
+        await shard.drain()
+    except PenstockError as error:
+        raise Unavailable(f"{shard.address} does not drain: {error}") from None
+    return json_response({"address": shard.address, "status": "draining"}, status=202)
+
+
+def _authorize(request: web.Request) -> None:
+    key = request.app[ROUTER].config.admin_key
+    if key is None:
+        raise Forbidden("/admin is closed; start the router with --admin-key to open it")
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+    if scheme.lower() != "bearer" or not same:
+        raise Unauthorized("Unauthorized: missing or wrong admin key")
+
+
+def _member(request: web.Request) -> ShardState:
+    _authorize(request)
+    address = request.match_info["address"]
+    for shard in request.app[ROUTER].fleet.shards:
+        if shard.address == address:
+            return shard
+    raise NotFound(f"{address[:200]} is not in this fleet")
+
+
+def _shown(shard: ShardState) -> dict[str, Any]:
+    info, load = shard.info, shard.load
+    return {
+        "address": shard.address,
+        "ready": shard.ready,
+        "problem": shard.problem,
+        "draining": load.draining,
+        "model": None if info is None else info.model,
+        "weights_hash": None if info is None else info.weights_hash,
+        "numerics_fingerprint": None if info is None else info.numerics_fingerprint,
+        "instance_id": None if info is None else info.instance_id,
+        "version": None if info is None else info.version,
+        "running": load.running,
+        "waiting": load.waiting,
+        "kv_blocks": load.num_blocks,
+        "kv_blocks_in_use": load.referenced_blocks,
+        "in_flight_from_here": shard.in_flight,
+    }

@@ -1,0 +1,248 @@
+"""Streams that are cut off and taken up again, on the same router or another one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from support.budget import budget, seeded
+from support.processes import Router, Shard, running
+
+KEY = ("--resume-key", "shared", "--resume-grace-s", "0.5")
+
+
+@dataclass(frozen=True)
+class Two:
+    """Two routers with one key, in front of the same two shards."""
+
+    routers: tuple[Router, Router]
+    shards: tuple[Shard, Shard]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    logs = tmp_path_factory.mktemp("two")
+    flags = ("--step-ms", "5", "--max-num-batched-tokens", "512")
+    shards = (Shard(logs / "shard0", *flags), Shard(logs / "shard1", *flags))
+    addresses = [shard.address for shard in shards]
+    routers = (Router(logs / "router0", addresses, *KEY), Router(logs / "router1", addresses, *KEY))
+    with running(*shards, *routers):
+        yield Two(routers, shards)
+
+
+@dataclass
+class Answer:
+    """What a client has put together from the events of one answer."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+    envelope: set[tuple[str, int]] = field(default_factory=set)
+    last_id: str = ""
+    done: bool = False
+    events: int = 0
+
+    def take(self, event_id: str | None, data: str) -> None:
+        self.events += 1
+        if event_id is not None:
+            self.last_id = event_id
+        if data == "[DONE]":
+            self.done = True
+            return
+        body = json.loads(data)
+        assert "error" not in body, body
+        self.envelope.add((body["id"], body["created"]))
+        self.usage = body.get("usage") or self.usage
+        for choice in body["choices"]:
+            self._take_choice(choice)
+
+    def _take_choice(self, choice: Mapping[str, Any]) -> None:
+        index = choice["index"]
+        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+        self.texts[index] = self.texts.get(index, "") + (text or "")
+        self.token_ids.setdefault(index, []).extend(choice.get("token_ids") or [])
+        logprobs = choice.get("logprobs")
+        if logprobs:
+            rows = logprobs.get("content") or logprobs.get("tokens") or []
+            self.logprobs.setdefault(index, []).extend(rows)
+        if choice.get("finish_reason"):
+            assert index not in self.finish_reasons
+            self.finish_reasons[index] = choice["finish_reason"]
+
+    @property
+    def shown(self) -> tuple[object, ...]:
+        usage = dict(self.usage) if self.usage else {}
+        # Of a prompt that was computed twice the second finds more.
+        usage.pop("prompt_tokens_details", None)
+        return self.texts, self.logprobs, self.token_ids, self.finish_reasons, usage
+
+
+async def read(
+    url: str, path: str, body: Mapping[str, Any], answer: Answer, *, most: int | None = None
+) -> int:
+    """Read on from where the answer is, some events or all; the answer's status."""
+    headers = {"x-penstock-resumable": "1"}
+    if answer.last_id:
+        headers["Last-Event-ID"] = answer.last_id
+    events = 0
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + path, json=body, headers=headers) as response,
+    ):
+        if response.status != 200:
+            return response.status
+        event_id: str | None = None
+        async for raw in response.content:
+            line = raw.decode().rstrip("\n")
+            if line.startswith("id:"):
+                event_id = line.removeprefix("id:").strip()
+            elif line.startswith("data: "):
+                answer.take(event_id, line.removeprefix("data: "))
+                event_id = None
+                events += 1
+                if events == most:
+                    return 200
+    return 200
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "The fox", "max_tokens": 60, "seed": 5}),
+    ("/v1/completions", {"prompt": "A", "max_tokens": 50, "n": 3, "logprobs": 2}),
+    ("/v1/completions", {"prompt": "Echo me", "max_tokens": 40, "echo": True, "logprobs": 1}),
+    ("/v1/completions", {"prompt": ["one", "two"], "max_tokens": 40, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": "Stop", "max_tokens": 80, "stop": ["a", "the"], "seed": 3,
+                         "ignore_eos": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60,
+                              "logprobs": True, "top_logprobs": 2, "presence_penalty": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_an_answer_in_pieces_is_the_answer_in_one(
+    two: Two, path: str, body: dict[str, Any]
+) -> None:
+    rng = seeded("an_answer_in_pieces")
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    for _ in range(budget(3, 40)):
+        answer = Answer()
+        await read(two.routers[0].url, path, body, answer, most=rng.randrange(1, 12))
+        first_id = answer.last_id
+        pieces = 1
+        while not answer.done:
+            # On the other router, on this one while it still runs there, or after its time.
+            await asyncio.sleep(rng.choice([0, 0, 0.1, 0.7]))
+            most = None if pieces > 4 else rng.randrange(1, 20)
+            assert await read(rng.choice(two.routers).url, path, body, answer, most=most) == 200
+            pieces += 1
+        assert len(answer.envelope) == 1
+        # The same answer once more, from where the first piece ended and without a cut.
+        if first_id:
+            again = Answer(last_id=first_id)
+            assert await read(two.routers[1].url, path, body, again) == 200
+            assert again.done
+            for index, text in again.texts.items():
+                assert answer.texts[index].endswith(text)
+        assert answer.finish_reasons.keys() == answer.texts.keys()
+        if "seed" in body:
+            whole = Answer()
+            await read(two.routers[1].url, path, body, whole)
+            assert answer.shown == whole.shown
+
+
+async def test_an_answer_outlives_the_router_that_began_it(two: Two, tmp_path: Path) -> None:
+    addresses = [shard.address for shard in two.shards]
+    body = {"prompt": "On and on", "max_tokens": 100, "seed": 9, "stream": True}
+    whole = Answer()
+    await read(two.routers[0].url, "/v1/completions", body, whole)
+    dying = Router(tmp_path / "dying", addresses, *KEY)
+    with running(dying):
+        answers = [Answer() for _ in range(8)]
+        reads = [
+            asyncio.create_task(read(dying.url, "/v1/completions", body, answer))
+            for answer in answers
+        ]
+        await asyncio.sleep(0.25)
+        dying.process.kill()
+        await asyncio.gather(*reads, return_exceptions=True)
+    for answer in answers:
+        assert 0 < answer.events < whole.events
+        assert await read(two.routers[1].url, "/v1/completions", body, answer) == 200
+        assert answer.shown == whole.shown
+
+
+async def test_an_answer_outlives_the_worker_that_began_it(two: Two, tmp_path: Path) -> None:
+    addresses = [shard.address for shard in two.shards]
+    body = {"prompt": "Workers", "max_tokens": 100, "seed": 9, "stream": True}
+    whole = Answer()
+    await read(two.routers[0].url, "/v1/completions", body, whole)
+    several = Router(tmp_path / "several", addresses, "--workers", "2")
+    with running(several):
+        await asyncio.sleep(1.0)
+        answers = [Answer() for _ in range(12)]
+        reads = [
+            asyncio.create_task(read(several.url, "/v1/completions", body, answer))
+            for answer in answers
+        ]
+        await asyncio.sleep(0.3)
+        workers = [child for child in several.children if "spawn_main" in " ".join(child.cmdline())]
+        workers[0].kill()
+        await asyncio.gather(*reads, return_exceptions=True)
+        cut = [answer for answer in answers if not answer.done]
+        for answer in cut:
+            assert await read(several.url, "/v1/completions", body, answer) == 200
+        assert all(answer.shown == whole.shown for answer in answers)
+
+
+async def _status(two: Two, body: object, **headers: str) -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            two.routers[0].url + "/v1/completions",
+            json=body,
+            headers={"x-penstock-resumable": "1", **headers},
+        ) as response,
+    ):
+        return response.status, await response.text()
+
+
+async def test_forged_ids_and_those_of_other_requests_are_refused_in_one_line(two: Two) -> None:
+    body = {"prompt": "Hello", "max_tokens": 30, "stream": True}
+    answer = Answer()
+    await read(two.routers[0].url, "/v1/completions", body, answer, most=4)
+    good = answer.last_id
+    rng = random.Random(1)
+    position = rng.randrange(len(good))
+    forged = good[:position] + ("A" if good[position] != "A" else "B") + good[position + 1 :]
+    for bad in (forged, "nonsense", good[:-3], "\xff", "A" * 20_000):
+        if bad.isascii() and len(bad) < 8000:
+            status, text = await _status(two, body, **{"Last-Event-ID": bad})
+            assert (status, "Last-Event-ID: is not the id" in text) == (400, True)
+    status, text = await _status(two, {**body, "max_tokens": 31}, **{"Last-Event-ID": good})
+    assert (status, "is of the answer to another request" in text) == (400, True)
+    status, text = await _status(two, {**body, "stream": False})
+    assert (status, "only a stream" in text) == (400, True)
+    status, text = await _status(two, body, **{"x-penstock-exact": "yes"})
+    assert (status, "x-penstock-exact: 'yes' must be 0 or 1" in text) == (400, True)
+
+
+async def test_a_stream_that_nobody_takes_up_again_ends_after_its_grace_time(two: Two) -> None:
+    body = {"prompt": "Alone", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    answer = Answer()
+    await read(two.routers[0].url, "/v1/completions", body, answer, most=5)
+    async with asyncio.timeout(4), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(two.routers[0].url + "/metrics") as response:
+                text = await response.text()
+            if "penstock_router_sequences_in_flight 0.0" in text:
+                break
+            await asyncio.sleep(0.1)
+    assert await read(two.routers[0].url, "/v1/completions", body, answer, most=3) == 200

@@ -1,0 +1,100 @@
+"""What goes wrong between processes, on purpose: a proxy that loses or delays connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import Enum
+
+
+class Trouble(Enum):
+    """What a proxy does to the connections through it."""
+
+    NONE = "none"
+    # Closed with a reset, new ones too.
+    RESET = "reset"
+    # Open, and nothing passes: a host that is gone.
+    HALF_OPEN = "half open"
+    # Everything passes, late.
+    DELAY = "delay"
+
+
+class Proxy:
+    """Passes TCP on to `target`, as well as it is allowed to."""
+
+    def __init__(self, target: str, *, delay_s: float = 0.1) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._delay_s = delay_s
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self.trouble = Trouble.NONE
+        self.address = ""
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def set(self, trouble: Trouble) -> None:
+        """From now on; connections that a reset cuts stay cut."""
+        self.trouble = trouble
+        if trouble is Trouble.HALF_OPEN:
+            self._passing.clear()
+        else:
+            self._passing.set()
+        if trouble is Trouble.RESET:
+            for writer in list(self._writers):
+                writer.transport.abort()
+
+    async def close(self) -> None:
+        self.set(Trouble.RESET)
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.trouble is Trouble.RESET:
+            writer.transport.abort()
+            return
+        try:
+            behind_reader, behind_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        both = {writer, behind_writer}
+        self._writers |= both
+        try:
+            await asyncio.gather(
+                self._pass_on(reader, behind_writer), self._pass_on(behind_reader, writer)
+            )
+        finally:
+            self._writers -= both
+            for each in both:
+                each.transport.abort()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                if self.trouble is Trouble.DELAY:
+                    await asyncio.sleep(self._delay_s)
+                await self._passing.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def proxies(*targets: str) -> AsyncIterator[list[Proxy]]:
+    """A proxy in front of each target."""
+    made = [Proxy(target) for target in targets]
+    try:
+        for proxy in made:
+            await proxy.start()
+        yield made
+    finally:
+        for proxy in made:
+            await proxy.close()

@@ -1,0 +1,285 @@
+"""A fleet of simulated shards on one clock, in which real policies choose.
+
+Each shard is a real engine, scheduler and block manager over a simulated device; a policy sees of
+them what load reports say, as seldom and as late as they come. No sockets, no time of this machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import mean
+
+from penstock_client.policies import Candidate, Policy, Reason
+from penstock_client.types import GenerationRequest
+from penstock_shard.link import Output
+from penstock_shard.request import Request
+from penstock_shard.scheduler import SchedulerLimits
+from support.engines import make_request
+from support.simulation import Cost, Simulation, linear_cost
+
+# As shards send them, and what a network adds.
+_BETWEEN_REPORTS_S = 0.1
+_REPORT_DELAY_S = 0.001
+_SAMPLE_S = 1.0
+# What a simulated device answers, and what its clock starts at.
+_TOKEN = 7
+_START_S = 1.0
+
+_COST = linear_cost(step_s=0.01, decode_s=0.0001, prompt_token_s=0.0001, key_s=1e-8)
+_LIMITS = SchedulerLimits(64, 2048, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: what is new in its prompt, and how long after the turn before it comes."""
+
+    new_ids: Sequence[int]
+    output_tokens: int
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns of one user; the prompt of each is all that was said before and what is new."""
+
+    name: str
+    start_s: float
+    turns: Sequence[Turn]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request, in seconds of the simulated clock."""
+
+    shard: str
+    reason: Reason
+    arrived_s: float
+    prompt_tokens: int
+    cached_tokens: int = 0
+    token_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def first_token_s(self) -> float:
+        """How long it waited for its first token."""
+        return self.token_times_s[0] - self.arrived_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.token_times_s)]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What every shard of the fleet is: by default one that computes 10,000 prompt tokens a second,
+    decodes 60 streams at 60 tokens a second each, and caches 160,000 tokens.
+    """
+
+    cost: Cost = _COST
+    limits: SchedulerLimits = _LIMITS
+    num_blocks: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to. `imbalance` is how many requests the busiest shard had for each that the
+    mean shard had, over the seconds in which there was one for each shard at least.
+    """
+
+    requests: int
+    output_tokens_per_s: float
+    first_token_p50_s: float
+    first_token_p99_s: float
+    inter_token_p99_s: float
+    cached_share: float
+    imbalance: float
+    reasons: dict[Reason, int]
+
+
+class _Shard:
+    """A simulated shard, and what the fleet knows of it."""
+
+    def __init__(self, address: str, device: Device) -> None:
+        self.address = address
+        simulation = Simulation(device.limits, device.cost, num_blocks=device.num_blocks)
+        self.engine, self.runner = simulation.engine, simulation.runner
+        self.scheduler = simulation.scheduler
+        self.block_size = simulation.blocks.block_size
+        # Waits for the step in progress, whose outputs come when it is over.
+        self.inbox: list[Request] = []
+        self.outputs: list[Output] = []
+        self.stepping = False
+        self.reported_s = 0.0
+        self.report_is_due = False
+        self.known_load = (0, 0, 0)
+        self.sent_requests = 0
+        self.sent_prompt_tokens = 0
+
+    @property
+    def num_requests(self) -> int:
+        return self.scheduler.num_running + self.scheduler.num_waiting + len(self.inbox)
+
+    def load(self) -> tuple[int, int, int]:
+        """Running, waiting, queued tokens: the engine's, and what its server holds for it."""
+        load = self.engine.load()
+        inbox_tokens = sum(len(request.token_ids) for request in self.inbox)
+        queued_tokens = load.queued_tokens + load.behind_tokens + inbox_tokens
+        return load.running, load.waiting + len(self.inbox), queued_tokens
+
+    def candidate(self) -> Candidate:
+        running, waiting, queued = self.known_load
+        return Candidate(
+            address=self.address,
+            instance_id=self.address,
+            running=running,
+            waiting=waiting,
+            queued_prompt_tokens=queued,
+            sent_requests=self.sent_requests,
+            sent_prompt_tokens=self.sent_prompt_tokens,
+            weights_hash="simulated",
+            block_size=self.block_size,
+        )
+
+
+class _Talk:
+    """A conversation in progress."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.name = conversation.name
+        self.turns = iter(conversation.turns)
+        self.history: list[int] = []
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest that is no less than this share of the values; `values` is not empty."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+class SimulatedFleet:
+    """Runs conversations over shards that `policy` chooses among."""
+
+    def __init__(self, num_shards: int, policy: Policy, device: Device | None = None) -> None:
+        device = device or Device()
+        self._shards = {f"s{i}": _Shard(f"s{i}", device) for i in range(num_shards)}
+        self._policy = policy
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = itertools.count()
+        self._requests: dict[str, tuple[_Talk, GenerationRequest, Answer]] = {}
+        self.now_s = _START_S
+        self.answers: list[Answer] = []
+        # Once a second: requests on the busiest shard, and on all of them.
+        self.samples: list[tuple[int, int]] = []
+
+    def run(
+        self, conversations: Iterable[Conversation], progress: Callable[[float], None] | None = None
+    ) -> list[Answer]:
+        """Until all have ended. `progress` is told the simulated time in seconds, once a second."""
+        for conversation in conversations:
+            talk = _Talk(conversation)
+            self._at(_START_S + conversation.start_s, partial(self._next_turn, talk))
+        self._at(_START_S, partial(self._sample, progress))
+        while self._events:
+            self.now_s, _, action = heapq.heappop(self._events)
+            action()
+        return self.answers
+
+    def summary(self, seconds: float) -> Summary:
+        """Of all answers; the rate of tokens is that of the first `seconds`, when requests came."""
+        answers, num_shards = self.answers, len(self._shards)
+        firsts = [answer.first_token_s for answer in answers]
+        times_s = [time_s for answer in answers for time_s in answer.token_times_s]
+        busy = [most * num_shards / total for most, total in self.samples if total >= num_shards]
+        return Summary(
+            requests=len(answers),
+            output_tokens_per_s=sum(t <= _START_S + seconds for t in times_s) / seconds,
+            first_token_p50_s=percentile(firsts, 0.5),
+            first_token_p99_s=percentile(firsts, 0.99),
+            inter_token_p99_s=percentile([gap for a in answers for gap in a.gaps_s], 0.99),
+            cached_share=sum(a.cached_tokens for a in answers)
+            / sum(a.prompt_tokens for a in answers),
+            imbalance=mean(busy) if busy else 1.0,
+            reasons=dict(Counter(answer.reason for answer in answers)),
+        )
+
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._num_events), action))
+
+    def _sample(self, progress: Callable[[float], None] | None) -> None:
+        counts = [shard.num_requests for shard in self._shards.values()]
+        self.samples.append((max(counts), sum(counts)))
+        if progress is not None:
+            progress(self.now_s - _START_S)
+        if self._events:
+            self._at(self.now_s + _SAMPLE_S, partial(self._sample, progress))
+
+    # ---- requests ----
+
+    def _next_turn(self, talk: _Talk) -> None:
+        turn = next(talk.turns, None)
+        if turn is not None:
+            self._at(self.now_s + turn.think_s, partial(self._submit, talk, turn))
+
+    def _submit(self, talk: _Talk, turn: Turn) -> None:
+        prompt = [*talk.history, *turn.new_ids]
+        talk.history = [*prompt, *([_TOKEN] * turn.output_tokens)]
+        request = GenerationRequest(prompt, max_tokens=turn.output_tokens)
+        candidates = [shard.candidate() for shard in self._shards.values()]
+        decision = self._policy.choose(candidates, request, talk.name)
+        shard = self._shards[decision.address]
+        shard.sent_requests += 1
+        shard.sent_prompt_tokens += len(prompt)
+        answer = Answer(shard.address, decision.reason, self.now_s, len(prompt))
+        name = str(len(self.answers))
+        self.answers.append(answer)
+        self._requests[name] = (talk, request, answer)
+        shard.inbox.append(make_request(name, prompt, max_tokens=turn.output_tokens))
+        self._changed(shard)
+        if not shard.stepping:
+            self._step(shard)
+
+    def _take(self, shard: _Shard, output: Output) -> None:
+        talk, request, answer = self._requests[output.request_id]
+        answer.token_times_s += [self.now_s] * len(output.token_ids)
+        if output.cached_tokens is not None:
+            answer.cached_tokens = output.cached_tokens
+            self._policy.learned(shard.address, shard.address, request, output.cached_tokens)
+        if output.is_last:
+            del self._requests[output.request_id]
+            self._next_turn(talk)
+
+    # ---- shards ----
+
+    def _step(self, shard: _Shard) -> None:
+        """A step is over, or a request has come to an idle shard: the next one begins."""
+        outputs, shard.outputs = shard.outputs, []
+        for output in outputs:
+            self._take(shard, output)
+        shard.runner.now_s = self.now_s
+        for request in shard.inbox:
+            shard.engine.submit(request)
+        shard.inbox.clear()
+        shard.stepping = shard.engine.has_work
+        if shard.stepping:
+            shard.outputs = shard.engine.step()
+            self._at(shard.runner.now_s, partial(self._step, shard))
+        self._changed(shard)
+
+    def _changed(self, shard: _Shard) -> None:
+        if not shard.report_is_due:
+            shard.report_is_due = True
+            due_s = max(self.now_s, shard.reported_s + _BETWEEN_REPORTS_S)
+            self._at(due_s, partial(self._report, shard))
+
+    def _report(self, shard: _Shard) -> None:
+        shard.report_is_due = False
+        shard.reported_s = self.now_s
+        self._at(self.now_s + _REPORT_DELAY_S, partial(self._reported, shard, shard.load()))
+
+    def _reported(self, shard: _Shard, load: tuple[int, int, int]) -> None:
+        shard.known_load = load
+        shard.sent_requests = shard.sent_prompt_tokens = 0

@@ -1,0 +1,514 @@
+"""What becomes of a request whose shard fails, with shards that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from penstock_client import (
+    Attempt,
+    DeadlineExceeded,
+    FinishReason,
+    GenerationRequest,
+    GenerationStream,
+    InvalidRequest,
+    LoadReport,
+    Logprobs,
+    NoShardAvailable,
+    NotServed,
+    Objective,
+    Output,
+    Overloaded,
+    Patience,
+    PenstockError,
+    PoisonousRequest,
+    SamplingParams,
+    ShardFailed,
+    ShardInfo,
+    ShardLimits,
+    ShardState,
+    ShardUnavailable,
+)
+from penstock_client.continuation import Continuations, FleetStream
+from penstock_client.policies import make_policy
+
+_instances = itertools.count()
+
+
+def info(address: str, **differences: object) -> ShardInfo:
+    facts = ShardInfo(
+        address=address,
+        schema_revision=2,
+        min_schema_revision=1,
+        version="1",
+        instance_id=f"engine {next(_instances)}",
+        model="m",
+        model_aliases=(),
+        revision="",
+        architecture="",
+        weights_hash="w",
+        tokenizer_hash="t",
+        max_model_len=100,
+        vocab_size=1000,
+        eos_token_ids=(9,),
+        default_sampling=SamplingParams(temperature=0.5),
+        block_size=16,
+        num_blocks=10,
+        limits=ShardLimits(8, 512, 8, 1000, 20),
+        dtype="",
+        kv_dtype="",
+        device="",
+        attention_backend="",
+        capabilities=frozenset(),
+        batch_invariant=True,
+        numerics_fingerprint="f",
+        adapters=(),
+    )
+    return dataclasses.replace(facts, **differences)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Sent:
+    """What one shard was asked for."""
+
+    stream: GenerationStream
+    request: GenerationRequest
+    attempt: Attempt
+
+
+class Double:
+    """Stands for a shard's client: keeps what it is sent, answers when the test says so."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.sent: list[Sent] = []
+        self.detached: list[int] = []
+        self.refusal: PenstockError | None = None
+        self.in_flight = 0
+
+    def attach(
+        self, stream: GenerationStream, request: GenerationRequest, attempt: Attempt
+    ) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.sent.append(Sent(stream, request, attempt))
+
+    def detach(self, stream: GenerationStream) -> None:
+        self.detached.append(stream.attempt)
+
+    async def close(self) -> None:
+        return
+
+
+class World:
+    """Shards and the continuations over them."""
+
+    def __init__(self, *names: str, patience: Patience) -> None:
+        self.shards: dict[str, ShardState] = {}
+        self.events: list[tuple[str, str]] = []
+        self.ended: list[FleetStream] = []
+        self.continuations = Continuations(
+            self.shards,
+            make_policy("least-load"),
+            patience,
+            lambda *event: self.events.append(event),
+            self.ended.append,
+        )
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str, **differences: object) -> ShardState:
+        shard = ShardState(name)
+        shard.client = Double(name)  # type: ignore[assignment]
+        shard.info = info(name, **differences)
+        shard.load = LoadReport(serving=True, num_blocks=10)
+        self.shards[name] = shard
+        return shard
+
+    def at(self, name: str) -> Double:
+        double = self.shards[name].client
+        assert isinstance(double, Double)
+        return double
+
+    def start(self, **fields: object) -> FleetStream:
+        request = GenerationRequest([1, 2, 3], max_tokens=20, label="x")
+        return self.continuations.start(dataclasses.replace(request, **fields))  # type: ignore[arg-type]
+
+    def where(self, stream: FleetStream) -> str:
+        assert stream.shard is not None
+        return stream.shard.address
+
+    def last(self, stream: FleetStream) -> Sent:
+        return self.at(self.where(stream)).sent[-1]
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    worlds: list[World] = []
+
+    def world(*names: str, wait_s: float = 5.0, attempts: int = 16) -> World:
+        worlds.append(World(*names, patience=Patience(wait_s=wait_s, attempts=attempts)))
+        return worlds[-1]
+
+    yield world
+    for each in worlds:
+        each.continuations.close()
+        await asyncio.sleep(0)
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt(
+    make: Make,
+) -> None:
+    world = make("a", "b")
+    stream = world.start(sampling=SamplingParams(seed=7))
+    first = world.where(stream)
+    stream.feed(Output([10, 11], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert world.where(stream) != first
+    sent = world.last(stream)
+    assert (sent.attempt.number, list(sent.request.output_token_ids)) == (1, [10, 11])
+    assert (sent.request.sampling.seed, sent.request.label) == (7, "x")
+    stream.feed(Output([12], 2, finish_reason=FinishReason.LENGTH))
+    assert [output.token_ids async for output in stream] == [[10, 11, 12]]
+    assert not stream.approximate
+    assert stream.token_ids == [10, 11, 12]
+
+
+async def test_every_attempt_has_the_same_seed_also_where_none_was_given(make: Make) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    seed = world.last(stream).request.sampling.seed
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert seed is not None
+    assert world.last(stream).request.sampling.seed == seed
+
+
+async def test_what_the_first_model_s_defaults_said_holds_at_the_next_shard(make: Make) -> None:
+    world = make("a")
+    stream = world.start(max_tokens=None)
+    stream.feed(Output([10], 0))
+    world.add("b", default_sampling=SamplingParams(temperature=0.9, top_k=3), max_model_len=50)
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    sent = world.last(stream).request
+    assert (world.where(stream), sent.max_tokens) == ("b", 97)
+    assert (sent.sampling.temperature, sent.sampling.top_k) == (0.5, None)
+
+
+async def test_output_of_an_earlier_attempt_is_no_output_of_this_one(make: Make) -> None:
+    world = make("a", "b")
+    stream = world.start(prompt_logprobs=0)
+    scores = Logprobs(chosen=[-1.0, -2.0], ranks=[1, 1])
+    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    again = Logprobs(chosen=[-1.0, -2.0], ranks=[1, 1])
+    stream.feed(Output([10], 0, prompt_logprobs=again, prompt_logprobs_start=1))
+    stream.feed(Output([11], 1, finish_reason=FinishReason.STOP))
+    outputs = [output async for output in stream]
+    assert [(o.token_ids, o.prompt_logprobs) for o in outputs] == [
+        ([10, 11], Logprobs(chosen=[-1.0, -2.0], ranks=[1, 1]))
+    ]
+
+
+async def test_a_gap_is_an_error_and_not_a_reason_to_go_on(make: Make) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    where = world.where(stream)
+    stream.feed(Output([10], 3))
+    with pytest.raises(ShardFailed, match="from position 3"):
+        await anext(stream)
+    assert world.at(where).detached == [0]
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no"), ShardFailed("NaN"), DeadlineExceeded("-")])
+async def test_what_is_no_trouble_of_the_shard_s_ends_the_request(
+    make: Make, error: PenstockError
+) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    stream.fail(error)
+    with pytest.raises(type(error)):
+        await anext(stream)
+    assert [len(world.at(name).sent) for name in "ab"] == [1, 0]
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), NotServed("no such thing")])
+async def test_what_one_shard_refuses_another_may_take_and_if_none_does_that_is_said(
+    make: Make, error: PenstockError
+) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    stream.fail(error)
+    await settled()
+    assert [len(world.at(name).sent) for name in "ab"] == [1, 1]
+    stream.fail(error)
+    with pytest.raises(type(error)):
+        await anext(stream)
+
+
+async def test_a_request_with_tokens_waits_for_a_shard_that_is_full(make: Make) -> None:
+    world = make("a")
+    stream = world.start()
+    stream.feed(Output([10], 0))
+    stream.fail(Overloaded("full"))
+    await asyncio.sleep(0.15)
+    assert world.last(stream).attempt.number == 1
+
+
+async def test_the_shard_that_failed_is_asked_again_when_there_is_no_other(make: Make) -> None:
+    world = make("a")
+    stream = world.start()
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert stream.shard is None
+    await asyncio.sleep(0.15)
+    assert world.last(stream).attempt.number == 1
+
+
+async def test_a_request_waits_for_a_shard_and_is_sent_as_soon_as_one_is_ready(make: Make) -> None:
+    world = make()
+    stream = world.start()
+    shard = world.add("a")
+    world.continuations.shard_changed(shard)
+    await settled()
+    assert world.where(stream) == "a"
+
+
+async def test_without_a_shard_a_request_ends_when_its_patience_does(make: Make) -> None:
+    world = make(wait_s=0.1)
+    with pytest.raises(NoShardAvailable, match=r"in 0\.1 s"):
+        await anext(world.start())
+
+
+async def test_without_a_shard_a_request_ends_at_its_deadline(make: Make) -> None:
+    world = make()
+    with pytest.raises(DeadlineExceeded):
+        await anext(world.start(objective=Objective(deadline_s=0.05)))
+
+
+async def test_each_attempt_has_what_is_left_of_the_deadline(make: Make) -> None:
+    world = make("a", "b")
+    stream = world.start(objective=Objective(deadline_s=10.0))
+    await asyncio.sleep(0.05)
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    left_s = world.last(stream).request.objective.deadline_s
+    assert left_s is not None
+    assert 9.0 < left_s < 9.96
+
+
+async def test_attempts_that_give_nothing_are_counted_and_one_that_gives_a_token_starts_anew(
+    make: Make,
+) -> None:
+    world = make("a", "b", attempts=3)
+    stream = world.start()
+    for position in range(10):
+        await asyncio.sleep(0.06)
+        stream.feed(Output([10], position))
+        stream.fail(ShardUnavailable("gone"))
+    for _ in range(2):
+        await asyncio.sleep(0.2)
+        stream.fail(ShardUnavailable("gone for good"))
+    assert len((await anext(stream)).token_ids) == 10
+    with pytest.raises(ShardUnavailable, match="for good"):
+        await anext(stream)
+
+
+async def test_no_other_weights_give_a_later_token(make: Make) -> None:
+    world = make("a", wait_s=0.3)
+    stream = world.start()
+    stream.feed(Output([10], 0))
+    world.add("b", weights_hash="others")
+    del world.shards["a"]
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert stream.shard is None
+    assert (await anext(stream)).token_ids == [10]
+    with pytest.raises(NoShardAvailable):
+        await anext(stream)
+
+
+async def test_before_the_first_token_any_weights_will_do(make: Make) -> None:
+    world = make("a")
+    stream = world.start()
+    world.add("b", weights_hash="others")
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert world.where(stream) == "b"
+    assert world.last(stream).request.output_token_ids == ()
+
+
+async def test_other_numerics_are_marked_and_counted(make: Make) -> None:
+    world = make("a")
+    stream = world.start()
+    stream.feed(Output([10], 0))
+    world.add("b", numerics_fingerprint="other")
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert not stream.approximate
+    stream.feed(Output([11], 1))
+    assert stream.approximate
+    assert ("approximate", "numerics") in world.events
+    assert stream.fingerprints == ["f", "other"]
+
+
+async def test_a_request_that_asks_for_exactness_never_meets_other_numerics(make: Make) -> None:
+    world = make("a", wait_s=0.2)
+    stream = world.start(exact=True)
+    stream.feed(Output([10], 0))
+    world.add("b", numerics_fingerprint="other")
+    del world.shards["a"]
+    stream.fail(ShardUnavailable("gone"))
+    await anext(stream)
+    with pytest.raises(NoShardAvailable):
+        await anext(stream)
+    assert world.at("b").sent == []
+
+
+async def test_exactness_that_no_shard_promised_ends_with_the_first_failure(make: Make) -> None:
+    world = make()
+    world.add("a", numerics_fingerprint="")
+    stream = world.start(exact=True)
+    stream.feed(Output([10], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await anext(stream)
+    with pytest.raises(ShardUnavailable, match="gone"):
+        await anext(stream)
+
+
+async def test_a_request_that_three_engines_died_of_is_refused_and_so_is_its_like(
+    make: Make,
+) -> None:
+    world = make("a", "b", "c", "d")
+    stream = world.start()
+    for death in range(3):
+        assert world.last(stream).attempt.suspect == (death == 2)
+        error = ShardUnavailable("died")
+        error.engine_died = True
+        stream.fail(error)
+        await settled()
+    with pytest.raises(PoisonousRequest, match="3 engines died"):
+        await anext(stream)
+    with pytest.raises(PoisonousRequest, match="refused for another 600 s"):
+        world.start(sampling=SamplingParams(seed=5))
+    assert world.where(world.start(prompt_token_ids=[9])) in world.shards
+
+
+async def test_one_suspect_runs_on_a_shard_at_a_time(make: Make) -> None:
+    world = make("a", "b")
+    streams = [world.start(prompt_token_ids=[i]) for i in range(3)]
+    for stream in streams:
+        for _ in range(2):
+            stream.engine_deaths += 1
+        stream.fail(ShardUnavailable("gone"))
+    await asyncio.sleep(0.3)
+    suspects = [s for s in streams if s.shard is not None]
+    assert {world.where(s) for s in suspects} == {"a", "b"}
+    assert len(suspects) == 2
+    suspects[0].feed(Output([1], 0, finish_reason=FinishReason.LENGTH))
+    await asyncio.sleep(1.2)
+    assert all(s.shard is not None or s.ended for s in streams)
+
+
+async def test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_tokens(
+    make: Make,
+) -> None:
+    world = make("a")
+    stream = world.start()
+    stream.feed(Output([10], 0))
+    world.add("other", numerics_fingerprint="other")
+    shard = world.shards["a"]
+    shard.load = LoadReport(serving=True, draining=True, handing_over=True)
+    world.continuations.shard_changed(shard)
+    assert world.where(stream) == "a"
+    world.add("same")
+    world.continuations.shard_changed(shard)
+    assert (world.where(stream), world.at("a").detached) == ("same", [0])
+    assert list(world.last(stream).request.output_token_ids) == [10]
+
+
+async def test_a_reader_that_leaves_is_heard_of_by_the_shard_that_has_its_request(
+    make: Make,
+) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    where = world.where(stream)
+    stream.cancel()
+    assert world.at(where).detached == [1]
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_a_reader_that_leaves_while_its_request_waits_ends_the_wait(make: Make) -> None:
+    world = make()
+    stream = world.start()
+    stream.cancel()
+    world.continuations.shard_changed(world.add("a"))
+    await settled()
+    assert world.at("a").sent == []
+
+
+async def test_a_pinned_request_goes_to_its_shard_or_nowhere(make: Make) -> None:
+    world = make("a", "b", wait_s=0.2)
+    stream = world.start(shard="b")
+    assert world.where(stream) == "b"
+    assert world.events == [("sent", "pinned")]
+    stream.fail(ShardUnavailable("gone"))
+    await asyncio.sleep(0.1)
+    assert world.where(stream) == "b"
+    del world.shards["b"]
+    with pytest.raises(InvalidRequest, match="'b' is not in this fleet"):
+        world.start(shard="b")
+
+
+async def test_a_request_may_be_given_back_only_where_another_shard_has_room(make: Make) -> None:
+    world = make("a", "b")
+    assert world.last(world.start()).attempt.hand_back
+    for shard in world.shards.values():
+        shard.load = LoadReport(serving=True, num_blocks=10, referenced_blocks=9)
+    assert not world.last(world.start()).attempt.hand_back
+
+
+async def test_every_request_is_told_of_once_when_it_has_ended(make: Make) -> None:
+    world = make("a", "b", wait_s=0.1)
+    finished, failed, left, broken = (world.start() for _ in range(4))
+    finished.feed(Output([10], 0, finish_reason=FinishReason.STOP))
+    finished.cancel()
+    failed.fail(InvalidRequest("no"))
+    left.cancel()
+    broken.feed(Output([10], 3))
+    world.shards.clear()
+    waited = world.start()
+    await asyncio.sleep(0.3)
+    assert world.ended == [finished, failed, left, broken, waited]
+    assert [stream.finish_reason for stream in world.ended] == [FinishReason.STOP, *4 * [None]]
+    errors = [type(stream.final_error).__name__ for stream in world.ended]
+    assert errors == ["NoneType", "InvalidRequest", "NoneType", "ShardFailed", "NoShardAvailable"]
+
+
+async def test_closing_ends_what_waits_and_nothing_goes_on(make: Make) -> None:
+    world = make("a")
+    running = world.start()
+    running.feed(Output([10], 0))
+    world.continuations.close()
+    running.fail(ShardUnavailable("closed"))
+    await anext(running)
+    with pytest.raises(ShardUnavailable):
+        await anext(running)

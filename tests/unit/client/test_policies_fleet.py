@@ -1,0 +1,69 @@
+"""What policies do to a fleet, on simulated shards. `benchmarks/fleet.py` is the same at length."""
+
+from __future__ import annotations
+
+import random
+
+from support.budget import budget
+from support.fleet_traces import chat, mixed
+from support.simulated_fleet import Conversation, SimulatedFleet, Summary, Turn
+
+from penstock_client.policies import make_policy
+
+_SHARDS = 8
+# Of the traffic. Nothing here depends on this machine, so a seed always gives the same figures.
+_SEED = 0
+
+
+def _chat(policy: str) -> Summary:
+    seconds = budget(8, 120)
+    fleet = SimulatedFleet(_SHARDS, make_policy(policy))
+    fleet.run(chat(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
+    return fleet.summary(seconds)
+
+
+def _mixed(policy: str) -> Summary:
+    seconds = budget(20, 120)
+    fleet = SimulatedFleet(_SHARDS, make_policy(policy))
+    fleet.run(mixed(random.Random(_SEED), shards=_SHARDS, seconds=seconds))
+    return fleet.summary(seconds)
+
+
+def test_prefix_affinity_finds_more_cached_in_chats_and_nobody_waits_longer() -> None:
+    least_load, affinity = _chat("least-load"), _chat("prefix-affinity")
+    assert affinity.cached_share >= 1.5 * least_load.cached_share
+    assert affinity.first_token_p99_s <= least_load.first_token_p99_s
+
+
+def test_least_load_lets_the_unlucky_wait_less_than_round_robin() -> None:
+    round_robin, least_load = _mixed("round-robin"), _mixed("least-load")
+    assert least_load.first_token_p99_s < round_robin.first_token_p99_s
+
+
+def test_a_conversation_finds_what_it_said_before_on_the_same_shard() -> None:
+    fleet = SimulatedFleet(_SHARDS, make_policy("prefix-affinity"))
+    rng = random.Random(_SEED)
+    turns = [Turn(rng.choices(range(10, 900), k=300), 40, think_s=1.0) for _ in range(4)]
+    answers = fleet.run([Conversation("only", 0.0, turns)])
+    assert len({answer.shard for answer in answers}) == 1
+    assert [answer.reason for answer in answers] == ["least_load", "prefix", "prefix", "prefix"]
+    before = 0
+    for answer in answers:
+        # Whole blocks, and of the answer all but the last token, which was never an input.
+        assert before - 16 <= answer.cached_tokens <= before
+        before = answer.prompt_tokens + 40
+
+
+def test_requests_of_one_moment_spread_before_any_report_comes() -> None:
+    fleet = SimulatedFleet(_SHARDS, make_policy("least-load"))
+    burst = [Conversation(str(i), 0.5, [Turn([1 + i] * 100, 4)]) for i in range(3 * _SHARDS)]
+    answers = fleet.run(burst)
+    shards = [answer.shard for answer in answers]
+    assert {shards.count(shard) for shard in shards} == {3}
+
+
+def test_all_tokens_of_all_requests_arrive() -> None:
+    trace = chat(random.Random(_SEED), shards=2, seconds=3, starts_per_s=1.0)
+    answers = SimulatedFleet(2, make_policy("session")).run(trace)
+    wanted = sorted(turn.output_tokens for talk in trace for turn in talk.turns)
+    assert sorted(len(answer.token_times_s) for answer in answers) == wanted

@@ -1,0 +1,98 @@
+"""The operator's door: what it shows, what it changes, and to whom it is closed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from router_doubles import FakeFleet, MemoryRouter, memory_router
+
+from penstock_router.admin import Changes
+
+KEY = {"Authorization": "Bearer operator"}
+
+
+def _shards(fleet: FakeFleet) -> list[str]:
+    return [shard.address for shard in fleet.shards]
+
+
+async def test_without_a_key_of_the_router_s_the_door_is_closed() -> None:
+    async with memory_router(FakeFleet({}), api_key="clients") as router:
+        answer = await router.get("/admin/shards", Authorization="Bearer clients")
+        assert answer.status == 403
+        assert "--admin-key" in answer.error["message"]
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "operator", "Bearer clients"])
+async def test_without_the_key_nothing_is_shown_and_nothing_changes(given: str | None) -> None:
+    headers = {} if given is None else {"Authorization": given}
+    async with memory_router(FakeFleet({}), api_key="clients", admin_key="operator") as router:
+        before = _shards(router.fleet)
+        answers = [
+            await router.get("/admin/shards", **headers),
+            await router.post("/admin/shards", {"address": "b:2"}, **headers),
+            await router.request("DELETE", "/admin/shards/fake:1", headers=headers),
+            await router.request("POST", "/admin/shards/fake:1/drain", headers=headers),
+        ]
+        assert [answer.status for answer in answers] == [401] * 4
+        assert _shards(router.fleet) == before
+        assert not router.fleet.shards[0].load.draining
+
+
+async def test_shards_are_shown_added_drained_and_removed() -> None:
+    async with memory_router(FakeFleet({}), admin_key="operator") as router:
+        (shown,) = (await router.get("/admin/shards", **KEY)).json()["shards"]
+        assert (shown["address"], shown["ready"]) == ("fake:1", True)
+        assert (await router.post("/admin/shards", {"address": "B:2"}, **KEY)).status == 202
+        assert _shards(router.fleet) == ["fake:1", "b:2"]
+        answer = await router.request("POST", "/admin/shards/b:2/drain", headers=KEY)
+        assert (answer.status, router.fleet.shards[1].load.handing_over) == (202, True)
+        answer = await router.request("DELETE", "/admin/shards/b:2", headers=KEY)
+        assert (answer.status, _shards(router.fleet)) == (202, ["fake:1"])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "address: must be a string"),
+        ({"address": 5}, "address: must be a string"),
+        ({"address": "nowhere"}, "'nowhere' is not HOST:PORT"),
+    ],
+)
+async def test_a_bad_address_is_one_line(body: object, words: str) -> None:
+    async with memory_router(FakeFleet({}), admin_key="operator") as router:
+        answer = await router.post("/admin/shards", body, **KEY)
+        assert (answer.status, words in answer.error["message"]) == (400, True)
+
+
+async def _missing(router: MemoryRouter, method: str, path: str) -> str:
+    answer = await router.request(method, path, headers=KEY)
+    assert answer.status == 404
+    message: str = json.loads(answer.body)["error"]["message"]
+    return message
+
+
+async def test_a_shard_that_is_not_there_is_named() -> None:
+    async with memory_router(FakeFleet({}), admin_key="operator") as router:
+        assert await _missing(router, "DELETE", "/admin/shards/b:2") == "b:2 is not in this fleet"
+        assert "b:2" in await _missing(router, "POST", "/admin/shards/b:2/drain")
+
+
+def test_what_one_worker_is_told_the_others_hear_also_those_that_start_later(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "changes")
+    fleets = [FakeFleet({}) for _ in range(3)]
+    first, second = (Changes(fleet, path) for fleet in fleets[:2])
+    first.say("add", "b:2")
+    second.say("remove", "fake:1")
+    first.say("add", "c:3")
+    second.say("remove", "nobody:9")
+    third = Changes(fleets[2], path)
+    third.say("remove", "b:2")
+    first.say("add", "d:4")
+    second.say("add", "e:5")
+    assert _shards(fleets[1]) == ["c:3", "d:4", "e:5"]
+    third.say("add", "f:6")
+    assert _shards(fleets[2]) == ["c:3", "d:4", "e:5", "f:6"]
