@@ -88,7 +88,9 @@ class FleetStream(GenerationStream):
         "shard",
         "timer",
         "token_ids",
-        "wait_until_s",
+        "waited_s",
+        "waiting_since_s",
+        "was_dropped",
     )
 
     def __init__(self, request: GenerationRequest, continuations: Continuations) -> None:
@@ -107,13 +109,17 @@ class FleetStream(GenerationStream):
         self.finish_reason: FinishReason | None = None
         self.final_error: PenstockError | None = None
         self.engine_deaths = 0
+        # A shard that had taken it failed it.
+        self.was_dropped = False
         self.attempts_in_vain = 0
         # Engines that failed it lately, by instance id.
         self.avoided: set[str] = set()
         self.back_off_s = _FIRST_BACK_OFF_S
         self.last_error: PenstockError | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.wait_until_s: float | None = None
+        # Since it last got something: how long it was on no shard; since when it is on none now.
+        self.waited_s = 0.0
+        self.waiting_since_s = 0.0
         limit_s = request.objective.deadline_s
         self.deadline_s = None if limit_s is None else time.monotonic() + limit_s
 
@@ -205,18 +211,16 @@ class Continuations:
     def shard_changed(self, shard: ShardState) -> None:
         """It is there again, or gone, or wants its requests taken elsewhere."""
         if shard.ready:
-            self._due.extend(self._waiting)
-            self._send_due()
+            self._put_due(*self._waiting)
         if shard.handing_over:
-            for stream in list(self._on(shard)):
-                self._move(stream, shard)
+            self._put_due(*self._on(shard))
 
     # ---- told by streams ----
 
     def fed(self, stream: FleetStream, output: Output) -> None:
         """A shard gave something."""
         shard, info = stream.shard, stream.info
-        if stream.attempts_in_vain or stream.made_by is not info:
+        if stream.made_by is not info or stream.waited_s:
             self._note_progress(stream, output)
         if output.cached_tokens is not None and shard is not None and info is not None:
             self._policy.learned(
@@ -232,7 +236,7 @@ class Continuations:
             return
         stream.shard.breaker.succeeded()
         stream.attempts_in_vain = 0
-        stream.back_off_s, stream.wait_until_s = _FIRST_BACK_OFF_S, None
+        stream.back_off_s, stream.waited_s = _FIRST_BACK_OFF_S, 0.0
         stream.avoided.clear()
         if not output.token_ids:
             return
@@ -250,15 +254,15 @@ class Continuations:
             stream.avoided.add(stream.info.instance_id)
         self._leave(stream)
         stream.last_error = error
-        stream.attempts_in_vain += 1
+        # A shard that has no room is no vain attempt: that is waited for.
+        stream.attempts_in_vain += not isinstance(error, Overloaded)
         final = self._verdict(stream, shard, error)
         if final is not None:
             self._end(stream, final)
             return
         self._observe("continued", _cause(error))
         self._wait(stream)
-        self._due.append(stream)
-        self._send_due()
+        self._put_due(stream)
 
     def cancelled(self, stream: GenerationStream) -> None:
         """Its reader left, or what came made no sense: the shard must hear of it."""
@@ -276,6 +280,7 @@ class Continuations:
         if self._closed:
             return error
         if isinstance(error, ShardUnavailable):
+            stream.was_dropped = True
             if shard is not None:
                 shard.breaker.failed(time.monotonic())
             if error.engine_died:
@@ -284,8 +289,9 @@ class Continuations:
                     self._observe("refused", "poison")
                     return self._refused.add(stream.request, time.monotonic())
         elif isinstance(error, Overloaded | NotServed | Unauthenticated):
-            # Worth a look at the others; worth waiting only for one who has tokens already.
-            if stream.made_by is None and not self._fitting(stream):
+            # Worth a look at the others; worth waiting only for one that had been taken already.
+            taken = stream.was_dropped or stream.made_by is not None
+            if not taken and not self._fitting(stream):
                 return error
         else:
             return error
@@ -308,9 +314,10 @@ class Continuations:
         return self._shards[decision.address]
 
     def _fitting(self, stream: FleetStream) -> list[ShardState]:
-        return [shard for shard in self._shards.values() if self._fits(stream, shard)]
+        now_s = time.monotonic()
+        return [shard for shard in self._shards.values() if self._fits(stream, shard, now_s)]
 
-    def _fits(self, stream: FleetStream, shard: ShardState) -> bool:
+    def _fits(self, stream: FleetStream, shard: ShardState, now_s: float) -> bool:
         """Whether the request may go to this shard now."""
         request, info = stream.request, shard.info
         if info is None or not shard.serves(request.model, request.tokenizer_hash):
@@ -319,7 +326,7 @@ class Continuations:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:
             return False
-        if info.instance_id in stream.avoided or not shard.breaker.allows(time.monotonic()):
+        if info.instance_id in stream.avoided or not shard.breaker.allows(now_s):
             return False
         if stream.is_suspect and any(other.is_suspect for other in self._on(shard)):
             return False
@@ -402,8 +409,7 @@ class Continuations:
         others = [
             shard
             for shard in self._fitting(stream)
-            if shard is not left
-            and (made_by is None or (shard.info and _same_numerics(made_by, shard.info)))
+            if made_by is None or (shard.info and _same_numerics(made_by, shard.info))
         ]
         if not others:
             return
@@ -412,7 +418,9 @@ class Continuations:
         self._observe("moved", "drain")
         self._send_to(stream, self._choose(stream, others))
 
-    def _send_due(self) -> None:
+    def _put_due(self, *streams: FleetStream) -> None:
+        """To be sent, or moved, in the next turns of the event loop."""
+        self._due.extend(streams)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.get_running_loop().create_task(self._send_all_due())
 
@@ -420,10 +428,11 @@ class Continuations:
         since_turn = 0
         while self._due:
             stream = self._due.popleft()
-            if stream not in self._waiting:
-                continue
             try:
-                self._send(stream)
+                if stream in self._waiting:
+                    self._send(stream)
+                elif stream.shard is not None and stream.shard.handing_over:
+                    self._move(stream, stream.shard)
             except PenstockError as error:
                 self._end(stream, error)
             since_turn += _SUBMISSION_TOKENS + len(stream.request.prompt_token_ids)
@@ -435,18 +444,21 @@ class Continuations:
 
     def _wait(self, stream: FleetStream) -> None:
         """Until a shard changes, or until it is worth asking again."""
-        now_s = time.monotonic()
-        if stream.wait_until_s is None:
-            stream.wait_until_s = now_s + self._patience.wait_s
-            if stream.deadline_s is not None:
-                stream.wait_until_s = min(stream.wait_until_s, stream.deadline_s)
         self._stop_waiting(stream)
         self._waiting.add(stream)
-        delay_s = max(0.0, min(stream.back_off_s, stream.wait_until_s - now_s))
+        stream.waiting_since_s = time.monotonic()
+        delay_s = max(0.0, min(stream.back_off_s, self._patience_left_s(stream)))
         stream.timer = asyncio.get_running_loop().call_later(delay_s, self._waited, stream)
 
+    def _patience_left_s(self, stream: FleetStream) -> float:
+        left_s = self._patience.wait_s - stream.waited_s
+        if stream.deadline_s is not None:
+            left_s = min(left_s, stream.deadline_s - time.monotonic())
+        return left_s
+
     def _waited(self, stream: FleetStream) -> None:
-        if stream.wait_until_s is not None and time.monotonic() >= stream.wait_until_s:
+        self._stop_waiting(stream)
+        if self._patience_left_s(stream) <= 0:
             self._observe("given_up", "no_shard")
             self._end(stream, self._last_words(stream))
             return
@@ -454,11 +466,12 @@ class Continuations:
         stream.avoided.clear()
         stream.back_off_s = min(2 * stream.back_off_s, _MAX_BACK_OFF_S)
         self._wait(stream)
-        self._due.append(stream)
-        self._send_due()
+        self._put_due(stream)
 
     def _stop_waiting(self, stream: FleetStream) -> None:
-        self._waiting.discard(stream)
+        if stream in self._waiting:
+            self._waiting.discard(stream)
+            stream.waited_s += time.monotonic() - stream.waiting_since_s
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
 from penstock_router.backend import GenerationStream
-from penstock_router.job import NOTHING_DELIVERED, Job
+from penstock_router.job import Job
 from penstock_router.stop import StopMatcher
 
 
@@ -29,6 +29,8 @@ class Delta:
     prompt_logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    # Before `token_ids`: those that were shown before the answer was taken up again.
+    known_token_ids: Sequence[int] = ()
 
     def extend(self, later: Delta) -> None:
         """Append what came after."""
@@ -66,7 +68,8 @@ class Choice:
         # What the client has already and is not shown again.
         delivered = job.delivered_of(index)
         self._known_tokens, self._known_characters = delivered.tokens, delivered.characters
-        self._known_prompt = delivered != NOTHING_DELIVERED
+        self._known_ids: list[int] = []
+        self._resumed = delivered.begun
 
     def take(self, output: Output) -> Delta | None:
         """What the output adds; None for one that adds nothing to show yet."""
@@ -82,16 +85,18 @@ class Choice:
         delta.text, self._echo = self._echo + delta.text, ""
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self.finished = delta.finish_reason is not None
-        if self._known_prompt:
+        if self._resumed:
             self._cut(delta)
             if not (delta.token_ids or delta.text or self.finished):
                 return None
+            delta.known_token_ids, self._known_ids = self._known_ids, []
         return delta
 
     def _cut(self, delta: Delta) -> None:
         """Take off what the client has."""
         delta.prompt_logprobs = None
         tokens = min(self._known_tokens, len(delta.token_ids))
+        self._known_ids += delta.token_ids[:tokens]
         delta.token_ids = delta.token_ids[tokens:]
         if delta.logprobs is not None:
             delta.logprobs.drop_first(tokens)

@@ -46,6 +46,11 @@ class Delivered:
     characters: int = 0
     finished: bool = False
 
+    @property
+    def begun(self) -> bool:
+        """There is something that must not be shown again."""
+        return bool(self.tokens or self.characters or self.finished)
+
 
 NOTHING_DELIVERED = Delivered()
 

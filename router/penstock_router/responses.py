@@ -132,7 +132,10 @@ class CompletionShape(_Shape):
         super().__init__(job, response_id, created, usage)
         text_of = token_text(job.model.tokenizer, as_ids=self._as_ids)
         self._logprobs = [CompletionLogprobs(text_of) for _ in job.requests]
-        self._begun: set[int] = set()
+        # Those that have shown something, also before they were taken up again.
+        self._begun = {index for index, known in enumerate(job.delivered) if known.begun}
+        for index in self._begun if self._options.echo else ():
+            self._logprobs[index].skip(job.prompt_of(index).token_ids)
 
     def opening(self) -> list[bytes]:
         """Completions begin with their text."""
@@ -170,6 +173,7 @@ class CompletionShape(_Shape):
         if self._options.logprobs is None:
             return None
         columns = self._logprobs[delta.index]
+        columns.skip(delta.known_token_ids)
         result = columns.empty()
         if first and self._options.echo:
             columns.add_prompt(result, self._prompt_ids(delta), delta.prompt_logprobs)
@@ -265,6 +269,10 @@ class CompletionLogprobs:
         result["top_logprobs"].append(None)
         if columns is not None:
             self.add(result, token_ids[1:], columns)
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Tokens whose rows were shown before."""
+        self._offset += sum(len(self._text_of(token_id)) for token_id in token_ids)
 
     def _add_token(self, result: Mapping[str, Any], token_id: int) -> None:
         text = self._text_of(token_id)

@@ -190,7 +190,8 @@ class EngineSupervisor:
         if not self.serving:
             return link.Error(_UNAVAILABLE, "the shard's engine is not serving")
         if suspect and any(route.suspect for route in self._routes.values()):
-            return link.Error(_UNAVAILABLE, "another request that engines died of is being tried")
+            reason = "another request that engines died of is being tried"
+            return link.Error(_RESOURCE_EXHAUSTED, reason)
         config = self._config
         if self.num_live >= config.max_num_seqs + config.max_queued_requests:
             return link.Error(

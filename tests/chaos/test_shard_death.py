@@ -114,8 +114,10 @@ async def test_a_fleet_sends_new_requests_to_the_shard_that_is_left(tmp_path: Pa
     first, second = (Shard(tmp_path / name) for name in ("first", "second"))
     with running(first, second):
         addresses = [first.address, second.address]
-        async with Fleet(addresses, patience=Patience(wait_s=0.2)) as fleet:
-            await fleet.wait_ready(10)
+        async with Fleet(addresses, patience=Patience(wait_s=1.0)) as fleet:
+            async with asyncio.timeout(10):
+                while not all(shard.ready for shard in fleet.shards):
+                    await asyncio.sleep(0.02)
             first.process.kill()
             first.process.wait()
             request = GenerationRequest([1], SamplingParams(seed=1), max_tokens=3)

@@ -48,13 +48,17 @@ def is_alive(process: psutil.Process) -> bool:
 class Service(ABC):
     """A process with a port and a log file."""
 
-    def __init__(self, module: str, flags: list[str], port: int, log_file: Path) -> None:
+    def __init__(
+        self, module: str, flags: list[str], port: int, log_file: Path, python_path: str = ""
+    ) -> None:
         self.address = f"127.0.0.1:{port}"
         self.url = f"http://{self.address}"
         self._log_file = log_file
         # Children that were ever looked at: they may outlive the process, which would be a defect.
         self._seen: set[psutil.Process] = set()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        if python_path:
+            environment["PYTHONPATH"] = python_path
         with log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *flags],
@@ -113,10 +117,14 @@ class Service(ABC):
 class Shard(Service):
     """A shard process; `--runner fake` unless flags say otherwise."""
 
-    def __init__(self, log_file: Path, *flags: str, port: int | None = None) -> None:
+    def __init__(
+        self, log_file: Path, *flags: str, port: int | None = None, python_path: str = ""
+    ) -> None:
+        """`python_path` may name packages of another version."""
         port = port or free_port()
         runner = [] if "--runner" in flags or "--model" in flags else ["--runner", "fake"]
-        super().__init__("penstock_shard", ["--port", str(port), *runner, *flags], port, log_file)
+        arguments = ["--port", str(port), *runner, *flags]
+        super().__init__("penstock_shard", arguments, port, log_file, python_path)
 
     def healthy(self) -> bool:
         from penstock_client.health import _shard_problem

@@ -435,9 +435,11 @@ async def test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_token
     shard = world.shards["a"]
     shard.load = LoadReport(serving=True, draining=True, handing_over=True)
     world.continuations.shard_changed(shard)
+    await settled()
     assert world.where(stream) == "a"
     world.add("same")
     world.continuations.shard_changed(shard)
+    await settled()
     assert (world.where(stream), world.at("a").detached) == ("same", [0])
     assert list(world.last(stream).request.output_token_ids) == [10]
 
@@ -501,6 +503,31 @@ async def test_every_request_is_told_of_once_when_it_has_ended(make: Make) -> No
     assert [stream.finish_reason for stream in world.ended] == [FinishReason.STOP, *4 * [None]]
     errors = [type(stream.final_error).__name__ for stream in world.ended]
     assert errors == ["NoneType", "InvalidRequest", "NoneType", "ShardFailed", "NoShardAvailable"]
+
+
+async def test_who_was_taken_once_waits_while_all_shards_are_full(make: Make) -> None:
+    world = make("a", "b", attempts=2)
+    stream = world.start()
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    for _ in range(4):
+        stream.fail(Overloaded("full"))
+        await asyncio.sleep(0.5)
+    assert stream.shard is not None
+    assert world.ended == []
+
+
+async def test_time_on_a_shard_is_no_waiting(make: Make) -> None:
+    world = make("a", wait_s=0.2)
+    stream = world.start()
+    for _ in range(3):
+        stream.fail(ShardUnavailable("gone"))
+        async with asyncio.timeout(1):
+            while stream.shard is None:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        stream.feed(Output([], stream.attempt * 0))
+    assert world.ended == []
 
 
 async def test_closing_ends_what_waits_and_nothing_goes_on(make: Make) -> None:

@@ -264,6 +264,7 @@ class FakeFleet:
         self.requests.append(request)
         request_id = f"r{len(self.requests)}"
         stream = GenerationStream(request_id, 0, 0, self._on_cancel)
+        stream.fingerprints = [INFO.numerics_fingerprint]
         task = asyncio.get_running_loop().create_task(self._feed(request, stream))
         self.running[request_id] = task
         task.add_done_callback(lambda _: self.running.pop(request_id))
