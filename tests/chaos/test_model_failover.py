@@ -1,0 +1,38 @@
+"""A real model on the CPU kernels: its streams outlive its engines, log-probabilities and all."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.budget import budget, seeded
+from support.processes import Shard, running
+from support.streams import any_request, run_whole
+
+from penstock_client import Fleet
+
+
+async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from model_maker import make_model
+
+    rng = seeded("streams_of_a_real_model")
+    make_model(tmp_path / "model", "llama-3m")
+    flags = ("--model", str(tmp_path / "model"), "--threads", "1")
+    shards = [Shard(tmp_path / f"shard{index}", *flags) for index in range(2)]
+    with running(*shards):
+        async with Fleet([shard.address for shard in shards]) as fleet:
+            for _ in range(budget(1, 30)):
+                async with asyncio.timeout(60):
+                    while not all(shard.ready for shard in fleet.shards):
+                        await asyncio.sleep(0.05)
+                assert fleet.info().batch_invariant
+                requests = [any_request(rng, 8000, max_tokens=80) for _ in range(64)]
+                calm = await asyncio.gather(*(run_whole(fleet, request) for request in requests))
+                tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
+                await asyncio.sleep(rng.uniform(0.05, 2.0))
+                rng.choice(shards).engine.kill()
+                after = await asyncio.gather(*tasks)
+                for request, before, broken in zip(requests, calm, after, strict=True):
+                    assert broken == before, request
