@@ -12,7 +12,7 @@ _MAX_OPEN_S = 15.0
 
 class CircuitBreaker:
     """Closed while requests succeed. Opens after so many failures in a row; then one request may
-    try each time a period, doubled with each failure, is over. A success closes it.
+    try each time a period is over, which doubles each time. A success closes it.
     """
 
     __slots__ = ("_failures", "_open_s", "_try_at_s")
@@ -38,6 +38,7 @@ class CircuitBreaker:
     def sent(self, now_s: float) -> None:
         """A request was sent; of an open breaker it is the only one for a while."""
         if self.is_open:
+            self._open_s = min(2 * self._open_s, _MAX_OPEN_S)
             self._try_at_s = now_s + self._open_s
 
     def succeeded(self) -> None:
@@ -48,11 +49,6 @@ class CircuitBreaker:
     def failed(self, now_s: float) -> None:
         """A request ended because of the shard."""
         self._failures += 1
-        if not self.is_open:
-            return
-        if self._failures > _THRESHOLD and now_s < self._try_at_s:
-            # One of many that were on it when it broke: no news.
-            return
-        if self._failures > _THRESHOLD:
-            self._open_s = min(2 * self._open_s, _MAX_OPEN_S)
-        self._try_at_s = now_s + self._open_s
+        # Those beyond were on it when it broke, or tried since: no news.
+        if self._failures == _THRESHOLD:
+            self._try_at_s = now_s + self._open_s

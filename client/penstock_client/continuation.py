@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from penstock_client.compatibility import complete_request, same_model, same_numerics
 from penstock_client.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -29,25 +30,29 @@ from penstock_client.policies import Policy
 from penstock_client.shard_client import new_request_id
 from penstock_client.shard_state import ShardState
 from penstock_client.stream import GenerationStream
-from penstock_client.suspects import POISON_DEATHS, SUSPECT_DEATHS, RefusedRequests
+from penstock_client.suspects import (
+    POISON_DEATHS,
+    SUSPECT_DEATHS,
+    TRIAL_TOKENS,
+    RefusedRequests,
+    fingerprint,
+)
 from penstock_client.types import (
     Attempt,
     FinishReason,
     GenerationRequest,
     Output,
-    SamplingParams,
     ShardInfo,
     random_seed,
 )
 
 _FIRST_BACK_OFF_S = 0.05
 _MAX_BACK_OFF_S = 1.0
-# Sending a request copies its ids (about 10 ns each) and costs some 20 us besides. After about half
-# a millisecond of it the event loop gets a turn.
-_TOKENS_A_TURN = 50_000
-_SUBMISSION_TOKENS = 2_000
+# After so much sending the event loop gets a turn.
+_TURN_S = 0.0005
 # In its first attempts a shard without free blocks may give a request back; then it waits there.
 _HAND_BACK_ATTEMPTS = 2
+_CLOSED = "the fleet was closed"
 
 # Told of what happens, for metrics: an event and its reason. "sent" (why this shard), "continued"
 # (why the last one failed), "moved", "approximate", "given_up", "refused".
@@ -74,6 +79,7 @@ class FleetStream(GenerationStream):
 
     __slots__ = (
         "_continuations",
+        "_kind",
         "attempts_in_vain",
         "avoided",
         "back_off_s",
@@ -86,6 +92,7 @@ class FleetStream(GenerationStream):
         "made_by",
         "request",
         "shard",
+        "taken_up_at",
         "timer",
         "token_ids",
         "waited_s",
@@ -97,17 +104,21 @@ class FleetStream(GenerationStream):
         given = len(request.output_token_ids)
         super().__init__(new_request_id(), -1, given, continuations.cancelled)
         self._continuations = continuations
+        self._kind = b""
         self.request = request
         # What shards gave so far.
         self.token_ids: list[int] = []
         # Where it runs, and what that engine said of itself; None while it waits.
         self.shard: ShardState | None = None
         self.info: ShardInfo | None = None
-        # What gave the last of its tokens.
+        # What gave the last of its tokens, or of its prompt's log-probabilities.
         self.made_by: ShardInfo | None = None
         # How it ended; neither, where its reader left.
         self.finish_reason: FinishReason | None = None
         self.final_error: PenstockError | None = None
+        # How many of its tokens were there when this attempt began.
+        self.taken_up_at = 0
+        # Engines that died while it ran in them, and since then none in which it went on.
         self.engine_deaths = 0
         # A shard that had taken it failed it.
         self.was_dropped = False
@@ -127,6 +138,13 @@ class FleetStream(GenerationStream):
     def is_suspect(self) -> bool:
         """It was running in so many engines that died that it is tried alone."""
         return self.engine_deaths >= SUSPECT_DEATHS
+
+    @property
+    def kind(self) -> bytes:
+        """The same for requests that make an engine do the same."""
+        if not self._kind:
+            self._kind = fingerprint(self.request)
+        return self._kind
 
     def feed(self, output: Output) -> None:
         """Take what a shard sent."""
@@ -174,9 +192,11 @@ class Continuations:
         self._ended = ended
         self._refused = RefusedRequests(patience.refuse_s)
         self._running: dict[str, set[FleetStream]] = {}
+        # Of those that run.
+        self._suspects: set[FleetStream] = set()
         self._waiting: set[FleetStream] = set()
-        # Of those that wait, the ones to be tried in the next turn.
-        self._due: deque[FleetStream] = deque()
+        # To be sent, or moved, in the next turns of the event loop; the values mean nothing.
+        self._due: OrderedDict[FleetStream, None] = OrderedDict()
         self._sender: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -187,8 +207,10 @@ class Continuations:
             InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
             NoShardAvailable: those that serve the model have another tokenizer.
             PoisonousRequest: engines died of its like a short while ago.
+            ShardUnavailable: the fleet was closed.
         """
-        self._refused.check(request, time.monotonic())
+        if self._closed:
+            raise ShardUnavailable(_CLOSED)
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=random_seed())
             request = dataclasses.replace(request, sampling=sampling)
@@ -205,15 +227,19 @@ class Continuations:
     def close(self) -> None:
         """Nothing goes on from here; what waits ends."""
         self._closed = True
+        self._due.clear()
         for stream in list(self._waiting):
-            self._end(stream, ShardUnavailable("the fleet was closed"))
+            self._end(stream, ShardUnavailable(_CLOSED))
 
     def shard_changed(self, shard: ShardState) -> None:
         """It is there again, or gone, or wants its requests taken elsewhere."""
-        if shard.ready:
-            self._put_due(*self._waiting)
         if shard.handing_over:
-            self._put_due(*self._on(shard))
+            self._put_due(self._on(shard))
+        if shard.ready:
+            self._put_due(self._waiting)
+            for other in self._shards.values():
+                if other.handing_over:
+                    self._put_due(self._on(other))
 
     # ---- told by streams ----
 
@@ -222,6 +248,8 @@ class Continuations:
         shard, info = stream.shard, stream.info
         if stream.made_by is not info or stream.waited_s:
             self._note_progress(stream, output)
+        if stream.engine_deaths and len(stream.token_ids) - stream.taken_up_at >= TRIAL_TOKENS:
+            self._clear(stream)
         if output.cached_tokens is not None and shard is not None and info is not None:
             self._policy.learned(
                 shard.address, info.instance_id, stream.request, output.cached_tokens
@@ -231,21 +259,28 @@ class Continuations:
             self._ended(stream)
 
     def _note_progress(self, stream: FleetStream, output: Output) -> None:
-        """The first output of an attempt."""
+        """The first outputs of an attempt; of what was known before, nothing is left in them."""
         if stream.shard is None or stream.info is None:
             return
         stream.shard.breaker.succeeded()
+        if not output.token_ids and output.prompt_logprobs is None:
+            return
         stream.attempts_in_vain = 0
         stream.back_off_s, stream.waited_s = _FIRST_BACK_OFF_S, 0.0
         stream.avoided.clear()
-        if not output.token_ids:
-            return
-        if stream.made_by is not None and not _same_numerics(stream.made_by, stream.info):
+        if stream.made_by is not None and not same_numerics(stream.made_by, stream.info):
             stream.approximate = True
             self._observe("approximate", "numerics")
         stream.made_by = stream.info
         if stream.info.numerics_fingerprint not in stream.fingerprints:
             stream.fingerprints.append(stream.info.numerics_fingerprint)
+
+    def _clear(self, stream: FleetStream) -> None:
+        """It went on where it would have ended an engine: whoever waits to be tried may be next."""
+        stream.engine_deaths = 0
+        if stream in self._suspects:
+            self._suspects.discard(stream)
+            self._put_due([other for other in self._waiting if other.is_suspect])
 
     def failed(self, stream: FleetStream, error: PenstockError) -> None:
         """A shard dropped the request: it goes on, or ends."""
@@ -262,7 +297,7 @@ class Continuations:
             return
         self._observe("continued", _cause(error))
         self._wait(stream)
-        self._put_due(stream)
+        self._put_due([stream])
 
     def cancelled(self, stream: GenerationStream) -> None:
         """Its reader left, or what came made no sense: the shard must hear of it."""
@@ -287,11 +322,12 @@ class Continuations:
                 stream.engine_deaths += 1
                 if stream.engine_deaths >= POISON_DEATHS:
                     self._observe("refused", "poison")
-                    return self._refused.add(stream.request, time.monotonic())
-        elif isinstance(error, Overloaded | NotServed | Unauthenticated):
-            # Worth a look at the others; worth waiting only for one that had been taken already.
+                    return self._refused.add(stream.kind, time.monotonic())
+        elif isinstance(error, Overloaded | NotServed | Unauthenticated | InvalidRequest):
+            # Worth a look at the others; worth waiting only for one that had been taken already. A
+            # request that was taken is valid: this shard has other limits.
             taken = stream.was_dropped or stream.made_by is not None
-            if not taken and not self._fitting(stream):
+            if not taken and (isinstance(error, InvalidRequest) or not self._fitting(stream)):
                 return error
         else:
             return error
@@ -307,7 +343,7 @@ class Continuations:
     # ---- choosing ----
 
     def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> ShardState:
-        candidates = [shard.candidate(shard.info) for shard in among if shard.info is not None]
+        candidates = [shard.candidate() for shard in among]
         request = stream.request
         decision = self._policy.choose(candidates, request, request.session)
         self._observe("sent", "pinned" if request.shard else decision.reason)
@@ -328,15 +364,17 @@ class Continuations:
             return False
         if info.instance_id in stream.avoided or not shard.breaker.allows(now_s):
             return False
-        if stream.is_suspect and any(other.is_suspect for other in self._on(shard)):
+        if stream.is_suspect and any(
+            other.shard is shard or other.kind == stream.kind for other in self._suspects
+        ):
             return False
         made_by = stream.made_by
         if made_by is None:
             return True
-        return _same_model(made_by, info) and (not request.exact or _same_numerics(made_by, info))
+        return same_model(made_by, info) and (not request.exact or same_numerics(made_by, info))
 
-    def _on(self, shard: ShardState) -> set[FleetStream]:
-        return self._running.get(shard.address, set())
+    def _on(self, shard: ShardState) -> Collection[FleetStream]:
+        return self._running.get(shard.address, ())
 
     def _check_known(self, request: GenerationRequest) -> None:
         """Raises an error where waiting for a shard would make no sense."""
@@ -366,7 +404,11 @@ class Continuations:
     # ---- sending ----
 
     def _send(self, stream: FleetStream) -> bool:
-        """To the shard that suits it best; False when there is none."""
+        """To the shard that suits it best; False when there is none.
+
+        Raises `PoisonousRequest`, and as `ShardClient.attach` does.
+        """
+        self._refused.check(stream.request, time.monotonic())
         fitting = self._fitting(stream)
         if not fitting:
             return False
@@ -389,7 +431,10 @@ class Continuations:
         shard.sent(request, now_s)
         self._stop_waiting(stream)
         stream.shard, stream.info = shard, info
+        stream.taken_up_at = len(stream.token_ids)
         self._running.setdefault(shard.address, set()).add(stream)
+        if stream.is_suspect:
+            self._suspects.add(stream)
 
     def _has_room_elsewhere(self, shard: ShardState) -> bool:
         """Another shard has free blocks and would give the same tokens."""
@@ -399,7 +444,7 @@ class Continuations:
             and other.ready
             and other.info is not None
             and not other.half_full
-            and _same_numerics(info, other.info)
+            and same_numerics(info, other.info)
             for other in self._shards.values()
         )
 
@@ -409,7 +454,7 @@ class Continuations:
         others = [
             shard
             for shard in self._fitting(stream)
-            if made_by is None or (shard.info and _same_numerics(made_by, shard.info))
+            if made_by is None or (shard.info and same_numerics(made_by, shard.info))
         ]
         if not others:
             return
@@ -418,16 +463,16 @@ class Continuations:
         self._observe("moved", "drain")
         self._send_to(stream, self._choose(stream, others))
 
-    def _put_due(self, *streams: FleetStream) -> None:
+    def _put_due(self, streams: Iterable[FleetStream]) -> None:
         """To be sent, or moved, in the next turns of the event loop."""
-        self._due.extend(streams)
+        self._due.update(dict.fromkeys(streams))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.get_running_loop().create_task(self._send_all_due())
 
     async def _send_all_due(self) -> None:
-        since_turn = 0
+        turn_ends_s = time.monotonic() + _TURN_S
         while self._due:
-            stream = self._due.popleft()
+            stream, _ = self._due.popitem(last=False)
             try:
                 if stream in self._waiting:
                     self._send(stream)
@@ -435,10 +480,9 @@ class Continuations:
                     self._move(stream, stream.shard)
             except PenstockError as error:
                 self._end(stream, error)
-            since_turn += _SUBMISSION_TOKENS + len(stream.request.prompt_token_ids)
-            if since_turn >= _TOKENS_A_TURN:
-                since_turn = 0
+            if time.monotonic() >= turn_ends_s:
                 await asyncio.sleep(0)
+                turn_ends_s = time.monotonic() + _TURN_S
 
     # ---- waiting ----
 
@@ -466,7 +510,7 @@ class Continuations:
         stream.avoided.clear()
         stream.back_off_s = min(2 * stream.back_off_s, _MAX_BACK_OFF_S)
         self._wait(stream)
-        self._put_due(stream)
+        self._put_due([stream])
 
     def _stop_waiting(self, stream: FleetStream) -> None:
         if stream in self._waiting:
@@ -497,38 +541,19 @@ class Continuations:
 
     def _leave(self, stream: FleetStream) -> None:
         """It is on no shard any more."""
-        if stream.shard is not None:
-            self._on(stream.shard).discard(stream)
+        shard = stream.shard
+        if shard is None:
+            return
+        running = self._running[shard.address]
+        running.discard(stream)
+        if not running:
+            del self._running[shard.address]
+        self._suspects.discard(stream)
         stream.shard = stream.info = None
 
     def _forget(self, stream: FleetStream) -> None:
         self._stop_waiting(stream)
         self._leave(stream)
-
-
-def _same_model(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether one may go on where the other left off."""
-    return (
-        first.weights_hash == second.weights_hash
-        and first.tokenizer_hash == second.tokenizer_hash
-        and first.eos_token_ids == second.eos_token_ids
-    )
-
-
-def _same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether they compute the same bits."""
-    return bool(first.numerics_fingerprint) and (
-        first.numerics_fingerprint == second.numerics_fingerprint
-    )
-
-
-def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:
-    """With what the model's own defaults say where nothing was asked for."""
-    max_tokens = request.max_tokens
-    if max_tokens is None:
-        max_tokens = info.max_model_len - len(request.prompt_token_ids)
-    sampling = _with_defaults(request.sampling, info.default_sampling)
-    return dataclasses.replace(request, sampling=sampling, max_tokens=max_tokens)
 
 
 def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
@@ -545,16 +570,6 @@ def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
     return dataclasses.replace(request, output_token_ids=output_token_ids)
 
 
-def _with_defaults(sampling: SamplingParams, defaults: SamplingParams) -> SamplingParams:
-    """With the defaults of the model where nothing was asked for."""
-    stated = {
-        field.name: getattr(defaults, field.name)
-        for field in dataclasses.fields(SamplingParams)
-        if getattr(sampling, field.name) is None
-    }
-    return dataclasses.replace(sampling, **stated) if stated else sampling
-
-
 def _cause(error: PenstockError) -> str:
     """A word for metrics."""
     match error:
@@ -564,5 +579,7 @@ def _cause(error: PenstockError) -> str:
             return "overloaded"
         case NotServed():
             return "not_served"
+        case InvalidRequest():
+            return "invalid"
         case _:
             return "unauthenticated"

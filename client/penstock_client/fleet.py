@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Self
 
 from penstock_client.audit import AuditLog, AuditRecord
+from penstock_client.compatibility import complete_request
 from penstock_client.continuation import (
     Continuations,
     FleetStream,
     Observe,
     Patience,
-    complete_request,
 )
 from penstock_client.errors import InvalidRequest, NoShardAvailable
 from penstock_client.membership import Source, StaticSource, check_address, parse_source
@@ -77,6 +77,8 @@ class Fleet:
         self._added: set[str] = set()
         self._removed: set[str] = set()
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        # Those that have left and are being closed.
+        self._parting: set[asyncio.Task[None]] = set()
         source = _source(shards)
         if isinstance(source, StaticSource):
             self._said = source.fixed
@@ -104,7 +106,8 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(watch.close() for watch in self._watches.values()))
+        closing = (watch.close() for watch in self._watches.values())
+        await asyncio.gather(*closing, *self._parting)
 
     # ---- what there is ----
 
@@ -162,6 +165,7 @@ class Fleet:
             InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
             PoisonousRequest: engines died of its like a short while ago.
             NoShardAvailable: those that serve the model have another tokenizer.
+            ShardUnavailable: the fleet was closed.
         """
         return self._continuations.start(request)
 
@@ -227,9 +231,12 @@ class Fleet:
         """Let a shard go when nothing of ours runs on it."""
         while self._continuations.num_running(shard):
             await asyncio.sleep(_LEAVING_POLL_S)
+        # From here on whoever comes under this address is another shard, and ends nothing of this.
+        task = self._leaving.pop(shard.address)
+        self._parting.add(task)
+        task.add_done_callback(self._parting.discard)
         del self._shards[shard.address]
         await self._watches.pop(shard.address).close()
-        self._leaving.pop(shard.address, None)
 
     def _shard_changed(self, shard: ShardState) -> None:
         self._changed.set()

@@ -258,6 +258,7 @@ def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
         model="",
         tokenizer_hash="",
         exact=False,
+        numerics="",
         session="",
         shard=shard,
         traceparent="",

@@ -18,7 +18,7 @@ from typing import Any, Self
 import grpc
 
 from penstock_client import _wire
-from penstock_client.errors import InvalidRequest, PenstockError, ShardUnavailable
+from penstock_client.errors import InvalidRequest, PenstockError, ShardFailed, ShardUnavailable
 from penstock_client.stream import GenerationStream
 from penstock_client.tokenizer_files import FileAssembler
 from penstock_client.types import (
@@ -29,7 +29,7 @@ from penstock_client.types import (
     Output,
     ShardInfo,
 )
-from penstock_proto.transport import channel_options
+from penstock_proto.transport import MAX_MESSAGE_BYTES, channel_options
 
 # Ids are unique over processes: a shard serves many clients at once.
 _PROCESS_ID = uuid.uuid4().hex
@@ -39,6 +39,8 @@ _UNARY_TIMEOUT_S = 10.0
 _TOKENIZER_TIMEOUT_S = 60.0
 # Aborts that wait for the RPC before them go together in the next; this many at most.
 _MAX_ABORTS_IN_RPC = 4096
+# After so many outputs, which take half a millisecond, the event loop gets a turn.
+_OUTPUTS_A_TURN = 128
 
 
 def new_request_id() -> str:
@@ -114,6 +116,14 @@ class ShardClient:
         """Send a request whose outputs go to `stream` from now on. Raises as `submit` does."""
         self._require_open()
         message = _wire.generate_request(request, stream.request_id, attempt)
+        num_bytes = message.ByteSize()
+        if num_bytes > MAX_MESSAGE_BYTES:
+            # gRPC would end the call for it, and all other streams with it.
+            raise InvalidRequest(
+                f"the request takes {num_bytes} bytes on the wire; at most {MAX_MESSAGE_BYTES}",
+                value=str(num_bytes),
+                bound=f"at most {MAX_MESSAGE_BYTES} bytes",
+            )
         if self._call is None or self._call.ended:
             self._call = _SharedCall(self._stub, self._metadata, self.address)
         self._call.submit(stream, message)
@@ -264,14 +274,20 @@ class _SharedCall:
         error: PenstockError = ShardUnavailable(f"shard {self._address} ended the call")
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
-                self._dispatch(response)
+                await self._dispatch(response)
         except grpc.RpcError as rpc_error:
             error = _wire.call_error(rpc_error, self._address)
+            if isinstance(error, ShardFailed):
+                # What broke is the call (gRPC says INTERNAL where a connection is cut in a write):
+                # that says nothing of the requests on it.
+                error = ShardUnavailable(str(error))
         finally:
             self.end(error)
 
-    def _dispatch(self, response: Any) -> None:
-        for message in response.outputs:
+    async def _dispatch(self, response: Any) -> None:
+        for number, message in enumerate(response.outputs, 1):
+            if number % _OUTPUTS_A_TURN == 0:
+                await asyncio.sleep(0)
             stream = self.streams.get(message.request_id)
             if stream is None or stream.attempt != message.attempt:
                 continue

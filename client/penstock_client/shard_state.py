@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 from penstock_client.breaker import CircuitBreaker
 from penstock_client.errors import IncompatibleShard, PenstockError, ShardUnavailable
@@ -21,6 +21,8 @@ from penstock_client.types import GenerationRequest, LoadReport, ShardInfo
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
+# A timeout that comes so much too late says that this process did not run.
+_STOPPED_S = 0.5
 
 
 class ShardState:
@@ -36,6 +38,8 @@ class ShardState:
         self.sent_prompt_tokens = 0
         # It left the fleet: what runs on it may finish.
         self.leaving = False
+        self._candidate: Candidate | None = None
+        self._candidate_made_of: tuple[object, ...] = ()
 
     @property
     def address(self) -> str:
@@ -70,8 +74,17 @@ class ShardState:
             return False
         return not model or model == self.info.model or model in self.info.model_aliases
 
-    def candidate(self, info: ShardInfo) -> Candidate:
-        """As a policy sees it."""
+    def candidate(self) -> Candidate:
+        """As a policy sees it; only of a shard whose `info` is known."""
+        # Made anew only when something has changed: a fleet of hundreds asks for each request.
+        made_of = (self.info, self.load, self.sent_requests)
+        if self._candidate is None or made_of != self._candidate_made_of:
+            self._candidate, self._candidate_made_of = self._new_candidate(), made_of
+        return self._candidate
+
+    def _new_candidate(self) -> Candidate:
+        info = self.info
+        assert info is not None
         return Candidate(
             address=self.address,
             instance_id=info.instance_id,
@@ -144,8 +157,7 @@ class ShardWatch:
         reports = shard.client.watch_load()
         try:
             while True:
-                async with asyncio.timeout(self._stall_timeout_s):
-                    load = await anext(reports)
+                load = await self._next_report(reports)
                 known = shard.info.instance_id if shard.info is not None else ""
                 if load.serving and load.instance_id != known:
                     shard.info = await shard.client.info(timeout_s=self._stall_timeout_s)
@@ -155,6 +167,22 @@ class ShardWatch:
             raise ShardUnavailable(f"shard {shard.address} ended its load reports") from None
         finally:
             await reports.aclose()
+
+    async def _next_report(self, reports: AsyncGenerator[LoadReport, None]) -> LoadReport:
+        """Raises `TimeoutError` when the shard says nothing for too long."""
+        report = asyncio.ensure_future(anext(reports))
+        try:
+            while True:
+                asked_at_s = time.monotonic()
+                if (await asyncio.wait({report}, timeout=self._stall_timeout_s))[0]:
+                    return report.result()
+                late_s = time.monotonic() - asked_at_s - self._stall_timeout_s
+                # Whoever was stopped itself heard nobody: the shard may have spoken all the time.
+                if late_s < _STOPPED_S:
+                    raise TimeoutError
+        finally:
+            if report.cancel():
+                await asyncio.wait({report})
 
     def _note(self, load: LoadReport) -> None:
         shard = self.shard

@@ -107,14 +107,10 @@ class GenerationStream:
         """Take what the shard sent; drops what is known already, fails on a gap."""
         if self._ended:
             return
-        if not self._align(output):
+        gap = self._align(output)
+        if gap:
             self._on_cancel(self)
-            self.fail(
-                ShardFailed(
-                    f"request {self.request_id}: tokens from position {output.first_position} "
-                    f"arrived, {self._next_position} was next"
-                )
-            )
+            self.fail(ShardFailed(f"request {self.request_id}: {gap}"))
             return
         self._next_position += len(output.token_ids)
         if self._pending is None:
@@ -133,29 +129,38 @@ class GenerationStream:
         self._error = error
         self._wake()
 
-    def _align(self, output: Output) -> bool:
-        """Cut off tokens that are known; False when some are missing."""
+    def _align(self, output: Output) -> str:
+        """Cut off what is known; what is missing, in words, if anything is."""
         known = self._next_position - output.first_position
         if known < 0:
-            return False
+            return (
+                f"tokens from position {output.first_position} arrived, "
+                f"{self._next_position} was next"
+            )
         if known > 0 and output.token_ids:
             del output.token_ids[:known]
             output.first_position += known
             if output.logprobs is not None:
                 output.logprobs.drop_first(known)
         if output.prompt_logprobs is not None:
-            self._align_prompt(output, output.prompt_logprobs)
-        return True
+            return self._align_prompt(output, output.prompt_logprobs)
+        return ""
 
-    def _align_prompt(self, output: Output, logprobs: Logprobs) -> None:
-        """Cut off the prompt's log-probabilities that are known: another attempt starts anew."""
+    def _align_prompt(self, output: Output, logprobs: Logprobs) -> str:
+        """As `_align`, of the prompt's log-probabilities: another attempt starts them anew."""
         known = self._next_prompt_index - output.prompt_logprobs_start
+        if known < 0:
+            return (
+                f"log-probabilities of the prompt from index {output.prompt_logprobs_start} "
+                f"arrived, {self._next_prompt_index} was next"
+            )
         if known > 0:
             logprobs.drop_first(known)
             output.prompt_logprobs_start += known
         self._next_prompt_index += len(logprobs.chosen)
         if not logprobs.chosen:
             output.prompt_logprobs = None
+        return ""
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -12,7 +12,8 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 
-from penstock_client.continuation import FleetStream, Observe, complete_request
+from penstock_client.compatibility import complete_request
+from penstock_client.continuation import FleetStream, Observe
 from penstock_client.errors import PenstockError
 from penstock_client.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective
@@ -96,13 +97,14 @@ class Verification:
             logprob_token_ids=(),
         )
         try:
-            async with self._submit(request) as again:
-                self._ours.add(again.request_id)
-                try:
+            again = self._submit(request)
+            self._ours.add(again.request_id)
+            try:
+                async with again:
                     async for _ in again:
                         pass
-                finally:
-                    self._ours.discard(again.request_id)
+            finally:
+                self._ours.discard(again.request_id)
         except PenstockError as error:
             self._observe("verified", "failed")
             logger.debug("request %s was not verified: %s", stream.request_id, error)

@@ -7,8 +7,6 @@ does not outlive the router; what should is said by --shards.
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ from penstock_client.errors import PenstockError
 from penstock_client.membership import check_address
 from penstock_router.backend import Fleet, ShardState
 from penstock_router.errors import BadRequest, Forbidden, NotFound, Unauthorized, Unavailable
-from penstock_router.handlers import ROUTER, json_response, read_object
-
-logger = logging.getLogger(__name__)
+from penstock_router.handlers import ROUTER, bears_key, json_response, read_object
 
 _POLL_S = 0.25
 
@@ -34,6 +30,8 @@ class Changes:
         self._fleet = fleet
         self._path = Path(path) if path else None
         self._offset = 0
+        # A worker that has just started is told of removals before its source names the shard.
+        self._removed_early: set[str] = set()
 
     def say(self, verb: str, address: str) -> None:
         """`verb` is "add" or "remove"."""
@@ -49,6 +47,8 @@ class Changes:
         """Take what other workers were told; runs until cancelled."""
         while self._path is not None:
             self._take()
+            for address in self._removed_early & self._present():
+                self._apply("remove", address)
             await asyncio.sleep(_POLL_S)
 
     def _take(self) -> None:
@@ -58,19 +58,24 @@ class Changes:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
-        self._offset += len(data)
-        for line in data.decode().splitlines():
+        # What another worker is about to write whole may be there in part.
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.decode().splitlines():
             verb, _, address = line.partition(" ")
             self._apply(verb, address)
 
     def _apply(self, verb: str, address: str) -> None:
-        try:
-            if verb == "add":
-                self._fleet.add(address)
-            else:
-                self._fleet.remove(address)
-        except ValueError as error:
-            logger.info("%s %s: %s", verb, address, error)
+        self._removed_early.discard(address)
+        if verb == "add":
+            self._fleet.add(address)
+        elif address in self._present():
+            self._fleet.remove(address)
+        else:
+            self._removed_early.add(address)
+
+    def _present(self) -> set[str]:
+        return {shard.address for shard in self._fleet.shards}
 
 
 CHANGES = web.AppKey("changes", Changes)
@@ -98,13 +103,10 @@ async def list_shards(request: web.Request) -> web.Response:
 async def add_shard(request: web.Request) -> web.Response:
     """POST /admin/shards {"address": "HOST:PORT"}"""
     _authorize(request)
-    address = (await read_object(request)).get("address")
-    if not isinstance(address, str):
+    given = (await read_object(request)).get("address")
+    if not isinstance(given, str):
         raise BadRequest("address: must be a string, HOST:PORT", param="address")
-    try:
-        address = check_address(address)
-    except ValueError as error:
-        raise BadRequest(f"address: {error}", param="address") from None
+    address = _checked(given)
     request.app[CHANGES].say("add", address)
     return json_response({"address": address, "status": "added"}, status=202)
 
@@ -122,9 +124,12 @@ async def drain_shard(request: web.Request) -> web.Response:
     """
     shard = _member(request)
     try:
-        await shard.drain()
+        async with asyncio.timeout(request.app[ROUTER].config.stall_timeout_s):
+            await shard.drain()
     except PenstockError as error:
         raise Unavailable(f"{shard.address} does not drain: {error}") from None
+    except TimeoutError:
+        raise Unavailable(f"{shard.address} does not drain: it does not answer") from None
     return json_response({"address": shard.address, "status": "draining"}, status=202)
 
 
@@ -132,19 +137,24 @@ def _authorize(request: web.Request) -> None:
     key = request.app[ROUTER].config.admin_key
     if key is None:
         raise Forbidden("/admin is closed; start the router with --admin-key to open it")
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
-    if scheme.lower() != "bearer" or not same:
+    if not bears_key(request, key):
         raise Unauthorized("Unauthorized: missing or wrong admin key")
 
 
 def _member(request: web.Request) -> ShardState:
     _authorize(request)
-    address = request.match_info["address"]
+    address = _checked(request.match_info["address"])
     for shard in request.app[ROUTER].fleet.shards:
         if shard.address == address:
             return shard
-    raise NotFound(f"{address[:200]} is not in this fleet")
+    raise NotFound(f"{address} is not in this fleet")
+
+
+def _checked(address: str) -> str:
+    try:
+        return check_address(address)
+    except ValueError as error:
+        raise BadRequest(f"address: {error}", param="address") from None
 
 
 def _shown(shard: ShardState) -> dict[str, Any]:
@@ -154,6 +164,7 @@ def _shown(shard: ShardState) -> dict[str, Any]:
         "ready": shard.ready,
         "problem": shard.problem,
         "draining": load.draining,
+        "leaving": shard.leaving,
         "model": None if info is None else info.model,
         "weights_hash": None if info is None else info.weights_hash,
         "numerics_fingerprint": None if info is None else info.numerics_fingerprint,

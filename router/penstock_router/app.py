@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -94,8 +93,9 @@ async def _follow_changes(app: web.Application) -> AsyncIterator[None]:
 async def _end_requests(app: web.Application) -> None:
     router = app[ROUTER]
     logger.info("stopping: waiting for %d sequences", router.admission.in_flight)
+    router.live_streams.stop()
     await router.admission.stop(router.config.shutdown_timeout_s)
-    await router.live_streams.close()
+    await router.live_streams.wait_ended()
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
@@ -157,11 +157,7 @@ def _error_response(error: ApiError) -> web.Response:
 @web.middleware
 async def _require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     key = request.app[ROUTER].config.api_key
-    if key is not None and request.path.startswith("/v1/") and request.method != "OPTIONS":
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # Takes the same time wherever the two begin to differ. Headers arrive with bytes that are
-        # not UTF-8 as surrogates; they must equal nothing.
-        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
-        if scheme.lower() != "bearer" or not same:
-            raise Unauthorized("Unauthorized: missing or wrong API key")
+    closed = request.path.startswith("/v1/") and request.method != "OPTIONS"
+    if closed and key is not None and not handlers.bears_key(request, key):
+        raise Unauthorized("Unauthorized: missing or wrong API key")
     return await handler(request)

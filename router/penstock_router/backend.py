@@ -64,6 +64,9 @@ class ShardState(Protocol):
     @property
     def problem(self) -> str: ...
 
+    @property
+    def leaving(self) -> bool: ...
+
     async def drain(self) -> None: ...
 
 

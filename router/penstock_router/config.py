@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from penstock_client.audit import read_key
 from penstock_client.membership import parse_source
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
+
+_REPORTS_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class RouterConfig:
     # Where each sequence is recorded; None: nowhere. Of several workers each has a file of its own.
     audit_log: str | None = None
     audit_prompts: bool = False
-    audit_key_file: str | None = None
+    audit_key: bytes | None = None
     # Of the sequences that are computed once more on another shard.
     verify_share: float = 0.0
 
@@ -71,17 +74,19 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     """Parse a router's command line; exits with status 2 and one line on a bad value."""
     parser = _build_parser()
     args = parser.parse_args(argv)
-    _key(parser, "--api-key", args.api_key)
+    api_key = _key(parser, "--api-key", args.api_key, "PENSTOCK_API_KEY")
+    resume_key = _key(parser, "--resume-key", args.resume_key, "PENSTOCK_RESUME_KEY")
     _key(parser, "--shard-api-key", args.shard_api_key)
     _key(parser, "--admin-key", args.admin_key)
-    _key(parser, "--resume-key", args.resume_key)
-    api_key = args.api_key
-    if api_key is None:
-        api_key = _key(parser, "PENSTOCK_API_KEY", os.environ.get("PENSTOCK_API_KEY"))
     if args.workers > args.max_concurrent_requests:
         parser.error(
             f"--workers {args.workers}: more than --max-concurrent-requests "
             f"({args.max_concurrent_requests}), which they share out; some would serve nobody"
+        )
+    if args.stall_timeout_s <= _REPORTS_EVERY_S:
+        parser.error(
+            f"--stall-timeout-s {args.stall_timeout_s:g}: must be above {_REPORTS_EVERY_S:g}, "
+            "as a shard with nothing to do says so once a second"
         )
     return RouterConfig(
         shards=_shards(parser, args.shards),
@@ -94,11 +99,11 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         policy=args.policy,
         stall_timeout_s=args.stall_timeout_s,
         failover_timeout_s=args.failover_timeout_s,
-        resume_key=args.resume_key or "",
+        resume_key=resume_key or "",
         resume_grace_s=args.resume_grace_s,
         audit_log=args.audit_log,
         audit_prompts=args.audit_prompts,
-        audit_key_file=args.audit_key_file,
+        audit_key=_audit_key(parser, args),
         verify_share=args.verify_share,
         chat_template=_chat_template(parser, args.chat_template),
         max_body_bytes=args.max_body_bytes,
@@ -184,7 +189,6 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--resume-key",
         metavar="KEY",
-        default=os.environ.get("PENSTOCK_RESUME_KEY"),
         help="signs event ids; routers with the same take up each other's streams "
         "(default: PENSTOCK_RESUME_KEY, or one of this router's own)",
     )
@@ -194,15 +198,20 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
         help=f"how long a resumable stream goes on without its client {_DEFAULT}",
         **_SECONDS,
     )
-    add("--audit-log", metavar="FILE", help="record each sequence there; see `penstock replay`")
+    add(
+        "--audit-log",
+        metavar="FILE",
+        help="record each sequence there, of several workers each in FILE-worker0 and so on; see "
+        "`penstock replay`",
+    )
     add("--audit-prompts", action="store_true", help="record prompts too, not only their hashes")
-    add("--audit-key-file", metavar="FILE", help="a key for the log's hashes, 16 to 64 bytes")
+    add("--audit-key-file", metavar="FILE", help="holds a key for its hashes, 16 to 64 bytes")
     add(
         "--verify-share",
         type=_share,
         default=0.0,
         metavar="P",
-        help=f"of sequences, compute so many again on another shard and compare {_DEFAULT}",
+        help=f"share of sequences to compute again on another shard and compare {_DEFAULT}",
     )
 
 
@@ -262,8 +271,30 @@ def _chat_template(parser: argparse.ArgumentParser, path: str | None) -> str | N
     return text
 
 
-def _key(parser: argparse.ArgumentParser, source: str, key: str | None) -> str | None:
-    """A key that a header can carry. An empty one is a mistake: it would ask for no key at all."""
+def _audit_key(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bytes | None:
+    path = args.audit_key_file
+    if args.audit_log is None and (path is not None or args.audit_prompts):
+        flag = "--audit-prompts" if path is None else "--audit-key-file"
+        parser.error(f"{flag}: there is no --audit-log that it could be for")
+    if path is None:
+        return None
+    try:
+        return read_key(path)
+    except OSError as error:
+        parser.error(f"--audit-key-file: {path}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"--audit-key-file: {path}: {error}")
+
+
+def _key(
+    parser: argparse.ArgumentParser, source: str, key: str | None, variable: str = ""
+) -> str | None:
+    """A key that a header can carry, given or else of a variable of the environment.
+
+    An empty one is a mistake: it would ask for no key at all.
+    """
+    if key is None and variable:
+        source, key = variable, os.environ.get(variable)
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         parser.error(
             f"{source}: a key is printable ASCII, not empty, without spaces around it; "

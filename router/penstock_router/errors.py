@@ -134,8 +134,9 @@ class SlowReader(ConnectionError):
 def noted(error: Exception, request_id: str) -> ApiError:
     """The error as the client sees it. What is no fault of the client's goes to the log."""
     answer = as_api_error(error)
-    if isinstance(error, client_errors.PenstockError) and answer.status >= 500:
-        # Addresses of shards and texts of gRPC are the operator's.
+    server_side = isinstance(error, client_errors.PenstockError) and answer.status >= 500
+    if server_side or isinstance(error, client_errors.PoisonousRequest):
+        # Addresses of shards and texts of gRPC are the operator's, and so is what kills engines.
         logger.warning("request %s: %s: %s", request_id, type(error).__name__, error)
     elif type(answer) is ApiError:
         logger.error("request %s failed", request_id, exc_info=error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hmac
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypedDict, TypeVar
 import msgspec
 from aiohttp import web
 
+from penstock_client.membership import check_address
 from penstock_client.types import ShardInfo, random_seed
 from penstock_router import metrics as router_metrics
 from penstock_router import sse
@@ -26,6 +28,7 @@ from penstock_router.job import Job, prepare_chat, prepare_completion
 from penstock_router.models import Models
 from penstock_router.responses import ChatShape, CompletionShape, Shape
 from penstock_router.resumption import (
+    MAX_SEQUENCES,
     Cursor,
     CursorCodec,
     Event,
@@ -33,6 +36,7 @@ from penstock_router.resumption import (
     LiveStreams,
     Progress,
     body_digest,
+    job_digest,
 )
 from penstock_router.schema import (
     ChatRequest,
@@ -129,7 +133,11 @@ async def _prepared(call: Call[AnyRequest], body: AnyRequest, limit: TimeLimit) 
     async with limit.scope():
         job = await call.prepare(body, models)
     # Its last shard may have left meanwhile; the fleet would call the model unknown.
-    models.info(job.model.info.model)
+    model = models.info(job.model.info.model).model
+    for shard in call.request.app[ROUTER].fleet.shards:
+        # It would be waited for, in vain.
+        if shard.address == body.shard and shard.info is not None and shard.info.model != model:
+            raise BadRequest(f"x-penstock-shard: {shard.address} does not serve {model}")
     return job
 
 
@@ -139,51 +147,76 @@ async def _prepared(call: Call[AnyRequest], body: AnyRequest, limit: TimeLimit) 
 async def _generate_resumable(call: Call[AnyRequest], body: AnyRequest) -> web.StreamResponse:
     request = call.request
     router = request.app[ROUTER]
+    _check_resumable(call, body)
+    last_id = request.headers.get("Last-Event-ID")
+    cursor = _cursor(call, last_id)
+    request[REQUEST_ID] = cursor.request_id
+    reader = router.live_streams.join(cursor) if last_id else None
+    if last_id:
+        router.metrics.resumed_streams.labels("again" if reader is None else "live").inc()
+    if reader is None:
+        body = dataclasses.replace(
+            body, request_id=cursor.request_id, drawn_seed=cursor.seed, numerics=cursor.numerics
+        )
+        reader = router.live_streams.begin(cursor, functools.partial(_make, call, body, cursor))
+    with reader:
+        return await sse.follow(
+            request,
+            reader,
+            router.cursors.write,
+            request_id=cursor.request_id,
+            config=router.config,
+        )
+
+
+def _check_resumable(call: Call[AnyRequest], body: AnyRequest) -> None:
     if not body.stream:
         raise BadRequest(
             "x-penstock-resumable: only a stream can be taken up again", param="stream"
         )
-    last_id = request.headers.get("Last-Event-ID")
-    if last_id:
-        cursor = router.cursors.read(last_id)
-        if cursor.body != body_digest(call.given):
-            raise BadRequest("Last-Event-ID: is of the answer to another request")
-        request[REQUEST_ID] = cursor.request_id
-    else:
-        cursor = Cursor(
-            body=body_digest(call.given),
-            request_id=request[REQUEST_ID],
-            created=int(time.time()),
-            seed=random_seed(),
-            numerics="",
-            choices=(),
+    sequences, param = call.places
+    if sequences > MAX_SEQUENCES:
+        raise BadRequest(
+            f"x-penstock-resumable: the request asks for {sequences} sequences; at most "
+            f"{MAX_SEQUENCES} can be taken up again",
+            param=param,
         )
-    live = router.live_streams.find(cursor) if last_id else None
-    if live is None:
-        body = dataclasses.replace(
-            body, request_id=cursor.request_id, drawn_seed=cursor.seed, numerics=cursor.numerics
-        )
-        live = router.live_streams.begin(cursor, functools.partial(_make, call, body, cursor))
-    return await sse.follow(
-        request,
-        live,
-        cursor if last_id else None,
-        router.cursors.write,
-        request_id=request[REQUEST_ID],
-        config=router.config,
-    )
+
+
+def _cursor(call: Call[AnyRequest], last_id: str | None) -> Cursor:
+    """Where the client is: after an event, or before the first of a new answer."""
+    body = body_digest(call.given)
+    if not last_id:
+        request_id = call.request[REQUEST_ID]
+        return Cursor(body, request_id, created=int(time.time()), seed=random_seed())
+    cursor = call.request.app[ROUTER].cursors.read(last_id)
+    if cursor.body != body:
+        raise BadRequest("Last-Event-ID: is of the answer to another request")
+    return cursor
 
 
 async def _make(call: Call[AnyRequest], body: AnyRequest, cursor: Cursor, live: LiveStream) -> None:
     """Generate what a client does not have yet, whether or not anybody reads it."""
     router = call.request.app[ROUTER]
+    if cursor.choices and not cursor.numerics:
+        raise BadRequest(
+            "Last-Event-ID: the answer comes from shards with several numerics, so it cannot be "
+            "made again; send the request without an id"
+        )
     with router.admission.places(*call.places) as limit:
         job = await _prepared(call, body, limit)
-        if not job.model.info.numerics_fingerprint:
+        made_of = job_digest(job)
+        if cursor.job not in (b"", made_of):
+            raise BadRequest(
+                "Last-Event-ID: the request means another prompt by now, as the tokenizer, the "
+                "chat template or the model's defaults are others; send it without an id"
+            )
+        if not (cursor.numerics or job.model.info.numerics_fingerprint):
             raise BadRequest(
                 "x-penstock-resumable: what this model gives depends on what runs beside it, so "
                 "that no answer of it can be made again"
             )
+        cursor = msgspec.structs.replace(cursor, job=made_of)
         job = dataclasses.replace(job, delivered=cursor.delivered)
         response_id = _name_request(call.request, body)
         async with Generation(job, router.fleet, router.metrics) as generation, limit.scope():
@@ -224,14 +257,27 @@ class _Wishes(TypedDict):
 
 
 def _wishes(request: web.Request) -> _Wishes:
-    session, shard = (
-        request.headers.get(f"x-penstock-{name}", "") for name in ("session", "shard")
-    )
+    session = request.headers.get("x-penstock-session", "")
     if len(session) > _MAX_SESSION_CHARACTERS:
         raise BadRequest(
             f"x-penstock-session: {len(session)} characters; at most {_MAX_SESSION_CHARACTERS}"
         )
-    return _Wishes(exact=_flag(request, "x-penstock-exact"), session=session, shard=shard)
+    return _Wishes(
+        exact=_flag(request, "x-penstock-exact"), session=session, shard=_pinned_shard(request)
+    )
+
+
+def _pinned_shard(request: web.Request) -> str:
+    given = request.headers.get("x-penstock-shard", "")
+    if not given:
+        return ""
+    try:
+        address = check_address(given)
+    except ValueError as error:
+        raise BadRequest(f"x-penstock-shard: {error}") from None
+    if all(shard.address != address for shard in request.app[ROUTER].fleet.shards):
+        raise BadRequest(f"x-penstock-shard: {address} is not in this fleet")
+    return address
 
 
 def _flag(request: web.Request, name: str) -> bool:
@@ -258,6 +304,15 @@ def usable_request_id(given: str | None) -> str:
     if given and len(given) <= 256 and given.isascii() and given.isprintable():
         return given
     return uuid.uuid4().hex
+
+
+def bears_key(request: web.Request, key: str) -> bool:
+    """Whether it has this key, as a Bearer."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    # Takes the same time wherever the two begin to differ. Headers arrive with bytes that are
+    # not UTF-8 as surrogates; they must equal nothing.
+    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+    return same and scheme.lower() == "bearer"
 
 
 async def read_object(request: web.Request) -> JsonObject:

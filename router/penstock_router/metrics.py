@@ -81,11 +81,17 @@ class Metrics:
             ("cause",),
             registry=registry,
         )
-
+        self.resumed_streams = Counter(
+            "penstock_router_resumed_streams",
+            "Streams that a client took up again: live (it still ran here), again (made again).",
+            ("how",),
+            registry=registry,
+        )
         self.fleet_events = Counter(
             "penstock_router_fleet_events",
             "What happened to sequences between shards: sent (the policy's reason), continued (why "
-            "the shard before failed), moved, approximate, refused, given_up.",
+            "the shard before failed), moved, approximate, refused, given_up, verified (what came "
+            "of it).",
             ("event", "reason"),
             registry=registry,
         )

@@ -1,9 +1,10 @@
 """Answers that can be taken up again: what an event's id says, and streams that outlive a client.
 
 An id holds all that another worker, or another router with the same key, needs to make the same
-answer again from the same request: the seed, the numerics, and how much the client has of each
-choice. Nothing is stored for that; tokens are computed anew and the known part is not shown. Where
-the stream still runs here, its rest is sent instead. Knows no HTTP and writes nothing.
+answer again from the same request: the seed, the numerics, what the request was made into, and how
+much the client has of each choice. Nothing is stored for that; tokens are computed anew and the
+known part is not shown. Where the stream still runs here, its rest is sent instead. Knows no HTTP
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
 from penstock_router.choice import Delta
 from penstock_router.errors import BadRequest, Unavailable
-from penstock_router.job import NOTHING_DELIVERED, Delivered
+from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
 
+# An id says of each choice how much went out, and has to fit into a header.
+MAX_SEQUENCES = 128
 _MAC_BYTES = 16
-_MAX_ID_CHARACTERS = 16_384
+_MAX_ID_CHARACTERS = 8_000
+# Of those that were sent, so many are kept for a client that lost its connection with some on the
+# way. Who lacks more gets the answer made again.
+_EVENTS_KEPT = 1000
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
@@ -34,9 +44,12 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     created: int
     seed: int
-    numerics: str
+    # Of all tokens so far; "" where there are none, or they come from several.
+    numerics: str = ""
     # (tokens, characters, finished) of each choice.
-    choices: tuple[tuple[int, int, bool], ...]
+    choices: tuple[tuple[int, int, bool], ...] = ()
+    # What the request was made into: see `job_digest`.
+    job: bytes = b""
 
     @property
     def answer(self) -> tuple[bytes, str, int, int]:
@@ -51,6 +64,19 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
 def body_digest(body: object) -> bytes:
     """The same for two requests of the same JSON, whatever the order of their fields."""
     return hashlib.blake2b(msgspec.json.encode(body, order="sorted"), digest_size=16).digest()
+
+
+def job_digest(job: Job) -> bytes:
+    """Of what tokens depend on and the request's JSON does not say: the ids that a template and a
+    tokenizer made of it, and the model's own defaults.
+    """
+    info = job.model.info
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode())
+    for prompt in job.prompts:
+        count = len(prompt.token_ids)
+        digest.update(struct.pack(f"<{count + 1}I", count, *prompt.token_ids))
+    return digest.digest()
 
 
 class CursorCodec:
@@ -117,28 +143,31 @@ class Event:
 
 
 class LiveStream:
-    """An answer that is made whether or not anybody reads it, until nobody has for a while.
+    """An answer that is made whether or not anybody reads it, until nobody has for a while."""
 
-    All its events are kept: whoever joins gets those it lacks. They are bounded as the answer is.
-    """
-
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, after: Cursor, grace_s: float) -> None:
+        """`after` is what a reader of all its events has already."""
+        self._after = after
         self._grace_s = grace_s
-        self._events: list[Event] = []
+        # Behind so many that are not kept any more.
+        self._events: deque[Event] = deque()
+        self._num_dropped = 0
         self._news = asyncio.Event()
-        self._readers = 0
-        self._task: asyncio.Future[None] | None = None
+        self._readers: set[Reader] = set()
         self._error: BaseException | None = None
         self._ended = False
         self._expiry: asyncio.TimerHandle | None = None
+        self._task: asyncio.Future[None]
+        self._forget: Callable[[], None]
 
     def start(
         self, make: Callable[[LiveStream], Awaitable[None]], forget: Callable[[], None]
-    ) -> None:
-        """Begin; `make` puts the events, `forget` is called when nobody can join any more."""
+    ) -> Reader:
+        """Begin; `make` puts the events, `forget` is called when nobody shall join any more."""
         self._forget = forget
         self._task = asyncio.ensure_future(make(self))
         self._task.add_done_callback(self._made)
+        return Reader(self, 0)
 
     def _made(self, task: asyncio.Future[None]) -> None:
         self._ended = True
@@ -146,57 +175,99 @@ class LiveStream:
             self._error = Unavailable("the answer was given up")
         else:
             self._error = task.exception()
+        if self._error is not None:
+            # Who asks again must not get the same error: it may succeed now.
+            self._forget()
         self._news.set()
 
     def put(self, event: Event) -> None:
         self._events.append(event)
         self._news.set()
 
-    def has(self, cursor: Cursor) -> bool:
-        """Whether it gave the event with this cursor."""
-        return self._index_after(cursor) is not None
-
-    def _index_after(self, cursor: Cursor) -> int | None:
-        for index, event in enumerate(self._events):
+    def reader_after(self, cursor: Cursor) -> Reader | None:
+        """Of the events after the one with this cursor; None where that is not known here."""
+        if cursor == self._after and not self._num_dropped:
+            return Reader(self, 0)
+        for position, event in enumerate(self._events, self._num_dropped + 1):
             if event.cursor == cursor:
-                return index + 1
+                return Reader(self, position)
         return None
 
-    async def read(self, after: Cursor | None) -> AsyncGenerator[Event, None]:
-        """Events from the first one, or from the one after a cursor; raises what ended it."""
-        index = 0 if after is None else self._index_after(after) or 0
-        self._readers += 1
+    # ---- called by readers ----
+
+    def join(self, reader: Reader) -> None:
+        self._readers.add(reader)
         if self._expiry is not None:
             self._expiry.cancel()
-        try:
-            while True:
-                while index < len(self._events):
-                    index += 1
-                    yield self._events[index - 1]
-                if self._ended:
-                    if self._error is not None:
-                        raise self._error
-                    return
-                self._news.clear()
-                await self._news.wait()
-        finally:
-            self._readers -= 1
-            if self._readers == 0:
-                loop = asyncio.get_running_loop()
-                self._expiry = loop.call_later(self._grace_s, self._expire)
+
+    def leave(self, reader: Reader) -> None:
+        self._readers.discard(reader)
+        if not self._readers:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(self._grace_s, self._expire)
+
+    async def event_at(self, position: int) -> Event | None:
+        """The event, once it is there; None after the last. Raises what ended the answer."""
+        while position >= self._num_dropped + len(self._events):
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        return self._events[position - self._num_dropped]
+
+    def drop_sent(self) -> None:
+        """Keep no more than some of what every reader has."""
+        sent = min(reader.position for reader in self._readers)
+        while self._num_dropped < sent - _EVENTS_KEPT:
+            self._events.popleft()
+            self._num_dropped += 1
+
+    # ---- its end ----
 
     def _expire(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
         self._forget()
 
-    async def close(self) -> None:
-        """End it now."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    def stop(self) -> None:
+        """Nobody will join any more: go on for those who read only."""
+        self._grace_s = 0.0
+        if not self._readers:
+            self._expire()
+
+    async def wait_ended(self) -> None:
+        """Until no more is made."""
+        await asyncio.wait((self._task,))
+
+
+class Reader:
+    """One client's place in a live stream, from when it is made until its scope is left."""
+
+    def __init__(self, stream: LiveStream, position: int) -> None:
+        self._stream = stream
+        # Of the next event, counted from the stream's first.
+        self.position = position
+        stream.join(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stream.leave(self)
+
+    async def next(self) -> Event | None:
+        """The next event; None after the last. Raises what ended the answer."""
+        event = await self._stream.event_at(self.position)
+        if event is not None:
+            self.position += 1
+            self._stream.drop_sent()
+        return event
 
 
 class LiveStreams:
@@ -206,22 +277,29 @@ class LiveStreams:
         self._grace_s = grace_s
         self._streams: dict[tuple[bytes, str, int, int], LiveStream] = {}
 
-    def find(self, cursor: Cursor) -> LiveStream | None:
-        """The stream that gave this event, if it is still here."""
+    def join(self, cursor: Cursor) -> Reader | None:
+        """Read on after the event with this cursor, if the stream that gave it is still here."""
         stream = self._streams.get(cursor.answer)
-        return stream if stream is not None and stream.has(cursor) else None
+        return None if stream is None else stream.reader_after(cursor)
 
-    def begin(self, cursor: Cursor, make: Callable[[LiveStream], Awaitable[None]]) -> LiveStream:
-        """A new stream of the cursor's answer; one that was resumed takes the place of another."""
-        stream = LiveStream(self._grace_s)
-        self._streams[cursor.answer] = stream
+    def begin(self, cursor: Cursor, make: Callable[[LiveStream], Awaitable[None]]) -> Reader:
+        """Read a new stream of what comes after the cursor; it takes the place of an older one."""
+        older = self._streams.get(cursor.answer)
+        if older is not None:
+            older.stop()
+        stream = self._streams[cursor.answer] = LiveStream(cursor, self._grace_s)
 
         def forget() -> None:
             if self._streams.get(cursor.answer) is stream:
                 del self._streams[cursor.answer]
 
-        stream.start(make, forget)
-        return stream
+        return stream.start(make, forget)
 
-    async def close(self) -> None:
-        await asyncio.gather(*(stream.close() for stream in list(self._streams.values())))
+    def stop(self) -> None:
+        """The router ends: what nobody reads now is read by nobody."""
+        for stream in list(self._streams.values()):
+            stream.stop()
+
+    async def wait_ended(self) -> None:
+        """Until no stream is being made."""
+        await asyncio.gather(*(stream.wait_ended() for stream in list(self._streams.values())))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +22,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import SlowReader, noted
 from penstock_router.generation import Generation
 from penstock_router.responses import Shape
-from penstock_router.resumption import Cursor, LiveStream
+from penstock_router.resumption import Cursor, Reader
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class EventStream:
             await self._write(b"".join([b"data: %b\n\n" % data for data in payloads]))
 
     async def send_with_id(self, payload: bytes, event_id: str) -> None:
-        """An event that a client can name to go on after it; with "" it can no more."""
+        """An event that a client can name to go on after it."""
         await self._write(b"id: %b\ndata: %b\n\n" % (event_id.encode(), payload))
 
     async def _write(self, data: bytes) -> None:
@@ -151,36 +150,31 @@ async def stream(
 
 async def follow(
     request: web.Request,
-    live: LiveStream,
-    after: Cursor | None,
+    reader: Reader,
     write_id: Callable[[Cursor], str],
     *,
     request_id: str,
     config: RouterConfig,
 ) -> web.StreamResponse:
-    """Answer with the events of a live stream that come after a cursor, each with an id."""
+    """Answer with the events of a live stream that its reader lacks, each with an id."""
 
     async def send_all(events: EventStream) -> None:
         event = await first
         while event is not None:
-            cursor = event.cursor
-            if cursor is None:
+            if event.cursor is None:
                 await events.send([event.payload])
             else:
-                event_id = write_id(cursor) if cursor.numerics else ""
-                await events.send_with_id(event.payload, event_id)
-            event = await anext(source, None)
+                await events.send_with_id(event.payload, write_id(event.cursor))
+            event = await reader.next()
 
-    async with aclosing(live.read(after)) as source:
-        first = asyncio.ensure_future(anext(source, None))
-        try:
-            await asyncio.wait((first,), timeout=config.keep_alive_s)
-            if first.done():
-                first.result()
-            return await _answer(request, send_all, request_id, config)
-        finally:
-            first.cancel()
-            await asyncio.wait((first,))
+    first = asyncio.ensure_future(reader.next())
+    try:
+        await asyncio.wait((first,), timeout=config.keep_alive_s)
+        if first.done():
+            first.result()
+        return await _answer(request, send_all, request_id, config)
+    finally:
+        first.cancel()
 
 
 async def _answer(

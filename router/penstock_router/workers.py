@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from penstock_client import Fleet, Patience
-from penstock_client.audit import AuditLog, read_key
+from penstock_client.audit import AuditLog
 from penstock_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -58,13 +58,14 @@ def run(config: RouterConfig) -> int:
         listener = bind(config.host, config.port)
     except OSError as error:
         reason = error.strerror or str(error)
-        print(
-            f"penstock router: cannot listen on {config.host}:{config.port}: {reason}",
-            file=sys.stderr,
-        )
-        return EXIT_USAGE
+        return _refuse(f"cannot listen on {config.host}:{config.port}: {reason}")
     if config.workers == 1:
         return asyncio.run(serve(config, listener))
+    try:
+        _check_audit_logs(config)
+    except OSError as error:
+        # Here: a worker that ends is started again, and would be for ever.
+        return _refuse(f"--audit-log: {error}")
     port = listener.getsockname()[1]
     listener.close()
     config = dataclasses.replace(config, port=port)
@@ -73,6 +74,11 @@ def run(config: RouterConfig) -> int:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         config = dataclasses.replace(config, changes_file=os.path.join(folder, "changes"))
         return _Parent(config).run()
+
+
+def _refuse(reason: str) -> int:
+    print(f"penstock router: {reason}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 def set_up_logging(config: RouterConfig) -> None:
@@ -121,9 +127,8 @@ async def serve(
     metrics = Metrics()
     try:
         audit = _open_audit_log(config)
-    except (OSError, ValueError) as error:
-        print(f"penstock router: --audit-log {config.audit_log}: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    except OSError as error:
+        return _refuse(f"--audit-log: {error}")
     stop = asyncio.Event()
     if lifeline is None:
         _stop_on_signals(stop)
@@ -147,7 +152,7 @@ async def serve(
             finally:
                 await runner.cleanup()
     if audit is not None:
-        audit.close()
+        audit.close(_LAST_WORDS_S)
     return 0
 
 
@@ -167,8 +172,7 @@ def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fl
 def _open_audit_log(config: RouterConfig) -> AuditLog | None:
     if config.audit_log is None:
         return None
-    key = None if config.audit_key_file is None else read_key(config.audit_key_file)
-    return AuditLog(config.audit_log, prompts=config.audit_prompts, key=key)
+    return AuditLog(config.audit_log, prompts=config.audit_prompts, key=config.audit_key)
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
@@ -201,6 +205,25 @@ def _worker_main(config: RouterConfig, lifeline: Connection) -> None:
     set_up_logging(config)
     listener = bind(config.host, config.port, shared=True)
     sys.exit(asyncio.run(serve(config, listener, lifeline)))
+
+
+def _config_of(config: RouterConfig, index: int) -> RouterConfig:
+    """What worker number `index` is told: its share of the places, and a log of its own."""
+    share, rest = divmod(config.max_concurrent_requests, config.workers)
+    log = config.audit_log
+    return dataclasses.replace(
+        config,
+        max_concurrent_requests=share + (index < rest),
+        audit_log=None if log is None else f"{log}-worker{index}",
+    )
+
+
+def _check_audit_logs(config: RouterConfig) -> None:
+    """Raises `OSError` for one that its worker could not write to."""
+    for index in range(config.workers):
+        log = _open_audit_log(_config_of(config, index))
+        if log is not None:
+            log.close()
 
 
 class _Parent:
@@ -236,15 +259,10 @@ class _Parent:
             os.read(self._wake, 1)
 
     def _start(self, index: int) -> SpawnProcess:
-        share, rest = divmod(self._config.max_concurrent_requests, self._config.workers)
-        log = self._config.audit_log
-        config = dataclasses.replace(
-            self._config,
-            max_concurrent_requests=share + (index < rest),
-            audit_log=None if log is None else f"{log}-worker{index}",
-        )
         worker = self._context.Process(
-            target=_worker_main, args=(config, self._lifeline), name=f"penstock-router-{index}"
+            target=_worker_main,
+            args=(_config_of(self._config, index), self._lifeline),
+            name=f"penstock-router-{index}",
         )
         # Blocked in the worker from its first instant and for good: see the top of this file.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

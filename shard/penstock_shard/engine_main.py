@@ -42,6 +42,8 @@ from penstock_shard.tokenizer_files import tokenizer_hash
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
+# A beat that is later than this was held up by something that held up the step too.
+_LATEST_BEAT_S = 1.0
 
 
 def main() -> None:
@@ -148,14 +150,20 @@ def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
 
 def _beat(link: EngineEnd, engine: Engine) -> None:
     """Outside the step, so that a long step and a hung process look different."""
+    step_s, stopped_s, late_s = None, 0.0, 0.0
     while True:
         started_s = engine.step_started_s
-        running_s = 0.0 if started_s is None else time.monotonic() - started_s
+        # While this process was stopped its step did not run.
+        stopped_s = stopped_s + late_s if started_s == step_s else late_s
+        step_s = started_s
+        running_s = 0.0 if started_s is None else time.monotonic() - started_s - stopped_s
         try:
-            link.send(Beat(running_s, engine.step_expected_s))
+            link.send(Beat(max(0.0, running_s), engine.step_expected_s))
         except OSError:
             return
+        slept_at_s = time.monotonic()
         time.sleep(_BEAT_S)
+        late_s = max(0.0, time.monotonic() - slept_at_s - _LATEST_BEAT_S)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,12 @@ _UNAVAILABLE = 14
 _FIRST_BACK_OFF_S = 0.25
 _MAX_BACK_OFF_S = 10.0
 _WATCHDOG_S = 0.1
+# Whoever sleeps for so much longer than it asked for did not run meanwhile: stopped, suspended.
+_STOPPED_S = 0.5
 # A step that takes so many times what was expected hangs.
 _HUNG_STEPS = 10
+# A suspect that gives so many tokens is none any more; clients count alike.
+_TRIAL_TOKENS = 8
 # An abort of an unknown id is remembered this long: its submit may still be on the way.
 _ABORT_MEMORY_S = 30.0
 _ABORT_MEMORY_IDS = 200_000
@@ -59,7 +63,9 @@ class _Route:
     attempt: int
     deliver: Deliver
     num_tokens: int
+    # It was running in engines that died, and is tried now.
     suspect: bool = False
+    num_given: int = 0
     # The engine has begun to compute it.
     started: bool = False
     deadline: asyncio.TimerHandle | None = None
@@ -189,7 +195,8 @@ class EngineSupervisor:
         # A hung engine takes nothing from the socket: what is sent to it would pile up here.
         if not self.serving:
             return link.Error(_UNAVAILABLE, "the shard's engine is not serving")
-        if suspect and any(route.suspect for route in self._routes.values()):
+        others = (route for route in self._routes.values() if route.request_id != submit.request_id)
+        if suspect and any(route.suspect for route in others):
             reason = "another request that engines died of is being tried"
             return link.Error(_RESOURCE_EXHAUSTED, reason)
         config = self._config
@@ -226,6 +233,7 @@ class EngineSupervisor:
         if len(request_id) > MAX_ID_CHARACTERS:
             return
         now_s = time.monotonic()
+        attempt = max(attempt, self._early_aborts.get(request_id, (0.0, -1))[1])
         self._early_aborts[request_id] = (now_s + _ABORT_MEMORY_S, attempt)
         self._early_aborts.move_to_end(request_id)
         while next(iter(self._early_aborts.values()))[0] <= now_s:
@@ -323,7 +331,9 @@ class EngineSupervisor:
     async def _kill_when_it_hangs(self) -> None:
         """A hung engine is a dead one that holds its requests: it is killed, and started again."""
         while self._ready is None or not self.hangs:
+            slept_at_s = time.monotonic()
             await asyncio.sleep(_WATCHDOG_S)
+            self._excuse(time.monotonic() - slept_at_s - _WATCHDOG_S)
         logger.error(
             "the engine hangs (no sign of life for %.1f s, its step runs for %.1f s); killing it",
             self.beat_age_s,
@@ -331,6 +341,14 @@ class EngineSupervisor:
         )
         if self._process is not None:
             self._process.kill()
+        if self._writer is not None:
+            # A process that waits for a device cannot be killed: its requests go on all the same.
+            self._writer.transport.abort()
+
+    def _excuse(self, late_s: float) -> None:
+        """While this process was stopped it heard nothing: that is no silence of the engine's."""
+        if late_s > _STOPPED_S:
+            self._beat_at_s = min(time.monotonic(), self._beat_at_s + late_s)
 
     async def _listen_to(self, reader: asyncio.StreamReader) -> None:
         """Take what the engine says until it is gone."""
@@ -404,6 +422,9 @@ class EngineSupervisor:
                 continue
             if output.is_last:
                 self._forget(route)
+            if route.suspect:
+                route.num_given += len(output.token_ids)
+                route.suspect = route.num_given < _TRIAL_TOKENS
             route.deliver(output)
         if step.load != self.load:
             self.load = step.load

@@ -213,6 +213,25 @@ async def test_one_poisonous_request_ends_three_engines_at_most_and_no_other_req
                 fleet.submit(poison)
 
 
+async def test_those_beside_a_poisonous_request_in_every_engine_that_died_need_not_queue_for_long(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    poison_id = 999
+    shards = _shards(tmp_path, 2, "--fake-crash-on", str(poison_id))
+    with running(*shards):
+        # One after the other, whole, they would take most of a minute.
+        patience = Patience(wait_s=20.0)
+        async with _fleet([shard.address for shard in shards], patience=patience) as fleet:
+            requests = [any_request(rng, poison_id, max_tokens=400) for _ in range(STREAMS)]
+            calm = await _run_all(fleet, requests)
+            tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
+            await asyncio.sleep(0.3)
+            poison = GenerationRequest([1, poison_id], SamplingParams(seed=1), max_tokens=50)
+            with pytest.raises(PoisonousRequest, match="3 engines died"):
+                await run_whole(fleet, poison)
+            assert await asyncio.gather(*tasks) == calm
+
+
 async def test_a_drained_shard_hands_its_requests_over_and_exits_at_once(
     tmp_path: Path, rng: random.Random
 ) -> None:

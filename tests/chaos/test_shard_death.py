@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import Shard, is_alive, running, wait_until
@@ -197,3 +200,67 @@ async def test_a_slow_reader_gets_its_answers_while_the_shard_goes_down(tmp_path
             await asyncio.sleep(0.5)
             for stream in streams:
                 assert sum([len(output.token_ids) async for output in stream]) == 500
+
+
+@pytest.mark.parametrize("engine_too", [False, True])
+async def test_a_server_that_was_stopped_does_not_kill_its_healthy_engine(
+    tmp_path: Path, engine_too: bool
+) -> None:
+    service = Shard(tmp_path / "log", "--stall-timeout", "1", "--step-ms", "20")
+    with running(service):
+        engine = service.engine
+        stopped: list[Any] = [service.process, *([engine] if engine_too else [])]
+        async with ShardClient(service.address) as client:
+            request = GenerationRequest([1], SamplingParams(seed=1), max_tokens=200)
+            tokens = asyncio.create_task(_tokens(client, request))
+            await asyncio.sleep(0.5)
+            for process in stopped:
+                process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(4.0)
+            for process in stopped:
+                process.send_signal(signal.SIGCONT)
+                # The server looks around before its engine has said anything.
+                await asyncio.sleep(0.3)
+            assert len(await tokens) == 200
+        assert service.engine.pid == engine.pid
+        assert "hangs" not in service.log
+
+
+_CLIENT = """
+import asyncio, sys
+from penstock_client import Fleet, GenerationRequest, SamplingParams
+
+async def main():
+    async with Fleet(sys.argv[1], stall_timeout_s=1.0) as fleet:
+        await fleet.wait_ready(20)
+        request = GenerationRequest([1], SamplingParams(seed=1), max_tokens=400)
+        async with fleet.submit(request) as stream:
+            tokens = []
+            async for output in stream:
+                if not tokens:
+                    print("running", flush=True)
+                tokens += output.token_ids
+        print(len(tokens), stream.attempt)
+
+asyncio.run(main())
+"""
+
+
+def test_a_client_that_was_stopped_hears_its_shards_before_it_gives_them_up(tmp_path: Path) -> None:
+    service = Shard(tmp_path / "log", "--step-ms", "10")
+    with running(service):
+        for _ in range(3):
+            client = subprocess.Popen(
+                [sys.executable, "-c", _CLIENT, service.address], stdout=subprocess.PIPE, text=True
+            )
+            try:
+                assert client.stdout is not None
+                assert client.stdout.readline() == "running\n"
+                time.sleep(0.3)
+                client.send_signal(signal.SIGSTOP)
+                time.sleep(3.0)
+                client.send_signal(signal.SIGCONT)
+                assert client.communicate(timeout=60)[0] == "400 0\n"
+            finally:
+                client.kill()
+                client.wait()

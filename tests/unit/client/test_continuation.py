@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -35,6 +37,7 @@ from penstock_client import (
 )
 from penstock_client.continuation import Continuations, FleetStream
 from penstock_client.policies import make_policy
+from penstock_client.verification import Verification
 
 _instances = itertools.count()
 
@@ -518,15 +521,14 @@ async def test_who_was_taken_once_waits_while_all_shards_are_full(make: Make) ->
 
 
 async def test_time_on_a_shard_is_no_waiting(make: Make) -> None:
-    world = make("a", wait_s=0.2)
+    world = make("a", wait_s=0.6)
     stream = world.start()
     for _ in range(3):
         stream.fail(ShardUnavailable("gone"))
         async with asyncio.timeout(1):
             while stream.shard is None:
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        stream.feed(Output([], stream.attempt * 0))
+        await asyncio.sleep(0.3)
     assert world.ended == []
 
 
@@ -539,3 +541,284 @@ async def test_closing_ends_what_waits_and_nothing_goes_on(make: Make) -> None:
     await anext(running)
     with pytest.raises(ShardUnavailable):
         await anext(running)
+
+
+# ---- what a hostile review found ----
+
+
+def _died() -> ShardUnavailable:
+    error = ShardUnavailable("died")
+    error.engine_died = True
+    return error
+
+
+async def test_no_other_weights_go_on_after_scores_of_the_prompt(make: Make) -> None:
+    world = make("a", wait_s=0.2)
+    stream = world.start(prompt_logprobs=0)
+    scores = Logprobs(chosen=[-1.0], ranks=[1])
+    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
+    world.add("b", weights_hash="others")
+    del world.shards["a"]
+    stream.fail(ShardUnavailable("gone"))
+    await anext(stream)
+    with pytest.raises(NoShardAvailable):
+        await anext(stream)
+    assert world.at("b").sent == []
+
+
+async def test_an_attempt_that_says_what_is_known_is_in_vain(make: Make) -> None:
+    world = make("a", "b", attempts=3)
+    stream = world.start(prompt_logprobs=0)
+    for _ in range(4):
+        async with asyncio.timeout(2):
+            while stream.shard is None and not stream.ended:
+                await asyncio.sleep(0.01)
+        scores = Logprobs(chosen=[-1.0], ranks=[1])
+        stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
+        stream.fail(ShardUnavailable("again"))
+    assert stream.ended
+    assert ("given_up", "attempts") in world.events
+
+
+async def test_a_gap_in_the_scores_of_the_prompt_is_an_error(make: Make) -> None:
+    world = make("a")
+    stream = world.start(prompt_logprobs=0)
+    scores = Logprobs(chosen=[-1.0], ranks=[1])
+    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=2))
+    with pytest.raises(ShardFailed, match="prompt from index 2 arrived, 1 was next"):
+        await anext(stream)
+
+
+@pytest.mark.parametrize("refusal", [InvalidRequest("max_tokens"), NotServed("logprobs")])
+async def test_what_one_shard_took_another_s_refusal_does_not_end(
+    make: Make, refusal: PenstockError
+) -> None:
+    world = make("a", "b", "c")
+    stream = world.start()
+    stream.feed(Output([10], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    stream.fail(refusal)
+    await settled()
+    assert [len(world.at(name).sent) for name in "abc"] == [1, 1, 1]
+
+
+async def test_copies_of_a_poisonous_request_are_tried_one_at_a_time_and_refused_together(
+    make: Make,
+) -> None:
+    world = make("a", "b", "c", "d")
+    streams = [world.start(sampling=SamplingParams(seed=seed)) for seed in range(4)]
+    other = world.start(prompt_token_ids=[7])
+    for _ in range(2):
+        for stream in streams:
+            stream.fail(_died())
+        await asyncio.sleep(0.15)
+    running = [stream for stream in streams if stream.shard is not None]
+    assert len(running) == 1
+    running[0].fail(_died())
+    await asyncio.sleep(1.5)
+    assert {type(stream.final_error) for stream in streams} == {PoisonousRequest}
+    assert not other.ended
+
+
+async def test_suspects_that_go_on_are_cleared_one_after_the_other(make: Make) -> None:
+    world = make("a", "b", wait_s=2.0)
+    streams = [world.start(prompt_token_ids=[number]) for number in range(40)]
+    for _ in range(2):
+        for stream in streams:
+            stream.fail(_died())
+        for shard in world.shards.values():
+            shard.breaker.reset()
+        await asyncio.sleep(0.3)
+    assert sum(stream.shard is not None for stream in streams) == 2
+    for _ in range(20):
+        for stream in [s for s in streams if s.is_suspect and s.shard is not None]:
+            stream.feed(Output(list(range(7)), 0))
+            assert stream.is_suspect
+            stream.feed(Output([7], 7))
+        await settled()
+    # Nobody has ended, all run, and an engine that dies later counts from nothing.
+    assert all(stream.shard is not None for stream in streams)
+    streams[0].fail(_died())
+    assert streams[0].engine_deaths == 1
+
+
+async def test_what_a_shard_hands_over_waits_for_the_first_that_can_take_it(make: Make) -> None:
+    world = make("a")
+    stream = world.start()
+    shard = world.shards["a"]
+    shard.load = LoadReport(serving=True, draining=True, handing_over=True)
+    world.continuations.shard_changed(shard)
+    await settled()
+    world.continuations.shard_changed(world.add("b"))
+    await settled()
+    assert world.where(stream) == "b"
+
+
+async def test_a_fleet_that_is_closed_takes_and_moves_nothing(make: Make) -> None:
+    world = make("a")
+    stream = world.start()
+    world.add("b")
+    shard = world.shards["a"]
+    shard.load = LoadReport(serving=True, draining=True, handing_over=True)
+    world.continuations.shard_changed(shard)
+    world.continuations.close()
+    await settled()
+    assert world.where(stream) == "a"
+    with pytest.raises(ShardUnavailable, match="closed"):
+        world.start()
+
+
+async def test_a_stream_that_waits_is_looked_at_once_however_many_shards_come(make: Make) -> None:
+    world = make()
+    stream = world.start(numerics="none")
+    shards = [world.add(f"shard {index}") for index in range(50)]
+    looked: list[int] = []
+    send = world.continuations._send
+
+    def look(stream: FleetStream) -> bool:
+        looked.append(1)
+        return send(stream)
+
+    world.continuations._send = look  # type: ignore[method-assign]
+    for shard in shards:
+        world.continuations.shard_changed(shard)
+    await settled()
+    # Once, and perhaps once more as its time had come.
+    assert 1 <= len(looked) <= 3
+    assert stream.shard is None
+
+
+async def test_what_is_verified_when_the_fleet_closes_is_still_no_caller_s_request(
+    make: Make,
+) -> None:
+    world = make("a", "b")
+    start, owned = world.continuations.start, []
+    verification = Verification(1.0, world.shards, start, lambda event, reason: None)
+    world.continuations._ended = lambda stream: owned.append(verification.owns(stream))
+    stream = world.start()
+    stream.feed(Output([10], 0, finish_reason=FinishReason.LENGTH))
+    verification.ended(stream)
+    await settled()
+    await verification.close()
+    assert owned == [False, True]
+
+
+# ---- whatever happens, in whatever order ----
+
+
+class Storm:
+    """Random events on a world of streams, and what must hold after each."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self.world, self.rng = world, rng
+        self.streams: list[FleetStream] = []
+        # The weights that gave each stream its output.
+        self.weights: dict[FleetStream, set[str]] = {}
+
+    def step(self) -> None:
+        rng, world = self.rng, self.world
+        running = [stream for stream in self.streams if stream.shard is not None]
+        shard = rng.choice(list(world.shards.values()))
+        match rng.randrange(12):
+            case 0 | 1 | 2:
+                self.submit()
+            case 3 | 4 | 5 | 6 if running:
+                self.answer(rng.choice(running))
+            case 7 if running:
+                rng.choice(running).fail(self.error())
+            case 8:
+                for stream in list(world.continuations._on(shard)):
+                    stream.fail(_died() if rng.random() < 0.1 else ShardUnavailable("gone"))
+                self.replace(shard)
+            case 9:
+                shard.load = LoadReport(serving=True, draining=True, handing_over=True)
+                world.continuations.shard_changed(shard)
+            case 10:
+                shard.load = LoadReport(serving=True, num_blocks=10)
+                world.continuations.shard_changed(shard)
+            case 11 if self.streams:
+                rng.choice(self.streams).cancel()
+        self.check()
+
+    def submit(self) -> None:
+        rng = self.rng
+        with contextlib.suppress(PoisonousRequest):
+            stream = self.world.start(
+                prompt_token_ids=[rng.randrange(1000)],
+                exact=rng.random() < 0.3,
+                prompt_logprobs=rng.choice([None, 0]),
+                objective=Objective(deadline_s=rng.choice([None, 0.05, 5.0])),
+            )
+            self.streams.append(stream)
+            self.weights[stream] = set()
+
+    def answer(self, stream: FleetStream) -> None:
+        assert stream.info is not None
+        sent = self.world.at(self.world.where(stream)).sent
+        mine = next(each for each in reversed(sent) if each.stream is stream)
+        assert mine.attempt.number == stream.attempt
+        position, given = len(mine.request.output_token_ids), len(stream.token_ids)
+        assert given >= position
+        self.weights[stream].add(stream.info.weights_hash)
+        if stream.request.prompt_logprobs is not None and self.rng.random() < 0.3:
+            scores = Logprobs(chosen=[-1.0], ranks=[1])
+            stream.feed(Output([], given, prompt_logprobs=scores))
+        elif given == 19:
+            stream.feed(Output([given], given, finish_reason=FinishReason.LENGTH))
+        else:
+            # Some of it may be known.
+            first = self.rng.randint(max(0, given - 2), given)
+            stream.feed(Output(list(range(first, given + 1)), first))
+
+    def error(self) -> PenstockError:
+        kinds = (ShardUnavailable, Overloaded, NotServed, InvalidRequest, ShardFailed)
+        return self.rng.choice(kinds)("no")
+
+    def replace(self, shard: ShardState) -> None:
+        """Another engine at the same address, perhaps with other weights or numerics."""
+        rng = self.rng
+        shard.info = info(
+            shard.address,
+            weights_hash=rng.choice(["w", "w", "v"]),
+            numerics_fingerprint=rng.choice(["f", "f", "g"]),
+        )
+        shard.breaker.reset()
+        self.world.continuations.shard_changed(shard)
+
+    def check(self) -> None:
+        parts = self.world.continuations
+        on_shards = [stream for streams in parts._running.values() for stream in streams]
+        assert all(parts._running.values())
+        for stream in self.streams:
+            places = (on_shards.count(stream), stream in parts._waiting, stream.ended)
+            assert sum(map(int, places)) == 1, places
+            assert (stream.shard is not None) == bool(places[0])
+            assert (stream.timer is not None) == (stream in parts._waiting)
+            assert self.world.ended.count(stream) == stream.ended
+            assert stream.token_ids == list(range(len(stream.token_ids)))
+            assert len(self.weights[stream]) <= 1, "two weights gave one output"
+            assert not (stream.request.exact and stream.approximate)
+        assert parts._suspects == {stream for stream in on_shards if stream.is_suspect}
+
+
+async def test_whatever_happens_each_stream_is_in_one_place_and_ends_once(make: Make) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(20):
+        world = make("a", "b", "c", wait_s=0.2)
+        storm = Storm(world, rng)
+        for _ in range(150):
+            storm.step()
+            if rng.random() < 0.5:
+                await asyncio.sleep(rng.choice([0, 0, 0, 0.002]))
+                storm.check()
+        world.continuations.close()
+        for stream in storm.streams:
+            if stream.shard is not None:
+                stream.fail(ShardUnavailable("closed"))
+        storm.check()
+        assert all(stream.ended for stream in storm.streams)
+        parts = world.continuations
+        assert not any((parts._running, parts._waiting, parts._due, parts._suspects))

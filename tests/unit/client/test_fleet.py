@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from penstock_client import (
@@ -12,6 +14,7 @@ from penstock_client import (
     NoShardAvailable,
     Patience,
     ShardState,
+    ShardUnavailable,
 )
 
 
@@ -56,3 +59,52 @@ async def test_a_model_that_no_ready_shard_serves_is_named_with_those_that_are(
             fleet.submit(GenerationRequest([1], tokenizer_hash="two"))
         with pytest.raises(InvalidRequest, match="'other' is not served; served: served"):
             fleet.submit(GenerationRequest([1], model="other"))
+
+
+async def test_a_shard_that_comes_back_while_it_is_seen_off_is_another_and_the_first_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = "127.0.0.1:1"
+    async with Fleet([address, "127.0.0.1:2"]) as fleet, asyncio.timeout(10):
+        shard = fleet.shards[0]
+        may_close, closed = asyncio.Event(), asyncio.Event()
+        close = shard.client.close
+
+        async def slow_close() -> None:
+            await may_close.wait()
+            await close()
+            closed.set()
+
+        monkeypatch.setattr(shard.client, "close", slow_close)
+        fleet.remove(address)
+        while shard in fleet.shards:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        fleet.add(address)
+        may_close.set()
+        await closed.wait()
+        (again,) = (other for other in fleet.shards if other.address == address)
+        assert again is not shard
+        assert not again.leaving
+
+
+async def test_closing_a_fleet_waits_for_whoever_is_seen_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Fleet(["127.0.0.1:1", "127.0.0.1:2"]) as fleet, asyncio.timeout(10):
+        shard = fleet.shards[0]
+        closed: list[bool] = []
+        close = shard.client.close
+
+        async def slow_close() -> None:
+            await asyncio.sleep(0.2)
+            await close()
+            closed.append(True)
+
+        monkeypatch.setattr(shard.client, "close", slow_close)
+        fleet.remove(shard.address)
+        while shard in fleet.shards:
+            await asyncio.sleep(0.01)
+    assert closed == [True]
+    with pytest.raises(ShardUnavailable, match="closed"):
+        fleet.submit(GenerationRequest([1]))

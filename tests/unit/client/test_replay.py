@@ -252,7 +252,7 @@ def test_what_decides_the_tokens_is_sent_and_nothing_else() -> None:
         [7, 8], sampling, max_tokens=9, min_tokens=2, stop_token_ids=[4], ignore_eos=True,
         logprobs=5, prompt_logprobs=1, logprob_token_ids=[3], output_token_ids=[6],
         objective=Objective(deadline_s=0.1), model="alias", tokenizer_hash="t", exact=True,
-        session="s", shard="gone:1", adapter="a", cache_salt="salt", label="mine",
+        numerics="g", session="s", shard="gone:1", adapter="a", cache_salt="salt", label="mine",
         traceparent="t",
     )  # fmt: skip
     assert replay_request(_record(request=request), "here:1") == GenerationRequest(

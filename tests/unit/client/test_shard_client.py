@@ -37,6 +37,8 @@ class _Scripted(ShardServicer):
                 continue
             elif request.label == "end the call":
                 return
+            elif request.label == "break the call":
+                await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
             else:
                 output.token_ids[:] = [1]
                 output.finish.reason = pb.Finish.REASON_STOP
@@ -124,3 +126,26 @@ async def test_a_synchronous_call_that_ends_too_early_is_an_error(
 
     with pytest.raises(ShardUnavailable, match="ended the call"):
         await asyncio.to_thread(read)
+
+
+async def test_a_request_that_no_message_holds_is_refused_and_those_beside_it_go_on(
+    scripted: tuple[_Scripted, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_client.shard_client.MAX_MESSAGE_BYTES", 1000)
+    async with ShardClient(scripted[1]) as client:
+        beside = client.submit(GenerationRequest([1], label="silent"))
+        with pytest.raises(InvalidRequest, match="bytes on the wire; at most 1000"):
+            client.submit(GenerationRequest([1] * 1000))
+        assert [o.token_ids async for o in client.submit(GenerationRequest([2]))] == [[1]]
+        assert not beside.ended
+
+
+async def test_a_call_that_breaks_says_nothing_of_the_requests_on_it(
+    scripted: tuple[_Scripted, str],
+) -> None:
+    async with ShardClient(scripted[1]) as client:
+        beside = client.submit(GenerationRequest([1], label="silent"))
+        broken = client.submit(GenerationRequest([1], label="break the call"))
+        for stream in (beside, broken):
+            with pytest.raises(ShardUnavailable, match="Internal error"):
+                await anext(stream)

@@ -207,6 +207,7 @@ class FakeShard:
     load: LoadReport = field(default_factory=LoadReport)
     in_flight: int = 0
     problem: str = ""
+    leaving: bool = False
 
     async def drain(self) -> None:
         self.load = LoadReport(draining=True, handing_over=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
-from router_doubles import FakeFleet, MemoryRouter, memory_router
+from router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
 
 from penstock_router.admin import Changes
 
@@ -96,3 +97,52 @@ def test_what_one_worker_is_told_the_others_hear_also_those_that_start_later(
     assert _shards(fleets[1]) == ["c:3", "d:4", "e:5"]
     third.say("add", "f:6")
     assert _shards(fleets[2]) == ["c:3", "d:4", "e:5", "f:6"]
+
+
+async def test_a_shard_is_the_same_however_its_address_is_written() -> None:
+    async with memory_router(FakeFleet({}), admin_key="operator") as router:
+        await router.post("/admin/shards", {"address": "[0:0::1]:50051"}, **KEY)
+        assert _shards(router.fleet) == ["fake:1", "[::1]:50051"]
+        for written in ("FAKE:1", "%5B::1%5D%3A50051"):
+            answer = await router.request("DELETE", f"/admin/shards/{written}", headers=KEY)
+            assert answer.status == 202
+        assert _shards(router.fleet) == []
+        answer = await router.request("DELETE", "/admin/shards/nowhere", headers=KEY)
+        assert (answer.status, "is not HOST:PORT" in answer.error["message"]) == (400, True)
+
+
+class HungShard(FakeShard):
+    async def drain(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_shard_that_does_not_answer_keeps_no_operator_waiting() -> None:
+    fleet = FakeFleet({}, shards=[HungShard()])
+    async with memory_router(fleet, admin_key="operator", stall_timeout_s=0.05) as router:
+        async with asyncio.timeout(5):
+            answer = await router.request("POST", "/admin/shards/fake:1/drain", headers=KEY)
+        message = "fake:1 does not drain: it does not answer"
+        assert (answer.status, answer.error["message"]) == (503, message)
+
+
+async def test_a_worker_that_starts_again_leaves_out_what_its_source_names_later(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "changes"
+    path.write_text("remove b:2\nremove c:3\nadd c:3\nremove d:")
+    fleet = FakeFleet({})
+    following = asyncio.create_task(Changes(fleet, str(path)).follow())
+    await asyncio.sleep(0.01)
+    assert _shards(fleet) == ["fake:1", "c:3"]
+    for address in ("b:2", "d:4"):
+        fleet.add(address)
+    with path.open("a") as file:
+        file.write("4\n")
+    async with asyncio.timeout(5):
+        while _shards(fleet) != ["fake:1", "c:3"]:
+            await asyncio.sleep(0.01)
+    # Whoever comes back by the source's word stays.
+    fleet.add("b:2")
+    await asyncio.sleep(0.6)
+    assert _shards(fleet) == ["fake:1", "c:3", "b:2"]
+    following.cancel()

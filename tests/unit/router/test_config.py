@@ -60,6 +60,14 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", "a:1", "--api-key", "schlüssel"], "printable ASCII"),
         (["--shards", "a:1", "--shard-api-key", "a\nb"], "--shard-api-key: a key is printable"),
         (["--shards", "a:1", "--workers", "3", "--max-concurrent-requests", "2"], "--workers 3"),
+        (["--shards", "a:1", "--resume-key", "a b "], "--resume-key: a key is printable ASCII"),
+        (["--shards", "a:1", "--admin-key", ""], "--admin-key: a key is printable ASCII"),
+        (["--shards", "a:1", "--stall-timeout-s", "1"], "--stall-timeout-s 1: must be above 1"),
+        (["--shards", "a:1", "--verify-share", "1.5"], "--verify-share: 1.5 is not between 0"),
+        (["--shards", "a:1", "--audit-prompts"], "--audit-prompts: there is no --audit-log"),
+        (["--shards", "a:1", "--audit-key-file", "/k"], "--audit-key-file: there is no"),
+        (["--shards", "a:1", "--audit-log", "a", "--audit-key-file", "/k"], "/k: No such file"),
+        (["--shards", "a:1", "--audit-log", "a", "--audit-key-file", "/dev/null"], "16 to 64"),
     ],
 )
 def test_bad_flags_are_one_line_and_status_2(
@@ -84,6 +92,25 @@ def test_an_empty_key_in_the_environment_does_not_serve_without_one(
         parse_config(["--shards", "a:1"])
     assert ended.value.code == 2
     assert "PENSTOCK_API_KEY: a key is" in capsys.readouterr().err
+
+
+def test_the_resume_key_is_the_flag_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_RESUME_KEY", "from-env")
+    assert parse_config(["--shards", "a:1"]).resume_key == "from-env"
+    assert parse_config(["--shards", "a:1", "--resume-key", "flag"]).resume_key == "flag"
+    monkeypatch.setenv("PENSTOCK_RESUME_KEY", "")
+    with pytest.raises(SystemExit):
+        parse_config(["--shards", "a:1"])
+    assert "PENSTOCK_RESUME_KEY: a key is" in capsys.readouterr().err
+
+
+def test_the_audit_log_s_key_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sixteen bytes or more\n")
+    config = parse_config(["--shards", "a:1", "--audit-log", "a", "--audit-key-file", str(file)])
+    assert config.audit_key == b"sixteen bytes or more"
 
 
 def test_a_chat_template_that_does_not_parse_ends_the_start(

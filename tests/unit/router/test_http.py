@@ -35,6 +35,7 @@ from penstock_client.errors import (
     NotServed,
     Overloaded,
     PenstockError,
+    PoisonousRequest,
     ShardFailed,
     ShardUnavailable,
     Unauthenticated,
@@ -1026,3 +1027,61 @@ async def test_a_large_prompt_is_tokenized_off_the_loop(byte_level: Tokenizer) -
         assert health.status == 200
         assert not big.done()
         assert (await big).status == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "words"),
+    [
+        ("x-penstock-shard", "10.9.9.9:1", "x-penstock-shard: 10.9.9.9:1 is not in this fleet"),
+        ("x-penstock-shard", "nowhere", "x-penstock-shard: 'nowhere' is not HOST:PORT"),
+        ("x-penstock-shard", "y" * 4000, "x-penstock-shard: 'yyyy"),
+        ("x-penstock-session", "y" * 257, "x-penstock-session: 257 characters; at most 256"),
+        ("x-penstock-exact", "true", "x-penstock-exact: 'true' must be 0 or 1"),
+        ("x-penstock-resumable", "", "x-penstock-resumable: '' must be 0 or 1"),
+    ],
+)
+async def test_a_header_out_of_its_bounds_is_named_in_one_line(
+    header: str, value: str, words: str
+) -> None:
+    fleet = FakeFleet(model_files(byte_level_tokenizer()))
+    async with memory_router(fleet) as router:
+        answer = await router.post("/v1/completions", {"prompt": "a"}, **{header: value})
+        message = answer.error["message"]
+        assert answer.status == 400
+        assert message.startswith(words)
+        assert len(message) < 300
+        assert "fake:1" not in message
+        assert fleet.requests == []
+
+
+async def test_headers_reach_the_fleet_and_a_shard_s_address_may_be_written_as_one_likes() -> None:
+    fleet = FakeFleet(model_files(byte_level_tokenizer()))
+    headers = {"x-penstock-shard": "FAKE:1", "x-penstock-session": "me", "x-penstock-exact": "1"}
+    async with memory_router(fleet) as router:
+        await router.post("/v1/completions", {"prompt": "a"}, **headers)
+        (request,) = fleet.requests
+        assert (request.shard, request.session, request.exact) == ("fake:1", "me", True)
+
+
+async def test_a_request_that_kills_engines_is_400_and_a_line_for_the_operator(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusal = PoisonousRequest("3 engines died while this request was running")
+    fleet = FakeFleet(model_files(byte_level_tokenizer()), refusal=refusal, accepts=0)
+    async with memory_router(fleet) as router:
+        answer = await router.post("/v1/completions", {"prompt": "a"}, **{"X-Request-Id": "mine"})
+        assert (answer.status, answer.error["message"]) == (400, str(refusal))
+        assert f"request mine: PoisonousRequest: {refusal}" in caplog.text
+
+
+async def test_a_shard_of_another_model_is_refused_and_not_waited_for() -> None:
+    other = FakeShard(replace(INFO, model="other", model_aliases=()), address="fake:2")
+    fleet = FakeFleet(model_files(byte_level_tokenizer()), shards=[FakeShard(), other])
+    async with memory_router(fleet) as router:
+        body = {"prompt": "a", "model": INFO.model}
+        answer = await router.post("/v1/completions", body, **{"x-penstock-shard": "fake:2"})
+        assert answer.status == 400
+        assert answer.error["message"] == "x-penstock-shard: fake:2 does not serve fake-model"
+        answer = await router.post("/v1/completions", body, **{"x-penstock-shard": "fake:1"})
+        assert answer.status == 200
+        assert len(fleet.requests) == 1

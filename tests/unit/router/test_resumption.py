@@ -10,10 +10,36 @@ import pytest
 from router_doubles import FakeFleet, MemoryRouter, byte_level_tokenizer, memory_router, model_files
 from support.budget import budget, seeded
 
-from penstock_router.errors import BadRequest
-from penstock_router.resumption import Cursor, CursorCodec, Event, LiveStream, body_digest
+from penstock_client.errors import ShardFailed
+from penstock_client.stream import GenerationStream
+from penstock_client.types import GenerationRequest
+from penstock_router.errors import BadRequest, Unavailable
+from penstock_router.resumption import (
+    MAX_SEQUENCES,
+    Cursor,
+    CursorCodec,
+    Event,
+    LiveStream,
+    LiveStreams,
+    Reader,
+    body_digest,
+)
 
 CURSOR = Cursor(b"digest", "me", 1234, 2**64 - 1, "numerics", ((3, 14, False), (0, 0, True)))
+START = Cursor(b"", "", 0, 0)
+
+
+def _after(number: int) -> Cursor:
+    return Cursor(b"", "", 0, 0, "n", ((number, 0, False),))
+
+
+async def _read(reader: Reader | None) -> list[bytes]:
+    assert reader is not None
+    payloads = []
+    with reader:
+        while (event := await reader.next()) is not None:
+            payloads.append(event.payload)
+    return payloads
 
 
 def test_an_id_says_what_was_written_into_it_and_fits_a_header() -> None:
@@ -47,38 +73,83 @@ async def test_whoever_joins_a_live_stream_gets_what_it_lacks_and_the_rest() -> 
         for number in range(6):
             if number == 3:
                 await go.wait()
-            cursor = Cursor(b"", "", 0, 0, "n", ((number, 0, False),))
-            live.put(Event(str(number).encode(), cursor))
+            live.put(Event(str(number).encode(), _after(number)))
 
-    live = LiveStream(grace_s=10)
-    live.start(make, lambda: None)
+    streams = LiveStreams(grace_s=10)
+    readers = [asyncio.create_task(_read(streams.begin(START, make)))]
     await asyncio.sleep(0)
-    after = Cursor(b"", "", 0, 0, "n", ((1, 0, False),))
-
-    async def read(cursor: Cursor | None) -> list[bytes]:
-        return [event.payload async for event in live.read(cursor)]
-
-    readers = [asyncio.create_task(read(cursor)) for cursor in (None, after)]
+    readers += [asyncio.create_task(_read(streams.join(_after(1)))) for _ in range(2)]
     await asyncio.sleep(0.01)
     go.set()
     whole = [b"0", b"1", b"2", b"3", b"4", b"5"]
-    assert await asyncio.gather(*readers) == [whole, whole[2:]]
-    await live.close()
+    assert await asyncio.gather(*readers) == [whole, whole[2:], whole[2:]]
+    # Before its first event too, and not after one that it never gave.
+    assert await _read(streams.join(START)) == whole
+    assert streams.join(_after(7)) is None
+    streams.stop()
 
 
-async def test_what_ends_a_live_stream_is_what_each_reader_gets() -> None:
+async def test_what_ends_a_live_stream_is_what_each_reader_gets_and_nobody_later() -> None:
     async def make(live: LiveStream) -> None:
-        live.put(Event(b"0"))
+        live.put(Event(b"0", _after(0)))
+        await asyncio.sleep(0.01)
         raise BadRequest("no")
 
-    live = LiveStream(grace_s=10)
-    live.start(make, lambda: None)
-    for _ in range(2):
-        reader = live.read(None)
-        assert (await anext(reader)).payload == b"0"
-        with pytest.raises(BadRequest):
-            await anext(reader)
-    await live.close()
+    streams = LiveStreams(grace_s=10)
+    first = streams.begin(START, make)
+    second = streams.join(START)
+    assert second is not None
+    for reader in (first, second):
+        with reader:
+            event = await reader.next()
+            assert event is not None
+            assert event.payload == b"0"
+            with pytest.raises(BadRequest):
+                await reader.next()
+    assert streams.join(_after(0)) is None
+
+
+async def test_of_what_all_readers_have_a_live_stream_keeps_a_bounded_part() -> None:
+    async def make(live: LiveStream) -> None:
+        for number in range(5000):
+            live.put(Event(str(number).encode(), _after(number)))
+
+    streams = LiveStreams(grace_s=10)
+    reader = streams.begin(START, make)
+    behind = streams.join(START)
+    assert len(await _read(reader)) == 5000
+    # Nothing of it is dropped that a reader still lacks.
+    assert len(await _read(behind)) == 5000
+    for number, lacking in ((4999, 0), (4500, 499), (10, None)):
+        joined = streams.join(_after(number))
+        if lacking is None:
+            assert joined is None
+        else:
+            assert len(await _read(joined)) == lacking
+    assert streams.join(START) is None
+    streams.stop()
+
+
+async def test_a_stopping_router_ends_what_nobody_reads_and_finishes_what_somebody_does() -> None:
+    ended: list[str] = []
+
+    async def make(live: LiveStream, name: str) -> None:
+        try:
+            await asyncio.sleep(0.05)
+            live.put(Event(b"last"))
+        except asyncio.CancelledError:
+            ended.append(name)
+            raise
+
+    streams = LiveStreams(grace_s=60)
+    with streams.begin(START, lambda live: make(live, "unread")) as unread:
+        await asyncio.sleep(0)
+    reader = streams.begin(_after(1), lambda live: make(live, "read"))
+    streams.stop()
+    assert await _read(reader) == [b"last"]
+    assert ended == ["unread"]
+    with pytest.raises(Unavailable):
+        await unread.next()
 
 
 def _events(body: bytes) -> list[tuple[str | None, str]]:
@@ -177,3 +248,110 @@ async def test_without_a_seed_the_answer_that_is_made_again_is_still_the_same() 
         seeds = [request.sampling.seed for request in first.fleet.requests]
         assert seeds == [request.sampling.seed for request in other.fleet.requests]
         assert len(set(seeds)) == 2
+
+
+async def _first_id(router: MemoryRouter, body: object, **headers: str) -> str:
+    events = await _all_events(router, body, **headers)
+    return next(event_id for event_id, _ in events if event_id)
+
+
+async def test_clients_that_reconnect_at_once_share_one_answer() -> None:
+    files = model_files(byte_level_tokenizer())
+    settings = {"resume_key": "shared", "resume_grace_s": 0.05}
+    async with (
+        memory_router(FakeFleet(files), **settings) as first,
+        memory_router(FakeFleet(files, step_s=0.002), **settings) as other,
+    ):
+        event_id = await _first_id(first, BODY)
+        answers = await asyncio.gather(
+            *(_all_events(other, BODY, **{"Last-Event-ID": event_id}) for _ in range(4))
+        )
+        assert answers.count(answers[0]) == 4
+        assert len(other.fleet.requests) == 1
+        text = (await other.get("/metrics")).body.decode()
+        assert 'penstock_router_resumed_streams_total{how="again"} 1.0' in text
+        assert 'penstock_router_resumed_streams_total{how="live"} 3.0' in text
+
+
+async def test_an_answer_that_failed_is_made_again_and_its_error_is_not_said_again() -> None:
+    tokens = [*range(40, 70)]
+    failures = [ShardFailed("broken")]
+
+    def script(request: GenerationRequest) -> list[int | Exception]:
+        return [*tokens[:5], failures.pop()] if failures else tokens
+
+    fleet = FakeFleet(model_files(byte_level_tokenizer()), script)  # type: ignore[arg-type]
+    async with memory_router(fleet, resume_key="k", resume_grace_s=60) as router:
+        events = await _all_events(router, BODY)
+        assert "error" in json.loads(events[-2][1])
+        last_id = [event_id for event_id, _ in events if event_id][-1]
+        rest = await _all_events(router, BODY, **{"Last-Event-ID": last_id})
+        joined = _joined([data for _, data in [*events[:-2], *rest]])
+        assert joined[0][1] == tokens
+
+
+class MixedFleet(FakeFleet):
+    """Its answers come from shards with several numerics."""
+
+    def submit(self, request: GenerationRequest) -> GenerationStream:
+        stream = super().submit(request)
+        stream.fingerprints.append("others")
+        return stream
+
+
+async def test_an_answer_of_several_numerics_is_taken_up_where_it_runs_and_nowhere_else() -> None:
+    files = model_files(byte_level_tokenizer())
+    settings = {"resume_key": "shared", "resume_grace_s": 60}
+    async with (
+        memory_router(MixedFleet(files), **settings) as first,
+        memory_router(FakeFleet(files), **settings) as other,
+    ):
+        events = await _all_events(first, BODY)
+        ids = [event_id for event_id, _ in events if event_id]
+        assert len(ids) > 3
+        assert await _all_events(first, BODY, **{"Last-Event-ID": ids[1]}) == events[2:]
+        answer = await other.post("/v1/completions", BODY, **RESUMABLE, **{"Last-Event-ID": ids[1]})
+        assert answer.status == 400
+        assert "several numerics, so it cannot be made again" in answer.error["message"]
+        assert other.fleet.requests == []
+
+
+async def test_an_answer_to_another_prompt_is_no_answer_to_go_on_with() -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 9}
+    files = model_files(byte_level_tokenizer())
+    template = "{{ messages[0].content }} to you!"
+    async with (
+        memory_router(FakeFleet(files), resume_key="shared") as first,
+        memory_router(FakeFleet(files), resume_key="shared", chat_template=template) as other,
+    ):
+        answer = await first.post("/v1/chat/completions", body, **RESUMABLE)
+        event_id = next(event_id for event_id, _ in _events(answer.body) if event_id)
+        headers = {**RESUMABLE, "Last-Event-ID": event_id}
+        answer = await other.post("/v1/chat/completions", body, **headers)
+        assert answer.status == 400
+        assert "the request means another prompt by now" in answer.error["message"]
+
+
+async def test_so_many_sequences_are_taken_up_again_that_an_id_fits_a_header() -> None:
+    fleet = FakeFleet(model_files(byte_level_tokenizer()))
+    body = {**BODY, "n": MAX_SEQUENCES, "max_tokens": 2}
+    async with memory_router(fleet) as router:
+        events = await _all_events(router, body)
+        longest = max((event_id for event_id, _ in events if event_id), key=len)
+        assert len(longest) < 4000
+        rest = await _all_events(router, body, **{"Last-Event-ID": longest})
+        assert rest[-1][1] == "[DONE]"
+        answer = await router.post("/v1/completions", {**body, "n": MAX_SEQUENCES + 1}, **RESUMABLE)
+        assert (answer.status, answer.error["param"]) == (400, "n")
+        assert "asks for 129 sequences; at most 128" in answer.error["message"]
+
+
+async def test_an_answer_that_finds_no_room_is_429_and_holds_no_place() -> None:
+    fleet = FakeFleet(model_files(byte_level_tokenizer()), step_s=0.005)
+    async with memory_router(fleet, max_concurrent_requests=1, resume_grace_s=0.01) as router:
+        running = asyncio.create_task(_all_events(router, BODY))
+        await asyncio.sleep(0.05)
+        answer = await router.post("/v1/completions", BODY, **RESUMABLE)
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+        await running
+        assert (await _all_events(router, BODY))[-1][1] == "[DONE]"

@@ -33,20 +33,23 @@ def serve(config, lifeline):
 workers._worker_main = serve
 if __name__ == "__main__":
     note("parent")
-    config = RouterConfig(shards=("a:1",), port=0, workers=2, shutdown_timeout_s=60.0)
+    log = sys.argv[4] or None
+    config = RouterConfig("a:1", port=0, workers=2, shutdown_timeout_s=60.0, audit_log=log)
     sys.exit(workers.run(config))
 time.sleep(start_s)
 """
 
 
 class Parent:
-    def __init__(self, folder: Path, start_s: float, work_s: float) -> None:
+    def __init__(self, folder: Path, start_s: float, work_s: float, log: str = "") -> None:
         script = folder / "script.py"
         script.write_text(SCRIPT)
         self.notes_file = folder / "notes"
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(start_s), str(work_s)],
+            [sys.executable, str(script), str(folder), str(start_s), str(work_s), log],
             start_new_session=True,
+            stderr=subprocess.PIPE if log else None,
+            text=True,
         )
 
     def notes(self) -> list[str]:
@@ -125,3 +128,19 @@ def test_workers_end_when_the_parent_is_killed(start: Callable[[float, float], P
     parent.process.kill()
     parent.process.wait()
     wait_for(lambda: parent.notes().count("done") == 2)
+
+
+def test_an_audit_log_that_a_worker_could_not_write_is_one_line_and_the_end(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "audit-worker1").write_text("something else\n")
+    (tmp_path / "audit-worker1").chmod(0o600)
+    parent = Parent(tmp_path, 0, 0, str(tmp_path / "audit"))
+    _, error = parent.process.communicate(timeout=30)
+    assert parent.process.returncode == 2
+    [line] = error.splitlines()
+    path = tmp_path / "audit-worker1"
+    assert line == (
+        f"penstock router: --audit-log: audit log {path}: the file there is no audit log"
+    )
+    assert parent.notes() == ["parent"]

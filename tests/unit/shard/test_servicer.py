@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -186,3 +187,100 @@ async def test_the_engine_does_not_inherit_the_key(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
     assert "PENSTOCK_API_KEY" not in _engine_environment()
+
+
+# ---- the watchdog, without an engine process ----
+
+
+class _Process:
+    """Cannot be killed, as one that waits for a device."""
+
+    killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class _Transport:
+    """Stands for the server's end of the socket."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self.transport = self
+
+    def abort(self) -> None:
+        self._reader.feed_eof()
+
+    def close(self) -> None:
+        return
+
+
+async def test_requests_of_a_hung_engine_end_though_it_cannot_be_killed() -> None:
+    supervisor = _Supervisor(stall_timeout_s=1)
+    reader, process = asyncio.StreamReader(), _Process()
+    supervisor._process = process  # type: ignore[assignment]
+    supervisor._writer = _Transport(reader)  # type: ignore[assignment]
+    supervisor._beat_at_s -= 5
+    watchdog = asyncio.create_task(supervisor._kill_when_it_hangs())
+    async with asyncio.timeout(5):
+        await supervisor._listen_to(reader)
+    assert process.killed
+    await watchdog
+
+
+async def test_a_server_that_was_stopped_hears_its_engine_before_it_judges() -> None:
+    supervisor = _Supervisor(stall_timeout_s=1)
+    supervisor._process = process = _Process()  # type: ignore[assignment]
+    watchdog = asyncio.create_task(supervisor._kill_when_it_hangs())
+    await asyncio.sleep(0.05)
+    # All of this process stands still, as after SIGSTOP.
+    time.sleep(1.5)  # noqa: ASYNC251
+    await asyncio.sleep(0.3)
+    assert not watchdog.done()
+    assert not process.killed
+    assert supervisor.beat_age_s < 1
+    supervisor._excuse(100.0)
+    assert supervisor.beat_age_s >= 0
+    async with asyncio.timeout(5):
+        await watchdog
+    assert process.killed
+
+
+async def test_a_suspect_s_next_attempt_is_not_refused_for_the_one_before_it() -> None:
+    supervisor = _Supervisor()
+    outputs: list[link.Output] = []
+    supervisor.submit(_submit("a", 0), outputs.append, suspect=True)
+    supervisor.submit(_submit("a", 1), outputs.append, suspect=True)
+    assert [(output.attempt, output.error) for output in outputs] == [(0, None)]
+    supervisor.submit(_submit("b"), outputs.append, suspect=True)
+    assert outputs[-1].error is not None
+    assert "is being tried" in outputs[-1].error.message
+
+
+async def test_a_suspect_that_gives_tokens_is_none_any_more() -> None:
+    supervisor = _Supervisor()
+    outputs: list[link.Output] = []
+    for name in "ab":
+        supervisor.submit(_submit(name), outputs.append, suspect=name == "a")
+    supervisor._note_started(["a", "b"])
+    for position in range(8):
+        supervisor.submit(_submit("c", position), outputs.append, suspect=True)
+        assert outputs[-1].error is not None
+        supervisor._take_step(link.StepOutputs([link.Output("a", 0, position, [1])], link.Load()))
+    supervisor.submit(_submit("c", 9), outputs.append, suspect=True)
+    assert outputs[-1].error is None
+    supervisor._died()
+    # Whoever is tried alone, and nobody else, is charged; the one that had begun.
+    charged = [output.request_id for output in outputs if output.error and output.error.engine_died]
+    assert charged == ["a", "b"]
+
+
+async def test_a_late_abort_of_an_earlier_attempt_does_not_undo_that_of_a_later_one() -> None:
+    supervisor = _Supervisor()
+    outputs: list[link.Output] = []
+    supervisor.abort("a", 1)
+    supervisor.abort("a", 0)
+    supervisor.submit(_submit("a", 1), outputs.append)
+    assert [output.finish for output in outputs] == [FinishReason.ABORTED]
+    supervisor.submit(_submit("a", 2), outputs.append)
+    assert supervisor.live_attempt("a") == 2

@@ -1,0 +1,44 @@
+"""Where a request may go on, and what it is told there. Knows what shards say of themselves, and no
+stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock_client.types import GenerationRequest, SamplingParams, ShardInfo
+
+
+def same_model(first: ShardInfo, second: ShardInfo) -> bool:
+    """Whether one may go on where the other left off."""
+    return (
+        first.weights_hash == second.weights_hash
+        and first.tokenizer_hash == second.tokenizer_hash
+        and first.eos_token_ids == second.eos_token_ids
+    )
+
+
+def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
+    """Whether they compute the same bits."""
+    return bool(first.numerics_fingerprint) and (
+        first.numerics_fingerprint == second.numerics_fingerprint
+    )
+
+
+def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:
+    """With what the model's own defaults say where nothing was asked for."""
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = info.max_model_len - len(request.prompt_token_ids)
+    sampling = _with_defaults(request.sampling, info.default_sampling)
+    return dataclasses.replace(request, sampling=sampling, max_tokens=max_tokens)
+
+
+def _with_defaults(sampling: SamplingParams, defaults: SamplingParams) -> SamplingParams:
+    """With the defaults of the model where nothing was asked for."""
+    stated = {
+        field.name: getattr(defaults, field.name)
+        for field in dataclasses.fields(SamplingParams)
+        if getattr(sampling, field.name) is None
+    }
+    return dataclasses.replace(sampling, **stated) if stated else sampling

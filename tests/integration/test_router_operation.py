@@ -1,0 +1,287 @@
+"""Routers as operators run them: changes to the fleet, SIGTERM, and the audit log of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from support.budget import budget, seeded
+from support.processes import Router, Shard, is_alive, running
+
+KEY = {"Authorization": "Bearer operator"}
+RESUMABLE = {"x-penstock-resumable": "1"}
+LONG = {"prompt": "On and on", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Shard]]:
+    logs = tmp_path_factory.mktemp("shards")
+    shards = [Shard(logs / f"shard{index}", "--step-ms", "5") for index in range(3)]
+    with running(*shards):
+        yield shards
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    # A connection for each request, so that all workers get some.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as opened:
+        yield opened
+
+
+def _file_of(path: Path, shards: list[Shard]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text("".join(f"{shard.address}\n" for shard in shards))
+    new.rename(path)
+
+
+def _workers(router: Router) -> list[Any]:
+    return [child for child in router.children if "spawn_main" in " ".join(child.cmdline())]
+
+
+# ---- /admin ------------------------------------------------------------------------------------
+
+
+class Operator:
+    """Talks to /admin of a router with several workers."""
+
+    def __init__(self, session: aiohttp.ClientSession, router: Router) -> None:
+        self._session = session
+        self._url = router.url + "/admin/shards"
+
+    async def ask(self, method: str, path: str = "", **more: Any) -> tuple[int, Any]:
+        async with self._session.request(method, self._url + path, headers=KEY, **more) as response:
+            return response.status, await response.json()
+
+    async def addresses(self) -> set[str]:
+        status, body = await self.ask("GET")
+        assert status == 200
+        return {shard["address"] for shard in body["shards"]}
+
+    async def wait_for(self, *shards: Shard) -> None:
+        """Until whichever worker is asked has these shards and no others."""
+        wanted, in_a_row = {shard.address for shard in shards}, 0
+        async with asyncio.timeout(20):
+            while in_a_row < 12:
+                in_a_row = in_a_row + 1 if await self.addresses() == wanted else 0
+                await asyncio.sleep(0.02)
+
+
+async def test_what_an_operator_changes_holds_for_all_workers_also_for_new_ones(
+    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
+) -> None:
+    first, second, third = shards
+    _file_of(tmp_path / "shards", [first, second])
+    flags = ("--workers", "2", "--admin-key", "operator")
+    router = Router(tmp_path / "router", [f"file://{tmp_path}/shards"], *flags)
+    with running(router):
+        operator = Operator(session, router)
+        await operator.wait_for(first, second)
+        status, _ = await operator.ask("POST", json={"address": third.address})
+        assert status == 202
+        await operator.wait_for(first, second, third)
+        status, body = await operator.ask("DELETE", f"/{first.address}")
+        assert (status, body["status"]) == (202, "leaving")
+        await operator.wait_for(second, third)
+        worker = _workers(router)[0]
+        worker.kill()
+        await asyncio.to_thread(worker.wait)
+        await asyncio.sleep(3)
+        await operator.wait_for(second, third)
+        for shard in (second, third):
+            await operator.ask("DELETE", f"/{shard.address}")
+        await operator.wait_for()
+        assert router.status("/ready") == 503
+        status, _ = await operator.ask("POST", json={"address": first.address})
+        await operator.wait_for(first)
+        # A new worker has to fetch the tokenizer first.
+        router.wait_healthy()
+
+
+async def test_a_shard_that_is_drained_hands_over_and_one_that_is_dead_or_hangs_is_said_to_be(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    own = [Shard(tmp_path / f"shard{index}", "--step-ms", "10") for index in range(4)]
+    addresses = [shard.address for shard in own]
+    flags = ("--workers", "2", "--admin-key", "operator", "--stall-timeout-s", "1.5")
+    router = Router(tmp_path / "router", addresses, *flags)
+    with running(*own, router):
+        operator = Operator(session, router)
+        await operator.wait_for(*own)
+        idle, busy, dead, hung = own
+        body = {"prompt": "Drained", "max_tokens": 150, "ignore_eos": True, "seed": 1}
+        answer = asyncio.create_task(
+            _whole(session, router, body, **{"x-penstock-shard": idle.address})
+        )
+        await asyncio.sleep(0.5)
+        for shard in (idle, busy):
+            status, said = await operator.ask("POST", f"/{shard.address}/drain")
+            assert (status, said["status"]) == (202, "draining")
+        assert (await answer)["usage"]["completion_tokens"] == 150
+        dead.process.kill()
+        hung.process.send_signal(signal.SIGSTOP)
+        try:
+            for shard in (dead, hung):
+                started_s = time.monotonic()
+                status, said = await operator.ask("POST", f"/{shard.address}/drain")
+                assert time.monotonic() - started_s < 5
+                assert status == 503
+                assert f"{shard.address} does not drain" in said["error"]["message"]
+        finally:
+            hung.process.send_signal(signal.SIGCONT)
+
+
+async def _whole(
+    session: aiohttp.ClientSession, router: Router, body: dict[str, Any], **headers: str
+) -> Any:
+    async with session.post(router.url + "/v1/completions", json=body, headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
+    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
+) -> None:
+    rng = seeded("a_file_of_shards_that_changes")
+    file = tmp_path / "shards"
+    _file_of(file, shards)
+    router = Router(tmp_path / "router", [f"file://{file}"], "--workers", "2")
+    body = {"prompt": "Moved about", "max_tokens": 120, "seed": 3, "ignore_eos": True}
+    answers: list[str] = []
+
+    async def ask_again_and_again(until_s: float) -> None:
+        while time.monotonic() < until_s:
+            answers.append((await _whole(session, router, body))["choices"][0]["text"])
+
+    with running(router):
+        until_s = time.monotonic() + budget(6, 120)
+        clients = [asyncio.create_task(ask_again_and_again(until_s)) for _ in range(8)]
+        while time.monotonic() < until_s:
+            await asyncio.sleep(rng.uniform(0.2, 1.5))
+            _file_of(file, rng.sample(shards, rng.randrange(1, len(shards) + 1)))
+        await asyncio.gather(*clients)
+        assert "leaves the fleet" in router.log
+    assert len(answers) > 20
+    assert len(set(answers)) == 1
+
+
+async def test_what_happens_to_sequences_between_shards_is_counted(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    own = [Shard(tmp_path / f"shard{index}", "--step-ms", "5") for index in range(2)]
+    addresses = [shard.address for shard in own]
+    router = Router(tmp_path / "router", addresses, "--verify-share", "1")
+    body = {"prompt": "Counted", "max_tokens": 150, "seed": 3, "ignore_eos": True}
+    with running(*own, router):
+        await asyncio.sleep(0.5)
+        whole = await _whole(session, router, body)
+        answers = [asyncio.create_task(_whole(session, router, body)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        own[0].engine.kill()
+        for answer in await asyncio.gather(*answers):
+            assert answer["choices"] == whole["choices"]
+        events = (("sent", "least_load"), ("continued", "engine_died"), ("verified", "equal"))
+        async with asyncio.timeout(20):
+            for event, reason in events:
+                labels = f'{{event="{event}",reason="{reason}"}}'
+                while f"penstock_router_fleet_events_total{labels}" not in await _metrics(
+                    session, router
+                ):
+                    await asyncio.sleep(0.1)
+
+
+async def _metrics(session: aiohttp.ClientSession, router: Router) -> str:
+    async with session.get(router.url + "/metrics") as response:
+        return await response.text()
+
+
+# ---- SIGTERM -----------------------------------------------------------------------------------
+
+
+async def _events(
+    session: aiohttp.ClientSession, router: Router, body: dict[str, Any], most: int | None = None
+) -> list[Any]:
+    """Of a resumable stream; the first few, or all."""
+    found: list[Any] = []
+    async with session.post(
+        router.url + "/v1/completions", json=body, headers=RESUMABLE
+    ) as response:
+        assert response.status == 200
+        async for raw in response.content:
+            if raw.startswith(b"data: "):
+                data = raw.decode().removeprefix("data: ").strip()
+                found.append(data if data == "[DONE]" else json.loads(data))
+                if len(found) == most:
+                    break
+    return found
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_too_long(
+    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession, workers: str
+) -> None:
+    flags = ("--workers", workers, "--shutdown-timeout-s", "3", "--resume-grace-s", "60")
+    log = tmp_path / "audit"
+    audit = ("--audit-log", str(log), "--audit-prompts")
+    router = Router(tmp_path / "router", [shard.address for shard in shards], *flags, *audit)
+    with running(router):
+        await asyncio.sleep(1)
+        short = {**LONG, "max_tokens": 250}
+        stopped = {"prompt": "Stop", "max_tokens": 200, "stop": ["e"], "ignore_eos": True}
+        await asyncio.gather(*(_whole(session, router, stopped) for _ in range(5)))
+        reading = [asyncio.create_task(_events(session, router, short)) for _ in range(4)]
+        reading += [asyncio.create_task(_events(session, router, LONG)) for _ in range(4)]
+        for _ in range(4):
+            await _events(session, router, LONG, most=3)
+        children = router.children
+        router.process.send_signal(signal.SIGTERM)
+        ended = await asyncio.gather(*reading)
+        assert await asyncio.to_thread(router.process.wait, 10) == 0
+        assert not [child for child in children if is_alive(child)]
+    for events in ended[:4]:
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+    for events in ended[4:]:
+        assert events[-2:] == [
+            {
+                "error": {
+                    "message": "the router is shutting down",
+                    "type": "ServiceUnavailableError",
+                    "param": None,
+                    "code": 503,
+                }
+            },
+            "[DONE]",
+        ]
+    await asyncio.to_thread(_check_replay, tmp_path, shards, records=5 + 8 + 4)
+
+
+async def test_sigterm_waits_for_nobody_who_might_come_back(
+    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
+) -> None:
+    router = Router(tmp_path / "router", [shards[0].address], "--resume-grace-s", "60")
+    with running(router):
+        await _events(session, router, LONG, most=3)
+        started_s = time.monotonic()
+        assert await asyncio.to_thread(router.terminate) == 0
+        assert time.monotonic() - started_s < 4
+
+
+def _check_replay(folder: Path, shards: list[Shard], *, records: int) -> None:
+    """What was cut short, by a stop string or an end, is the beginning of what it would be."""
+    command = [sys.executable, "-m", "penstock_client.cli", "replay"]
+    command += sorted(str(log) for log in folder.glob("audit*"))
+    command += ["--shards", ",".join(shard.address for shard in shards)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.stdout.startswith(f"{records} records: {records} equal, 0 different, 0 failed")
+    assert (run.returncode, run.stderr) == (0, "")

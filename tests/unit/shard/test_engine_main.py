@@ -1,0 +1,64 @@
+"""What the engine's thread of beats says of the step in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from penstock_shard import engine_main
+from penstock_shard.link import Beat
+
+
+def _beats(
+    monkeypatch: pytest.MonkeyPatch, sleeps_s: list[float], started_s: Callable[[float], float]
+) -> list[float]:
+    """What each beat says, where the thread's sleeps last so long; `started_s` of the time."""
+    said: list[float] = []
+    clock = SimpleNamespace(now_s=100.0)
+    left_s = iter(sleeps_s)
+
+    def send(beat: Beat) -> None:
+        said.append(beat.step_running_s)
+        if len(said) > len(sleeps_s):
+            raise OSError
+
+    def sleep(seconds: float) -> None:
+        clock.now_s += next(left_s)
+
+    class Engine:
+        step_expected_s = 0.1
+
+        @property
+        def step_started_s(self) -> float:
+            return started_s(clock.now_s)
+
+    time = SimpleNamespace(monotonic=lambda: clock.now_s, sleep=sleep)
+    monkeypatch.setattr(engine_main, "time", time)
+    engine_main._beat(SimpleNamespace(send=send), Engine())  # type: ignore[arg-type]
+    return said
+
+
+def test_a_step_grows_older_with_each_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _beats(monkeypatch, [0.25] * 100, lambda now_s: 100.0)
+    assert said == pytest.approx([0.25 * index for index in range(101)])
+
+
+def test_time_in_which_the_process_was_stopped_is_not_the_step_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = _beats(monkeypatch, [0.25, 60.0, 0.25, 0.25], lambda now_s: 100.0)
+    assert max(said) < 2.5
+    assert said[-1] > said[-2]
+
+
+def test_a_step_that_began_just_before_the_stop_is_excused_and_the_next_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started_s(now_s: float) -> float:
+        return 100.0 if now_s < 100.2 else 100.1 if now_s < 161 else 161.0
+
+    said = _beats(monkeypatch, [0.25, 60.0, 0.25, 0.6, *[0.25] * 20], started_s)
+    assert max(said[:4]) < 2.5
+    assert said[-1] > 4.0
