@@ -48,7 +48,7 @@ async def _charged(client: ShardClient, shard: Shard, *, suspect: bool) -> list[
 
 
 async def test_a_death_is_charged_to_those_that_ran_and_to_a_suspect_alone(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "log", "--step-ms", "5", "--max-num-seqs", "2")
+    shard = Shard(tmp_path / "log", "--step-ms", "100", "--max-num-seqs", "2")
     with running(shard):
         async with ShardClient(shard.address) as client:
             assert await _charged(client, shard, suspect=False) == [True, True, False]
@@ -57,7 +57,7 @@ async def test_a_death_is_charged_to_those_that_ran_and_to_a_suspect_alone(tmp_p
 
 
 async def test_one_suspect_runs_at_a_time_whoever_sends_the_next(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "log", "--step-ms", "5")
+    shard = Shard(tmp_path / "log", "--step-ms", "100")
     with running(shard):
         async with ShardClient(shard.address) as one, ShardClient(shard.address) as other:
             first = _send(one, "first", suspect=True)
