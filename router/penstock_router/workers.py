@@ -36,12 +36,15 @@ from penstock_router.config import RouterConfig
 
 if TYPE_CHECKING:
     from penstock_router.metrics import Metrics
+    from penstock_router.models import Models
 
 logger = logging.getLogger("penstock.router")
 
 EXIT_USAGE = 2
 _BACKLOG = 2048
 _RESTART_DELAY_S = 1.0
+# How long one that replaces a worker may take until it can serve.
+_READY_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Beyond the limit for ending requests: to write their last words.
 _LAST_WORDS_S = 3.0
@@ -117,11 +120,19 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 async def serve(
-    config: RouterConfig, listener: socket.socket, lifeline: Connection | None = None
+    config: RouterConfig,
+    listener: socket.socket,
+    lifeline: Connection | None = None,
+    *,
+    replaces: bool = False,
 ) -> int:
-    """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`."""
+    """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`.
+
+    One that replaces a worker lets the others take what comes until it can serve.
+    """
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
+    from penstock_router.handlers import ROUTER
     from penstock_router.metrics import Metrics
 
     metrics = Metrics()
@@ -136,8 +147,9 @@ async def serve(
         _stop_at_end_of(lifeline, stop)
     with ThreadPoolExecutor(config.tokenizer_threads, "tokenize") as executor:
         async with _fleet(config, metrics, audit) as fleet:
+            app = build_app(config, fleet, executor, metrics)
             runner = web.AppRunner(
-                build_app(config, fleet, executor, metrics),
+                app,
                 access_log=None,
                 handler_cancellation=True,
                 # The application itself waits for its requests when it shuts down.
@@ -145,6 +157,8 @@ async def serve(
             )
             await runner.setup()
             try:
+                if replaces:
+                    await _until_ready(app[ROUTER].models)
                 await web.SockSite(runner, listener, backlog=_BACKLOG).start()
                 host, port = listener.getsockname()[:2]
                 logger.info("listening on http://%s:%d", host, port)
@@ -198,13 +212,20 @@ def _stop_at_end_of(lifeline: Connection, stop: asyncio.Event) -> None:
     loop.add_reader(lifeline.fileno(), ended)
 
 
+async def _until_ready(models: Models) -> None:
+    """Until a model can be served, or for a while."""
+    until_s = time.monotonic() + _READY_S
+    while models.not_ready_because is not None and time.monotonic() < until_s:
+        await asyncio.sleep(0.05)
+
+
 # ---- Several -----------------------------------------------------------------------------------
 
 
-def _worker_main(config: RouterConfig, lifeline: Connection) -> None:
+def _worker_main(config: RouterConfig, lifeline: Connection, replaces: bool) -> None:
     set_up_logging(config)
     listener = bind(config.host, config.port, shared=True)
-    sys.exit(asyncio.run(serve(config, listener, lifeline)))
+    sys.exit(asyncio.run(serve(config, listener, lifeline, replaces=replaces)))
 
 
 def _config_of(config: RouterConfig, index: int) -> RouterConfig:
@@ -258,10 +279,10 @@ class _Parent:
         if self._wake in multiprocessing.connection.wait([self._wake, *sentinels], timeout_s):
             os.read(self._wake, 1)
 
-    def _start(self, index: int) -> SpawnProcess:
+    def _start(self, index: int, *, replaces: bool = False) -> SpawnProcess:
         worker = self._context.Process(
             target=_worker_main,
-            args=(_config_of(self._config, index), self._lifeline),
+            args=(_config_of(self._config, index), self._lifeline, replaces),
             name=f"penstock-router-{index}",
         )
         # Blocked in the worker from its first instant and for good: see the top of this file.
@@ -283,7 +304,7 @@ class _Parent:
                 multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
             self._wait((), _RESTART_DELAY_S)
             if not self._signals:
-                workers[index] = self._start(index)
+                workers[index] = self._start(index, replaces=True)
 
     def _stop(self, workers: list[SpawnProcess]) -> int:
         """Give workers their time; a second signal, or its end, kills what is left."""

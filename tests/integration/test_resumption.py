@@ -186,7 +186,9 @@ async def test_an_answer_outlives_the_worker_that_began_it(two: Two, tmp_path: P
     await read(two.routers[0].url, "/v1/completions", body, whole)
     several = Router(tmp_path / "several", addresses, "--workers", "2")
     with running(several):
-        await asyncio.sleep(1.0)
+        # Each look is a connection of its own: to either of the two.
+        while not all([await asyncio.to_thread(several.healthy) for _ in range(12)]):
+            await asyncio.sleep(0.1)
         answers = [Answer() for _ in range(12)]
         reads = [
             asyncio.create_task(read(several.url, "/v1/completions", body, answer))

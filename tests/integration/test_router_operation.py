@@ -285,3 +285,28 @@ def _check_replay(folder: Path, shards: list[Shard], *, records: int) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.stdout.startswith(f"{records} records: {records} equal, 0 different, 0 failed")
     assert (run.returncode, run.stderr) == (0, "")
+
+
+async def test_a_worker_that_replaces_another_takes_nothing_before_it_can_serve(
+    tmp_path: Path,
+) -> None:
+    shard = Shard(tmp_path / "shard", "--step-ms", "2")
+    router = Router(tmp_path / "router", [shard.address], "--workers", "2")
+    body = {"prompt": "x", "max_tokens": 2}
+    with running(shard, router):
+        await asyncio.sleep(1.5)
+        workers = [child for child in router.children if "spawn_main" in " ".join(child.cmdline())]
+        workers[0].kill()
+        statuses = set()
+        # A connection for each request, so that both workers get some.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session, asyncio.timeout(20):
+            until_s = time.monotonic() + 5
+            while time.monotonic() < until_s:
+                try:
+                    async with session.post(router.url + "/v1/completions", json=body) as answer:
+                        statuses.add(answer.status)
+                except aiohttp.ClientConnectionError:
+                    # It was on its way to the one that died.
+                    statuses.add(0)
+        assert statuses <= {0, 200}
