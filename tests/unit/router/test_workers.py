@@ -24,7 +24,7 @@ def note(what):
     with open(folder + "/notes", "a") as file:
         file.write(what + "\\n")
 
-def serve(config, lifeline):
+def serve(config, lifeline, replaces):
     note("up")
     lifeline.poll(None)
     time.sleep(work_s)
