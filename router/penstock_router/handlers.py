@@ -230,17 +230,23 @@ async def _put_events(
     job = generation.job
     progress = Progress.of(job.delivered, len(job.requests))
     opening = [] if cursor.choices else shape.opening()
+
+    def here() -> Cursor:
+        return msgspec.structs.replace(
+            cursor, numerics=generation.numerics, choices=progress.choices
+        )
+
     async for delta in generation:
-        for payload in opening:
+        for payload in opening[:-1]:
             live.put(Event(payload))
+        for payload in opening[-1:]:
+            # Whoever has all of them can go on from here.
+            live.put(Event(payload, here()))
         opening = []
         progress.add(delta)
         chunk = shape.chunk(delta)
         if chunk is not None:
-            known = msgspec.structs.replace(
-                cursor, numerics=generation.numerics, choices=progress.choices
-            )
-            live.put(Event(chunk, known))
+            live.put(Event(chunk, here()))
     if job.options.include_usage:
         live.put(Event(shape.usage_chunk()))
 
