@@ -17,7 +17,7 @@ from penstock_client.errors import PenstockError
 from penstock_client.membership import check_address
 from penstock_router.backend import Fleet, ShardState
 from penstock_router.errors import BadRequest, Forbidden, NotFound, Unauthorized, Unavailable
-from penstock_router.handlers import ROUTER, bears_key, json_response, read_object
+from penstock_router.routes.base import ROUTER, bears_key, json_response, read_object
 
 _POLL_S = 0.25
 

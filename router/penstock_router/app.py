@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 
 from aiohttp import web
 
-from penstock_router import admin, handlers
+from penstock_router import admin
 from penstock_router.admission import Admission
+from penstock_router.apis.base import ERRORS
 from penstock_router.backend import Fleet
 from penstock_router.config import RouterConfig
 from penstock_router.errors import (
@@ -22,14 +23,27 @@ from penstock_router.errors import (
     Unauthorized,
     noted,
 )
-from penstock_router.handlers import REQUEST_ID, ROUTER, Router
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.resumption import CursorCodec, LiveStreams
+from penstock_router.routes.base import (
+    ERROR_FORM,
+    RECEIVED_S,
+    REQUEST_ID,
+    ROUTER,
+    Handler,
+    Route,
+    Router,
+    bears_key,
+    json_response,
+    usable_request_id,
+)
+from penstock_router.routes.table import ROUTES
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# By (method, path), as aiohttp names a path.
+_BY_PATH = {(route.method, route.canonical_path): route for route in ROUTES}
 
 
 def build_app(
@@ -42,7 +56,7 @@ def build_app(
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
-        models=Models(fleet, executor, config.chat_template),
+        models=Models(fleet, executor, config),
         admission=Admission(
             config.max_concurrent_requests,
             workers=config.workers,
@@ -52,19 +66,10 @@ def build_app(
         cursors=CursorCodec(config.resume_key),
         live_streams=LiveStreams(config.resume_grace_s),
     )
-    app.add_routes(
-        [
-            web.post("/v1/completions", handlers.completions),
-            web.post("/v1/chat/completions", handlers.chat_completions),
-            web.get("/v1/models", handlers.list_models),
-            web.get("/v1/models/{id:.+}", handlers.get_model),
-            web.get("/health", handlers.health),
-            web.get("/ping", handlers.health),
-            web.get("/ready", handlers.ready),
-            web.get("/metrics", handlers.metrics),
-            web.get("/version", handlers.show_version),
-        ]
-    )
+    for route in ROUTES:
+        app.router.add_route(route.method, route.path, route.handler)
+        if route.method == "GET":
+            app.router.add_route("HEAD", route.path, route.handler)
     admin.add_routes(app)
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
     app.cleanup_ctx.append(_follow_changes)
@@ -106,27 +111,29 @@ async def _name_answer(request: web.Request, response: web.StreamResponse) -> No
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The edge: whatever a request ends in, the client gets a status and the reason."""
-    request[REQUEST_ID] = handlers.usable_request_id(request.headers.get("X-Request-Id"))
+    request[REQUEST_ID] = usable_request_id(request.headers.get("X-Request-Id"))
+    route = _route_of(request)
+    request[ERROR_FORM] = ERRORS if route is None else route.errors
     # What is counted when the client left before there was an answer.
-    started, status = time.perf_counter(), 499
+    request[RECEIVED_S], status = time.perf_counter(), 499
     try:
         response = await _answer(request, handler)
         status = response.status
         return response
     finally:
-        _count(request, status, time.perf_counter() - started)
+        _count(request, status, time.perf_counter() - request[RECEIVED_S])
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return _error_response(_from_http(error, request))
+        return _error_response(request, _from_http(error, request))
     except ConnectionError:
         # The client left in the middle of a write; there is nobody to answer.
         raise
     except Exception as error:  # noqa: BLE001 - the process's edge
-        return _error_response(noted(error, request[REQUEST_ID]))
+        return _error_response(request, noted(error, request[REQUEST_ID]))
 
 
 def _count(request: web.Request, status: int, seconds: float) -> None:
@@ -148,16 +155,27 @@ def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
     return BadRequest(error.reason)
 
 
-def _error_response(error: ApiError) -> web.Response:
-    response = handlers.json_response(error.body(), status=error.status)
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    form = request[ERROR_FORM]
+    response = json_response(form.body(error), status=form.status(error))
     response.headers.update(error.headers())
     return response
+
+
+def _route_of(request: web.Request) -> Route | None:
+    resource = request.match_info.route.resource
+    method = "GET" if request.method == "HEAD" else request.method
+    return None if resource is None else _BY_PATH.get((method, resource.canonical))
 
 
 @web.middleware
 async def _require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     key = request.app[ROUTER].config.api_key
-    closed = request.path.startswith("/v1/") and request.method != "OPTIONS"
-    if closed and key is not None and not handlers.bears_key(request, key):
+    route = _route_of(request)
+    if route is None:
+        closed = request.path.startswith("/v1/") and request.method != "OPTIONS"
+    else:
+        closed = not route.is_open
+    if closed and key is not None and not bears_key(request, key):
         raise Unauthorized("Unauthorized: missing or wrong API key")
     return await handler(request)

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from penstock_client.types import GenerationRequest, LoadReport, Output, ShardInfo
+from penstock_client.types import (
+    EmbeddingRequest,
+    GenerationRequest,
+    LoadReport,
+    Output,
+    ShardInfo,
+)
 
 
 class GenerationStream(Protocol):
@@ -83,6 +89,8 @@ class Fleet(Protocol):
     async def tokenizer_files(self, model: str = "") -> dict[str, bytes]: ...
 
     def submit(self, request: GenerationRequest) -> GenerationStream: ...
+
+    async def embed(self, request: EmbeddingRequest) -> list[list[float]]: ...
 
     def add(self, address: str) -> None: ...
 

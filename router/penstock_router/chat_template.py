@@ -118,7 +118,10 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
-        self._special_tokens = dict(special_tokens)
+        # Variables that templates write, by their names in tokenizer_config.json.
+        self.special_tokens = dict(special_tokens)
+        # The text of the one that is used as a rule.
+        self.source = sources.get("default", "")
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
@@ -135,6 +138,7 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
@@ -144,11 +148,11 @@ class ChatTemplate:
         if continue_final_message:
             messages[-1] = _marked(messages[-1])
         variables = {
-            **self._special_tokens,
+            **self.special_tokens,
             **(kwargs or {}),
             "messages": messages,
             "tools": tools,
-            "documents": None,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         text = _rendered(self._pick(tools), variables)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
 from penstock_router.backend import GenerationStream
+from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
 from penstock_router.stop import StopMatcher
 
@@ -59,11 +60,20 @@ class Choice:
         self.last_arrival_s: float | None = None
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
-        self._detokenizer = job.model.tokenizer.detokenizers.start(
-            prompt.token_ids, skip_special_tokens=options.skip_special_tokens
+        detokenizers = job.model.tokenizer.detokenizers
+        self._detokenizer = detokenizers.start(
+            prompt.token_ids,
+            skip_special_tokens=options.skip_special_tokens,
+            spaces_between_special_tokens=options.spaces_between_special_tokens,
         )
         self._stop = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
-        self._echo = (prompt.text or "") if options.echo else ""
+        # So many tokens are read before stop strings count.
+        self._unstoppable_tokens = options.min_tokens or 0
+        # Nobody waits for the text of single tokens where the answer is shown whole.
+        gathers = not (options.stream or options.stop)
+        self._tokens_at_once = detokenizers.tokens_at_once if gathers else 1
+        self._gathered: Output | None = None
+        self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
         # What the client has already and is not shown again.
         delivered = job.delivered_of(index)
@@ -73,13 +83,19 @@ class Choice:
 
     def take(self, output: Output) -> Delta | None:
         """What the output adds; None for one that adds nothing to show yet."""
-        self._note_prompt(output)
+        if output.cached_tokens is not None or output.prompt_logprobs is not None:
+            self._note_prompt(output)
         if not output.token_ids and output.finish_reason is None:
             return None
         if output.finish_reason is FinishReason.ABORTED:
             raise ShardFailed("the shard ended the request before it was finished")
         if self._options.max_tokens == 0:
             return self._scores_only()
+        if self._tokens_at_once > 1:
+            gathered = self._gather(output)
+            if gathered is None:
+                return None
+            output = gathered
         delta = Delta(self.index, "", output.token_ids, output.logprobs)
         self._read(output, delta)
         delta.text, self._echo = self._echo + delta.text, ""
@@ -91,6 +107,22 @@ class Choice:
                 return None
             delta.known_token_ids, self._known_ids = self._known_ids, []
         return delta
+
+    def _gather(self, output: Output) -> Output | None:
+        """All outputs since the last time as one, once they are enough or the last one is there."""
+        if self._gathered is None:
+            self._gathered = output
+        else:
+            self._gathered.merge(output)
+        if len(self._gathered.token_ids) < self._tokens_at_once and output.finish_reason is None:
+            return None
+        output, self._gathered = self._gathered, None
+        return output
+
+    def _echoed(self, prompt: str) -> str:
+        """The prompt's text, but for a character that ends in the output: it is shown there."""
+        unfinished = REPLACEMENT * self._detokenizer.reopen_prompt()
+        return prompt.removesuffix(unfinished)
 
     def _cut(self, delta: Delta) -> None:
         """Take off what the client has."""
@@ -113,6 +145,7 @@ class Choice:
                 self._prompt_logprobs = output.prompt_logprobs
             else:
                 self._prompt_logprobs.extend(output.prompt_logprobs)
+            output.prompt_logprobs = None
 
     def _scores_only(self) -> Delta:
         self.finished = True
@@ -140,23 +173,27 @@ class Choice:
 
     def _read_until_stop(self, token_ids: Sequence[int], delta: Delta) -> str:
         """A token at a time, so that what counts does not depend on how tokens were bundled."""
-        text = ""
+        text, unstoppable = "", self._unstoppable_tokens
         for count, token_id in enumerate(token_ids, 1):
-            text += self._stop.feed(self._detokenizer.feed((token_id,)))
+            text += self._stop.feed(self._detokenizer.feed((token_id,)), count > unstoppable)
             if self._stop.stopped_by is not None:
                 delta.token_ids = delta.token_ids[:count]
                 if delta.logprobs is not None:
                     delta.logprobs = first_rows(delta.logprobs, count)
                 break
+        if unstoppable:
+            self._unstoppable_tokens = max(unstoppable - len(token_ids), 0)
         return text
 
 
 def first_rows(columns: Logprobs, count: int) -> Logprobs:
     """The first `count` rows of `columns`."""
+    requested_n = len(columns.requested) // len(columns.chosen) if columns.chosen else 0
     return Logprobs(
         chosen=columns.chosen[:count],
         ranks=columns.ranks[:count],
         top_n=columns.top_n,
         top_token_ids=columns.top_token_ids[: count * columns.top_n],
         top_logprobs=columns.top_logprobs[: count * columns.top_n],
+        requested=columns.requested[: count * requested_n],
     )

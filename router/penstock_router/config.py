@@ -56,6 +56,10 @@ class RouterConfig:
 
     # The text of --chat-template's file; takes precedence over the model's own.
     chat_template: str | None = None
+    # Whether requests may bring their own: a template is a program.
+    trust_request_chat_template: bool = False
+    # (name, model): more names of models.
+    model_aliases: tuple[tuple[str, str], ...] = ()
 
     max_body_bytes: int = 32 * 1024 * 1024
     # Counts sequences: a request with n=4 is four. Holds over all workers.
@@ -106,6 +110,8 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         audit_key=_audit_key(parser, args),
         verify_share=args.verify_share,
         chat_template=_chat_template(parser, args.chat_template),
+        trust_request_chat_template=args.trust_request_chat_template,
+        model_aliases=tuple(args.model_alias),
         max_body_bytes=args.max_body_bytes,
         max_concurrent_requests=args.max_concurrent_requests,
         request_timeout_s=args.request_timeout_s,
@@ -148,6 +154,19 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     add("--api-key", metavar="KEY", help="asked of clients on /v1 (default: PENSTOCK_API_KEY)")
     add("--admin-key", metavar="KEY", help="asked of callers of /admin, closed without one")
     add("--chat-template", metavar="FILE", help="a jinja file instead of the models' own")
+    add(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="take a chat_template of a request; it runs in a sandbox, but for as long as it likes",
+    )
+    add(
+        "--model-alias",
+        type=_alias,
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="serve MODEL under NAME too; may be given several times",
+    )
     add("--tokenizer-threads", default=2, help=f"for texts of some length {_DEFAULT}", **_COUNT)
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="info", help=_DEFAULT)
@@ -310,6 +329,13 @@ def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 65536):
         raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
+
+
+def _alias(text: str) -> tuple[str, str]:
+    name, _, model = text.partition("=")
+    if not (name and model):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL")
+    return name, model
 
 
 def _positive_int(text: str) -> int:

@@ -8,9 +8,14 @@ Two ways to do it. Nearly every tokenizer decodes token by token into bytes (byt
 sentencepiece with byte fallback): then a table from id to bytes and an incremental UTF-8 decoder
 do, at a fraction of a microsecond a token. They are exact but for one case: where a run of
 sentencepiece's byte tokens turns out not to be UTF-8, `tokenizers` shows U+FFFD also for the whole
-characters within the run; here those were shown before anyone could know. The rest (WordPiece and
-others that look at neighbours) decode a small window again at each step. Knows no stop strings and
-no HTTP.
+characters within the run; here those are shown. To know better, all text of a run would have to
+wait for the run's end, and a run may be a whole answer in a script that the vocabulary lacks. The
+rest (WordPiece and others that look at neighbours) decode a small window again at each step. Knows
+no stop strings and no HTTP.
+
+The text after a prompt is what the text of both has behind the prompt's own. A character that the
+prompt began is part of the prompt's text, which shows U+FFFD for it; where the prompt is echoed,
+`reopen_prompt` makes it part of what follows, so that the whole has the character.
 
 `tokenizers` has a DecodeStream. It raises ("Invalid prefix") when a run of byte tokens turns out
 not to be UTF-8, and keeps silent for as long as a window ends in U+FFFD; the ways below do neither.
@@ -51,14 +56,31 @@ class Detokenizer(Protocol):
 
     def feed(self, token_ids: Sequence[int]) -> str: ...
 
+    def reopen_prompt(self) -> int:
+        """How many characters the prompt's text shows of one that the prompt began.
+
+        From now on that character is not the prompt's: it is shown when it is complete.
+        """
+
 
 class DetokenizerFactory(Protocol):
     """What a tokenizer's decoder makes of ids: of single ones, and of sequences as they grow."""
 
+    # About so many tokens become text in half a millisecond.
+    tokens_at_once: int
+
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes in running text; b"" for an id that is not in the vocabulary."""
 
-    def start(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer: ...
+    def start(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+    ) -> Detokenizer:
+        """For what follows the prompt. Without `spaces_between_special_tokens` a special token
+        stands right behind another one also where the decoder puts spaces between tokens."""
 
 
 # ---- Decoders that work token by token ---------------------------------------------------------
@@ -71,6 +93,8 @@ class ByteTable:
     elsewhere it stands for a run of them. `strip_left` is how many spaces the decoder takes off
     the very beginning of a text.
     """
+
+    tokens_at_once = 4096
 
     def __init__(
         self,
@@ -103,7 +127,14 @@ class ByteTable:
             data = self._shown_bytes[token_id] = b"" if hidden else self.token_bytes(token_id)
         return data
 
-    def start(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> ByteDetokenizer:
+    def start(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+    ) -> ByteDetokenizer:
+        # These decoders put no spaces anywhere, so there is none to leave out.
         return ByteDetokenizer(self, prompt_ids, skip_special_tokens)
 
     def _convert(self, token_id: int) -> bytes:
@@ -180,11 +211,12 @@ class ByteDetokenizer:
             return self._first_text(text)
         return text
 
+    def reopen_prompt(self) -> int:
+        drop, self._drop = self._drop, 0
+        return drop
+
     def _first_text(self, text: str) -> str:
-        if self._drop:
-            broken = len(text) - len(text.lstrip(REPLACEMENT))
-            text = text[min(broken, self._drop) or 1 :]
-            self._drop = 0
+        text = _without_first(text, self.reopen_prompt())
         while self._strip and text.startswith(" "):
             text = text[1:]
             self._strip -= 1
@@ -193,11 +225,19 @@ class ByteDetokenizer:
         return text
 
 
+def _without_first(text: str, shown: int) -> str:
+    """Without the character that the prompt began, of which its text shows so many U+FFFD."""
+    broken = len(text) - len(text.lstrip(REPLACEMENT))
+    return text[min(broken, shown) or 1 :] if shown else text
+
+
 # ---- Decoders that look at neighbours ----------------------------------------------------------
 
 
 class WindowTable:
     """For any decoder: asks the tokenizer itself, with a little context each time."""
+
+    tokens_at_once = 64
 
     def __init__(self, tokenizer: Tokenizer, *, has_bytes: bool) -> None:
         self.tokenizer = tokenizer
@@ -227,8 +267,22 @@ class WindowTable:
         known = [token_id for token_id in token_ids if 0 <= token_id < 2**32]
         return self.tokenizer.decode(known, skip_special_tokens=skip_special)
 
-    def start(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> WindowDetokenizer:
-        return WindowDetokenizer(self, prompt_ids, skip_special_tokens)
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def start(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+    ) -> WindowDetokenizer:
+        return WindowDetokenizer(
+            self,
+            prompt_ids,
+            skip_special=skip_special_tokens,
+            joins_special=not spaces_between_special_tokens,
+        )
 
 
 class WindowDetokenizer:
@@ -237,24 +291,71 @@ class WindowDetokenizer:
     A token at a time, so that what is shown does not depend on how tokens were bundled.
     """
 
-    __slots__ = ("_context", "_context_text", "_held", "_skip", "_table")
+    __slots__ = (
+        "_after_special",
+        "_context",
+        "_context_text",
+        "_drop",
+        "_held",
+        "_joins_special",
+        "_skip",
+        "_table",
+    )
 
     _context: list[int]
     _context_text: str
     _held: list[int]
 
-    def __init__(self, table: WindowTable, prompt_ids: Sequence[int], skip_special: bool) -> None:
+    def __init__(
+        self,
+        table: WindowTable,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special: bool,
+        joins_special: bool,
+    ) -> None:
         self._table = table
         self._skip = skip_special
+        self._joins_special = joins_special
+        self._after_special = False
         visible = [
             token_id
             for token_id in prompt_ids[-_PROMPT_TAIL_TOKENS:]
             if not table.hides(token_id, skip_special=skip_special)
         ]
+        self._drop = 0
+        if table.has_bytes:
+            self._begin_with_bytes(visible)
+        else:
+            self._remember(visible[-_WINDOW_TOKENS:])
+
+    def _begin_with_bytes(self, visible: list[int]) -> None:
+        """Tell the prompt's text from the bytes of a character that it left unfinished."""
+        for unfinished in range(min(_UTF8_TAIL_BYTES, len(visible) + 1)):
+            end = len(visible) - unfinished
+            self._remember(visible[:end])
+            if not self._context_text.endswith(REPLACEMENT):
+                self._held = visible[end:]
+                self._drop = len(self._table.decode(self._held, skip_special=self._skip))
+                return
         self._remember(visible)
 
     def feed(self, token_ids: Sequence[int]) -> str:
+        if self._joins_special:
+            return "".join([self._joined_step(token_id) for token_id in token_ids])
         return "".join([self._step(token_id) for token_id in token_ids])
+
+    def reopen_prompt(self) -> int:
+        drop, self._drop = self._drop, 0
+        return drop
+
+    def _joined_step(self, token_id: int) -> str:
+        text = self._step(token_id)
+        if text:
+            special = self._table.is_special(token_id)
+            text = text.lstrip(" ") if special and self._after_special else text
+            self._after_special = special
+        return text
 
     def _step(self, token_id: int) -> str:
         if self._table.hides(token_id, skip_special=self._skip):
@@ -267,13 +368,15 @@ class WindowDetokenizer:
             return ""
         new = text[_common_length(self._context_text, text) :]
         if new or overdue:
-            self._remember(window)
-        return new
+            # A run of byte tokens is decoded as a whole: a context that began within a character
+            # would spoil it. What is shown now begins with a character.
+            self._remember(self._held if self._table.has_bytes else window[-_WINDOW_TOKENS:])
+        return _without_first(new, self.reopen_prompt()) if new and self._drop else new
 
-    def _remember(self, visible: Sequence[int]) -> None:
-        """All of `visible` is shown; its last few ids are the context of what comes."""
+    def _remember(self, context: Sequence[int]) -> None:
+        """All is shown up to the end of `context`, beside which the next tokens are decoded."""
         self._held = []
-        self._context = list(visible[-_WINDOW_TOKENS:])
+        self._context = list(context)
         self._context_text = self._table.decode(self._context, skip_special=self._skip)
 
 

@@ -11,8 +11,8 @@ ApiError                  500  a defect of ours
 ├── Unavailable           503  no shard serves, or the router is stopping
 └── TimedOut              504  the request's time is up
 
-Knows no routes and no fields. Nothing of an unforeseen exception reaches a client but "internal
-error": the text of a defect may hold anything.
+Knows no routes, no fields and no API's form of an error. Nothing of an unforeseen exception
+reaches a client but "internal error": the text of a defect may hold anything.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_MESSAGE_CHARS = 1000
 
 
 class ApiError(Exception):
-    """Ends a request with `status` and the error object OpenAI's clients read."""
+    """Ends a request with `status`; its words and `param` are for the client to read."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
@@ -44,16 +44,6 @@ class ApiError(Exception):
         super().__init__(message)
         self.message = message[:MAX_MESSAGE_CHARS]
         self.param = param
-
-    def body(self) -> dict[str, object]:
-        """The answer's JSON, the same in a plain answer and in a stream's error event."""
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.status,
-        }
-        return {"error": error}
 
     def headers(self) -> dict[str, str]:
         """What the answer says beyond its body."""

@@ -13,16 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_client.types import GenerationRequest, Objective, SamplingParams, random_seed
-from penstock_router.chat_template import ChatTemplate
+from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.errors import BadRequest
 from penstock_router.models import Models, ServedModel
-from penstock_router.schema import (
-    DEFAULT_COMPLETION_TOKENS,
-    ChatRequest,
-    CompletionRequest,
-    Options,
-)
-from penstock_router.tokenizer import INLINE_CHARS, prompt_too_long
+from penstock_router.request import ChatRequest, CompletionRequest, Options
+from penstock_router.tokenizer import INLINE_CHARS, Truncation, prompt_too_long
 
 # What an item of a message costs a template, in characters of text.
 _ITEM_CHARS = 10
@@ -79,31 +74,72 @@ class Job:
         return self.delivered[index] if self.delivered else NOTHING_DELIVERED
 
 
-async def prepare_completion(request: CompletionRequest, models: Models) -> Job:
-    """A completion, for each of its prompts. One bad prompt refuses the request before any work."""
+async def prepare(request: Options, models: Models) -> Job:
+    """The job of a request of either kind. One bad prompt refuses it before any work."""
     model = await models.get(request.model)
+    if isinstance(request, ChatRequest):
+        prompts, choices = [await chat_prompt(request, model, models)], request.n
+    else:
+        assert isinstance(request, CompletionRequest)
+        prompts, choices = await _completion_prompts(request, model, models), request.best_of
+    bad_words = await _bad_words(model, request)
+    return _job(model, request, prompts, choices, bad_words)
+
+
+async def _completion_prompts(
+    request: CompletionRequest, model: ServedModel, models: Models
+) -> list[Prompt]:
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    truncation = _truncation(request, model)
     encoded = iter(
         await model.tokenizer.encode(
             texts,
             add_special_tokens=request.add_special_tokens,
             max_tokens=model.info.max_model_len,
+            truncation=truncation,
         )
     )
     prompts = []
     for prompt in request.prompts:
-        if isinstance(prompt, str):
-            prompts.append(Prompt(next(encoded), prompt if request.echo else None))
+        ids = next(encoded) if isinstance(prompt, str) else prompt
+        if truncation is None and isinstance(prompt, str):
+            prompts.append(Prompt(ids, prompt if request.echo else None))
         else:
-            prompts.append(await _prompt_of_ids(prompt, model, request, models))
-    default = DEFAULT_COMPLETION_TOKENS
-    return _job(model, request, prompts, choices=request.best_of, default_tokens=default)
+            ids = ids if truncation is None else truncation.cut(ids)
+            prompts.append(await _prompt_of_ids(ids, model, request, models))
+    return prompts
+
+
+def _truncation(request: Options, model: ServedModel) -> Truncation | None:
+    """How long a prompt may be and which end is cut off; None: a longer one is refused."""
+    wanted, limit = request.truncate_prompt_tokens, model.info.max_model_len
+    if wanted is None:
+        return None
+    if wanted > limit:
+        raise BadRequest(
+            f"truncate_prompt_tokens: must be at most {limit}, the model's context length; "
+            f"given: {wanted}",
+            param="truncate_prompt_tokens",
+        )
+    if wanted == -1:
+        wanted = limit - max(1, request.max_tokens or 0)
+    return Truncation(wanted, request.truncation_side or model.tokenizer.truncation_side)
+
+
+async def _bad_words(model: ServedModel, request: Options) -> list[list[int]]:
+    """The ids of each word as it begins a text, and as it stands behind another."""
+    words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
+    if not words:
+        return []
+    limit = model.info.max_model_len
+    encoded = await model.tokenizer.encode(words, add_special_tokens=False, max_tokens=limit)
+    return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
 
 
 async def _prompt_of_ids(
     token_ids: list[int], model: ServedModel, request: Options, models: Models
 ) -> Prompt:
-    largest = max(token_ids)
+    largest = max(token_ids, default=0)
     if largest >= model.info.vocab_size:
         raise BadRequest(f"Token id {largest} is out of vocabulary", param="prompt")
     if len(token_ids) > model.info.max_model_len:
@@ -119,36 +155,53 @@ async def _prompt_of_ids(
     return Prompt(token_ids, await loop.run_in_executor(models.executor, decode))
 
 
-async def prepare_chat(request: ChatRequest, models: Models) -> Job:
-    """A chat: its messages rendered by the model's template."""
-    model = await models.get(request.model)
-    if model.chat_template is None:
+async def chat_prompt(request: ChatRequest, model: ServedModel, models: Models) -> Prompt:
+    """A chat's messages, rendered by a template and tokenized."""
+    text = await rendered(request, model, models)
+    [token_ids] = await model.tokenizer.encode(
+        [text],
+        add_special_tokens=request.add_special_tokens,
+        max_tokens=model.info.max_model_len,
+        truncation=_truncation(request, model),
+    )
+    return Prompt(token_ids, _last_message(request) if request.echo else None)
+
+
+async def rendered(request: ChatRequest, model: ServedModel, models: Models) -> str:
+    """The prompt's text, by the model's template or, where those are trusted, the request's."""
+    template = model.chat_template
+    if request.chat_template is not None:
+        template = _template_of_request(request.chat_template, model, models)
+    if template is None:
         raise BadRequest(
             f"the model {model.info.model} has no chat template; start the router with "
             "--chat-template FILE to give it one",
             param="messages",
         )
-    text = await _rendered(request, model.chat_template, models)
-    [token_ids] = await model.tokenizer.encode(
-        [text],
-        add_special_tokens=request.add_special_tokens,
-        max_tokens=model.info.max_model_len,
-    )
-    prompt = Prompt(token_ids, _last_message(request) if request.echo else None)
-    return _job(model, request, [prompt], choices=request.n, default_tokens=None)
-
-
-async def _rendered(request: ChatRequest, template: ChatTemplate, models: Models) -> str:
     render = functools.partial(
         template.render,
         request.messages,
+        documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         kwargs=request.template_kwargs,
     )
-    if _is_small([request.messages, request.template_kwargs]):
+    if _is_small([request.messages, request.documents, request.template_kwargs]):
         return render()
     return await asyncio.get_running_loop().run_in_executor(models.executor, render)
+
+
+def _template_of_request(source: str, model: ServedModel, models: Models) -> ChatTemplate:
+    if not models.trusts_templates:
+        raise BadRequest(
+            "chat_template: this server takes none from requests (--trust-request-chat-template)",
+            param="chat_template",
+        )
+    known = model.chat_template
+    try:
+        return ChatTemplate({"default": source}, {} if known is None else known.special_tokens)
+    except TemplateUnusable as error:
+        raise BadRequest(f"chat_template: {error}", param="chat_template") from None
 
 
 def _is_small(value: object) -> bool:
@@ -178,43 +231,47 @@ def _job(
     model: ServedModel,
     options: Options,
     prompts: Sequence[Prompt],
-    *,
     choices: int,
-    default_tokens: int | None,
+    bad_words: Sequence[Sequence[int]],
 ) -> Job:
-    scored = choices > options.n
+    # The best of several are told apart by their tokens' log-probabilities.
+    scored = choices > options.n and options.logprobs is None
     requests: list[GenerationRequest] = []
     for number, prompt in enumerate(prompts):
-        max_tokens = _max_tokens(model, options, prompt, default_tokens)
+        max_tokens = _max_tokens(model, options, prompt)
         seed = _seed(options, number)
         requests += (
             GenerationRequest(
                 prompt_token_ids=prompt.token_ids,
-                sampling=_sampling(options, choice_seed(seed, choice)),
+                sampling=_sampling(options, choice_seed(seed, choice), bad_words),
                 # Scoring a prompt still takes a step that samples; its token is not shown.
                 max_tokens=max(max_tokens, 1),
+                min_tokens=options.min_tokens,
                 stop_token_ids=options.stop_token_ids,
                 ignore_eos=options.ignore_eos,
-                # The best of several are told apart by their tokens' log-probabilities.
-                logprobs=0 if scored and options.logprobs is None else options.logprobs,
+                logprobs=0 if scored else options.logprobs,
                 prompt_logprobs=_prompt_logprobs(options),
+                logprob_token_ids=options.logprob_token_ids,
                 model=model.info.model,
                 tokenizer_hash=model.info.tokenizer_hash,
+                cache_salt=options.cache_salt,
                 exact=options.exact,
                 numerics=options.numerics,
                 session=options.session,
                 shard=options.shard,
                 label=options.request_id or "",
-                objective=Objective(priority=options.priority),
+                objective=Objective(
+                    priority=options.priority,
+                    seconds_between_tokens=options.seconds_between_tokens,
+                    latency_sensitive=options.latency_sensitive,
+                ),
             )
             for choice in range(choices)
         )
     return Job(model, options, tuple(prompts), tuple(requests))
 
 
-def _max_tokens(
-    model: ServedModel, options: Options, prompt: Prompt, default_tokens: int | None
-) -> int:
+def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
     """How many tokens may follow; refuses what cannot fit into the context."""
     limit, given = model.info.max_model_len, len(prompt.token_ids)
     if given == 0:
@@ -225,7 +282,8 @@ def _max_tokens(
     if room < 1:
         raise prompt_too_long(given, limit)
     if wanted is None:
-        return room if default_tokens is None else min(default_tokens, room)
+        default = options.default_max_tokens
+        return room if default is None else min(default, room)
     if wanted > room:
         raise BadRequest(
             f"This model's maximum context length is {limit} tokens. However, you requested "
@@ -238,20 +296,26 @@ def _max_tokens(
 
 
 def _prompt_logprobs(options: Options) -> int | None:
-    wanted = options.echo and options.logprobs is not None
-    return options.logprobs if wanted and not isinstance(options, ChatRequest) else None
+    """As many as any part of the answer shows."""
+    echoed = None
+    if options.echo and not isinstance(options, ChatRequest):
+        echoed = options.logprobs
+    wanted = [count for count in (echoed, options.prompt_logprobs) if count is not None]
+    return max(wanted, default=None)
 
 
-def _sampling(options: Options, seed: int) -> SamplingParams:
+def _sampling(options: Options, seed: int, bad_words: Sequence[Sequence[int]]) -> SamplingParams:
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
+        typical_p=options.typical_p,
         repetition_penalty=options.repetition_penalty,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         logit_bias=options.logit_bias,
+        bad_words=bad_words,
         allowed_token_ids=options.allowed_token_ids,
         seed=seed,
     )

@@ -16,6 +16,7 @@ from penstock_client.errors import PenstockError, RequestRefused
 from penstock_client.types import ShardInfo
 from penstock_router.backend import Fleet
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
+from penstock_router.config import RouterConfig
 from penstock_router.errors import NotFound, Unavailable
 from penstock_router.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
 
@@ -53,10 +54,14 @@ def _failed(task: _Loading) -> bool:
 class Models:
     """The models of a fleet, by name."""
 
-    def __init__(self, fleet: Fleet, executor: Executor, chat_template: str | None = None) -> None:
+    def __init__(self, fleet: Fleet, executor: Executor, config: RouterConfig) -> None:
         self._fleet = fleet
         self.executor = executor
-        self._chat_template = chat_template
+        self._chat_template = config.chat_template
+        # Whether a request may bring a chat template of its own.
+        self.trusts_templates = config.trust_request_chat_template
+        # The operator's own names of models.
+        self._aliases = dict(config.model_aliases)
         # By model and tokenizer hash.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
@@ -89,9 +94,18 @@ class Models:
                     infos.setdefault(info.model, info)
         return list(infos.values())
 
+    def names_of(self, info: ShardInfo) -> list[str]:
+        """Every name that a model goes by, its own first."""
+        names = [info.model, *info.model_aliases]
+        names += [alias for alias, model in self._aliases.items() if model in names]
+        return list(dict.fromkeys(names))
+
     def info(self, name: str) -> ShardInfo:
         """Of the model a request names; raises `NotFound` or `Unavailable`."""
         infos = self.infos()
+        # A shard's own name goes before an alias.
+        names = {own for info in infos for own in (info.model, *info.model_aliases)}
+        name = name if name in names else self._aliases.get(name, name)
         for info in infos:
             if name == info.model or name in info.model_aliases:
                 return info

@@ -138,7 +138,7 @@ class Progress:
 class Event:
     """One event of an answer. `cursor` is None for what is no part of a choice."""
 
-    payload: bytes
+    frame: bytes
     cursor: Cursor | None = None
 
 

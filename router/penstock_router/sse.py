@@ -1,8 +1,8 @@
-"""The only writer of a stream's bytes: headers, events, comments, the error event and [DONE].
+"""The only writer of a stream's bytes: headers, frames, comments, and the frames of an error.
 
-Headers go out with the first delta, so that what fails before it is an ordinary status. After
-that every stream ends in one `data: [DONE]`, also one that fails. While a write waits for a slow
-reader, deltas gather upstream, and the next event carries them together.
+Headers go out with the first delta, so that what fails before it is an ordinary status; after
+that the error is the stream's last event. While a write waits for a slow reader, deltas gather
+upstream, and the next event carries them together. Knows no API: shapes make the frames.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-import msgspec
 from aiohttp import web
 
 from penstock_router.admission import TimeLimit
+from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
-from penstock_router.errors import SlowReader, noted
+from penstock_router.errors import ApiError, SlowReader, noted
 from penstock_router.generation import Generation
-from penstock_router.responses import Shape
 from penstock_router.resumption import Cursor, Reader
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ HEADERS = {
     # Asks nginx to pass events on as they come.
     "X-Accel-Buffering": "no",
 }
-DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 
 
@@ -64,23 +62,19 @@ class EventStream:
     ) -> None:
         self._stop_comments()
 
-    async def send(self, payloads: list[bytes]) -> None:
-        """Each payload as an event, all in one write."""
-        if payloads:
-            await self._write(b"".join([b"data: %b\n\n" % data for data in payloads]))
+    async def send(self, frames: bytes) -> None:
+        """Frames, one after another, in one write."""
+        if frames:
+            self._written_at = self._loop.time()
+            await self._in_time(self.response.write(frames))
 
-    async def send_with_id(self, payload: bytes, event_id: str) -> None:
-        """An event that a client can name to go on after it."""
-        await self._write(b"id: %b\ndata: %b\n\n" % (event_id.encode(), payload))
-
-    async def _write(self, data: bytes) -> None:
-        self._written_at = self._loop.time()
-        await self._in_time(self.response.write(data))
+    async def send_with_id(self, frame: bytes, event_id: str) -> None:
+        """A frame that a client can name to go on after it."""
+        await self.send(b"id: %b\n%b" % (event_id.encode(), frame))
 
     async def end(self) -> None:
-        """The one [DONE], and the end of the body."""
+        """The end of the body."""
         self._stop_comments()
-        await self._in_time(self.response.write(DONE))
         await self._in_time(self.response.write_eof())
 
     async def _in_time(self, writing: Awaitable[None]) -> None:
@@ -126,13 +120,19 @@ async def stream(
     request_id: str,
     config: RouterConfig,
     limit: TimeLimit,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Answer with a generation's deltas as they come."""
+    """Answer with a generation's deltas as they come; `before_end` is awaited before the closing
+    frames.
+    """
 
     async def send_all(events: EventStream) -> None:
         try:
             async with limit.scope():
-                await _send_all(events, generation, shape, first)
+                await _send_deltas(events, generation, shape, first)
+                if before_end is not None:
+                    await before_end()
+                await events.send(b"".join(shape.closing()))
         except Exception as error:
             generation.abandon(error)
             raise
@@ -143,7 +143,7 @@ async def stream(
             await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        return await _answer(request, send_all, request_id, config)
+        return await _answer(request, send_all, shape.failed, request_id, config)
     finally:
         first.cancel()
 
@@ -152,6 +152,7 @@ async def follow(
     request: web.Request,
     reader: Reader,
     write_id: Callable[[Cursor], str],
+    failed: Callable[[ApiError], bytes],
     *,
     request_id: str,
     config: RouterConfig,
@@ -162,9 +163,9 @@ async def follow(
         event = await first
         while event is not None:
             if event.cursor is None:
-                await events.send([event.payload])
+                await events.send(event.frame)
             else:
-                await events.send_with_id(event.payload, write_id(event.cursor))
+                await events.send_with_id(event.frame, write_id(event.cursor))
             event = await reader.next()
 
     first = asyncio.ensure_future(reader.next())
@@ -172,7 +173,7 @@ async def follow(
         await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        return await _answer(request, send_all, request_id, config)
+        return await _answer(request, send_all, failed, request_id, config)
     finally:
         first.cancel()
 
@@ -180,6 +181,7 @@ async def follow(
 async def _answer(
     request: web.Request,
     send_all: Callable[[EventStream], Awaitable[None]],
+    failed: Callable[[ApiError], bytes],
     request_id: str,
     config: RouterConfig,
 ) -> web.StreamResponse:
@@ -192,23 +194,18 @@ async def _answer(
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
-            answer = noted(error, request_id)
-            await events.send([msgspec.json.encode(answer.body())])
+            await events.send(failed(noted(error, request_id)))
         await events.end()
         return events.response
 
 
-async def _send_all(
+async def _send_deltas(
     events: EventStream, generation: Generation, shape: Shape, first: asyncio.Future[Delta | None]
 ) -> None:
     delta = await first
-    await events.send(shape.opening() + _chunks(shape, delta))
+    opening = b"".join(shape.opening())
+    await events.send(opening + ((delta and shape.chunk(delta)) or b""))
     async for delta in generation:
-        await events.send(_chunks(shape, delta))
-    if generation.job.options.include_usage:
-        await events.send([shape.usage_chunk()])
-
-
-def _chunks(shape: Shape, delta: Delta | None) -> list[bytes]:
-    chunk = None if delta is None else shape.chunk(delta)
-    return [] if chunk is None else [chunk]
+        frame = shape.chunk(delta)
+        if frame is not None:
+            await events.send(frame)

@@ -2,7 +2,9 @@
 
 Text is held back only while it could still become a stop string: exactly the longest suffix that
 begins one. The stop that completes first in the text wins; of two that complete on the same
-character, the one listed first.
+character, the one listed first. Text that must not stop anything yet (`may_stop` False) is shown
+in the same way: a stop string that completes within it is ordinary text, and one that begins in it
+and completes later counts.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ class _Pattern:
         self.matched = 0
         self._fallback = _fallback_table(text)
 
-    def advance(self, piece: str) -> int | None:
-        """Go on by `piece`; its length up to where the stop string completes, or None."""
+    def advance(self, piece: str, may_stop: bool) -> int | None:
+        """Go on by `piece`; its length up to where the stop string completes, or None.
+
+        Where it must not stop, go on behind every place where it completes.
+        """
         text, fallback, matched = self.text, self._fallback, self.matched
         position, end = 0, len(piece)
         while position < end:
@@ -40,8 +45,10 @@ class _Pattern:
                 matched += 1
             position += 1
             if matched == len(text):
-                self.matched = 0
-                return position
+                if may_stop:
+                    self.matched = 0
+                    return position
+                matched = fallback[matched]
         self.matched = matched
         return None
 
@@ -62,25 +69,23 @@ def _fallback_table(text: str) -> list[int]:
 class StopMatcher:
     """Cuts one choice's text at the first stop string."""
 
-    __slots__ = ("_held", "_include", "_patterns", "stopped_by")
+    __slots__ = ("_held", "_include", "_patterns", "active", "stopped_by")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._patterns = [_Pattern(stop) for stop in stops]
         self._include = include_stop
         self._held = ""
+        # Whether there is anything to look for.
+        self.active = bool(stops)
         self.stopped_by: str | None = None
 
-    @property
-    def active(self) -> bool:
-        return bool(self._patterns)
-
-    def feed(self, piece: str) -> str:
+    def feed(self, piece: str, may_stop: bool = True) -> str:
         """What can be shown now. Once `stopped_by` is set, nothing more must be fed."""
         if not self._patterns or not piece:
             return piece
         found: tuple[int, str] | None = None
         for pattern in self._patterns:
-            end = pattern.advance(piece)
+            end = pattern.advance(piece, may_stop)
             if end is not None and (found is None or end < found[0]):
                 found = (end, pattern.text)
         if found is not None:
@@ -88,7 +93,7 @@ class StopMatcher:
         if self._include:
             return piece
         text = self._held + piece
-        keep = len(text) - max(pattern.matched for pattern in self._patterns)
+        keep = len(text) - max([pattern.matched for pattern in self._patterns])
         self._held = text[keep:]
         return text[:keep]
 

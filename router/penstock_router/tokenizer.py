@@ -8,12 +8,15 @@ costs more. Text that cannot fit is refused on its length, before it is tokenize
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
@@ -28,6 +31,20 @@ _COMPOSITION_FACTOR = 4
 
 class TokenizerUnusable(Exception):
     """A tokenizer.json that does not load; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Keep `max_tokens` of a prompt; `side` is the end that is cut off, "left" or "right"."""
+
+    max_tokens: int
+    side: str
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """What is kept of a prompt's ids."""
+        if self.side == "left":
+            return token_ids[max(0, len(token_ids) - self.max_tokens) :]
+        return token_ids[: self.max_tokens]
 
 
 class _ModelPart(msgspec.Struct):
@@ -48,7 +65,10 @@ class _TokenizerFile(msgspec.Struct):
 class Tokenizer:
     """One model's tokenizer. Holds no state of any request."""
 
-    def __init__(self, data: bytes, executor: Executor) -> None:
+    def __init__(
+        self, data: bytes, executor: Executor, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """`config` is what tokenizer_config.json holds."""
         # One text at a time has nothing to share out, and its threads would only be in the way.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
@@ -60,6 +80,9 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self._executor = executor
+        # As transformers has it; "right" cuts off the end.
+        self.config = dict(config or {})
+        self.truncation_side = "left" if self.config.get("truncation_side") == "left" else "right"
         self._max_token_bytes: int | None = None
         self.detokenizers: DetokenizerFactory = make_detokenizers(self._fast, self._parts.decoder)
         self.special_ids = special_ids(self._fast)
@@ -92,27 +115,64 @@ class Tokenizer:
         return None if self._max_token_bytes is None else num_tokens * self._max_token_bytes
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        max_tokens: int,
+        truncation: Truncation | None = None,
     ) -> list[list[int]]:
         """Ids of each text. Raises `BadRequest` for one that has more than `max_tokens`."""
-        for text in texts:
-            self._refuse_by_length(text, max_tokens)
+        if truncation is None:
+            for text in texts:
+                self._refuse_by_length(text, max_tokens)
+        encode = functools.partial(self._encode, texts, add_special_tokens, max_tokens, truncation)
         if sum(map(len, texts)) <= INLINE_CHARS:
-            return self._encode(texts, add_special_tokens, max_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, self._encode, texts, add_special_tokens, max_tokens
-        )
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
 
     def _encode(
-        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        max_tokens: int,
+        truncation: Truncation | None,
     ) -> list[list[int]]:
-        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        # The library keeps its own truncation in the tokenizer, where all requests would see it.
+        whole = truncation is None and add_special_tokens
+        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=whole)
+        if truncation is not None:
+            return [self._cut(encoding, add_special_tokens, truncation) for encoding in encodings]
         for encoding in encodings:
             # Before `ids`, which builds every integer under the interpreter lock.
             if len(encoding) > max_tokens:
                 raise prompt_too_long(len(encoding), max_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def _cut(
+        self, encoding: Encoding, add_special_tokens: bool, truncation: Truncation
+    ) -> list[int]:
+        """Special tokens are added to what is left of the text, as transformers does it."""
+        added = self._fast.num_special_tokens_to_add(False) if add_special_tokens else 0
+        room = max(0, truncation.max_tokens - added)
+        if len(encoding) > room:
+            encoding.truncate(room, direction=truncation.side)
+        if added:
+            encoding = self._fast.post_process(encoding, None, True)
+        return truncation.cut(encoding.ids)
+
+    async def places(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int, int]]:
+        """Of each token of a text its id and the characters from and up to which it stands."""
+
+        def find() -> list[tuple[int, int, int]]:
+            # The faster way to encode keeps no offsets.
+            [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+            pairs = zip(encoding.ids, encoding.offsets, strict=True)
+            return [(token_id, start, stop) for token_id, (start, stop) in pairs]
+
+        if len(text) <= INLINE_CHARS:
+            return find()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, find)
 
     def _refuse_by_length(self, text: str, max_tokens: int) -> None:
         max_chars = self.max_chars(max_tokens)
@@ -159,4 +219,8 @@ def load_tokenizer(files: Mapping[str, bytes], executor: Executor) -> Tokenizer:
     """The tokenizer among a shard's files."""
     if "tokenizer.json" not in files:
         raise TokenizerUnusable("the shard sent no tokenizer.json")
-    return Tokenizer(files["tokenizer.json"], executor)
+    try:
+        config = msgspec.json.decode(files.get("tokenizer_config.json") or b"{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise TokenizerUnusable("tokenizer_config.json is not valid JSON") from None
+    return Tokenizer(files["tokenizer.json"], executor, config if isinstance(config, dict) else {})

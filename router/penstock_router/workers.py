@@ -132,8 +132,8 @@ async def serve(
     """
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
-    from penstock_router.handlers import ROUTER
     from penstock_router.metrics import Metrics
+    from penstock_router.routes.base import ROUTER
 
     metrics = Metrics()
     try:

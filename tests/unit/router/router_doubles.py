@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,11 @@ from tokenizers import (
     trainers,
 )
 
-from penstock_client.errors import NoShardAvailable, PenstockError
+from penstock_client.errors import NoShardAvailable, NotServed, PenstockError
 from penstock_client.stream import GenerationStream
 from penstock_client.types import (
+    EmbeddingDefaults,
+    EmbeddingRequest,
     FinishReason,
     GenerationRequest,
     LoadReport,
@@ -192,10 +195,11 @@ INFO = ShardInfo(
     kv_dtype="float32",
     device="cpu",
     attention_backend="none",
-    capabilities=frozenset(),
+    capabilities=frozenset({"embed"}),
     batch_invariant=True,
     numerics_fingerprint="f",
     adapters=(),
+    embedding=EmbeddingDefaults("last", normalize=True, size=8),
 )
 
 
@@ -233,6 +237,7 @@ class FakeFleet:
     bundle: Callable[[], int] = lambda: 1
     step_s: float = 0.0
     requests: list[GenerationRequest] = field(default_factory=list)
+    embedded: list[EmbeddingRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     refusal: PenstockError | None = None
     # Requests beyond this many are refused at submit with `refusal`.
@@ -271,6 +276,26 @@ class FakeFleet:
         task.add_done_callback(lambda _: self.running.pop(request_id))
         return stream
 
+    async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
+        """Vectors that depend on the ids and the pooling."""
+        if self.refusal is not None and len(self.embedded) >= self.accepts:
+            raise self.refusal
+        defaults = self.info(request.model).embedding
+        if defaults is None:
+            raise NotServed("embed: no shard serves embeddings", field="embed")
+        self.embedded.append(request)
+        await asyncio.sleep(self.step_s)
+        pooling = request.pooling or defaults.pooling
+        normalize = defaults.normalize if request.normalize is None else request.normalize
+        kept = defaults.size if request.dimensions is None else request.dimensions
+        vectors = []
+        for ids in request.inputs:
+            rng = random.Random(f"{list(ids)}-{pooling}")
+            values = [rng.uniform(-1.0, 1.0) for _ in range(defaults.size)][:kept]
+            length = math.hypot(*values) if normalize else 1.0
+            vectors.append([value / length for value in values])
+        return vectors
+
     def _on_cancel(self, stream: GenerationStream) -> None:
         self.cancelled.append(stream.request_id)
         self.running[stream.request_id].cancel()
@@ -304,6 +329,7 @@ class FakeFleet:
         output = Output(ids, position)
         if position == 0:
             output.cached_tokens = 0
+            output.queue_s = 0.0
             if request.prompt_logprobs is not None:
                 prompt = request.prompt_token_ids[1:]
                 output.prompt_logprobs = fake_logprobs(prompt, request.prompt_logprobs)

@@ -11,9 +11,9 @@ import pytest
 from chat_template_styles import STYLES
 from tokenizers import Tokenizer
 
+from penstock_router.apis.openai import parse_chat
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.errors import BadRequest
-from penstock_router.schema import parse_chat
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

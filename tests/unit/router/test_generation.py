@@ -13,13 +13,14 @@ from tokenizers import Tokenizer
 
 from penstock_client.errors import NoShardAvailable, ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
+from penstock_router.apis.openai import parse_completion
 from penstock_router.choice import first_rows
+from penstock_router.config import RouterConfig
 from penstock_router.errors import NotFound, Unavailable
 from penstock_router.generation import Generation, collect
-from penstock_router.job import Job, _is_small, choice_seed, prepare_completion
+from penstock_router.job import Job, _is_small, choice_seed, prepare
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
-from penstock_router.schema import parse_completion
 
 
 @pytest.fixture
@@ -30,11 +31,11 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def models(fleet: FakeFleet, executor: ThreadPoolExecutor) -> Models:
-    return Models(fleet, executor)
+    return Models(fleet, executor, RouterConfig(shards="fake:1"))
 
 
 async def job_of(models: Models, **fields: object) -> Job:
-    return await prepare_completion(parse_completion({"prompt": "fox", **fields}), models)
+    return await prepare(parse_completion({"prompt": "fox", **fields}), models)
 
 
 def test_the_seeds_of_choices_never_change() -> None:

@@ -41,7 +41,7 @@ from penstock_client.errors import (
     Unauthenticated,
 )
 from penstock_client.types import GenerationRequest
-from penstock_router.handlers import ROUTER
+from penstock_router.routes.base import ROUTER
 from penstock_router.tokenizer import Tokenizer as RouterTokenizer
 
 JSON = {"Content-Type": "application/json"}
@@ -738,7 +738,8 @@ async def test_the_key_is_asked_for_on_v1_only(byte_level: Tokenizer) -> None:
 
 
 async def test_models_are_listed_and_looked_up(router: MemoryRouter) -> None:
-    [card] = (await router.get("/v1/models")).json()["data"]
+    card, alias = (await router.get("/v1/models")).json()["data"]
+    assert (alias["id"], alias["root"]) == ("fake-alias", "fake-model")
     assert (card["id"], card["object"]) == (INFO.model, "model")
     assert card["max_model_len"] == INFO.max_model_len
     assert (await router.get(f"/v1/models/{INFO.model}")).json() == card

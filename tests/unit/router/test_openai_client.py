@@ -66,7 +66,7 @@ MODEL = INFO.model
 
 
 async def test_models_are_listed(client: AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert [model.id async for model in client.models.list()] == [MODEL, "fake-alias"]
     assert (await client.models.retrieve(MODEL)).id == MODEL
 
 

@@ -38,7 +38,7 @@ async def _read(reader: Reader | None) -> list[bytes]:
     payloads = []
     with reader:
         while (event := await reader.next()) is not None:
-            payloads.append(event.payload)
+            payloads.append(event.frame)
     return payloads
 
 
@@ -103,7 +103,7 @@ async def test_what_ends_a_live_stream_is_what_each_reader_gets_and_nobody_later
         with reader:
             event = await reader.next()
             assert event is not None
-            assert event.payload == b"0"
+            assert event.frame == b"0"
             with pytest.raises(BadRequest):
                 await reader.next()
     assert streams.join(_after(0)) is None

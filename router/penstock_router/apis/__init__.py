@@ -1,0 +1,1 @@
+"""The APIs that clients speak: each a translation to one request type and back. None knows HTTP."""

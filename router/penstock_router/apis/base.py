@@ -1,0 +1,127 @@
+"""What an API is: a table of fields, a translation to a request, the shape of answers and errors.
+
+A new one is a file with an `Api` in it and a line in the table of routes. Knows no HTTP beyond
+statuses and the framing of server-sent events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
+
+import msgspec
+
+from penstock_router.choice import Delta
+from penstock_router.errors import ApiError
+from penstock_router.fields import JsonObject, Table
+from penstock_router.generation import Usage
+from penstock_router.job import Job
+from penstock_router.request import Options
+
+AnyRequest = TypeVar("AnyRequest", bound=Options)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What an answer says of itself. `usage` fills up while the answer is made."""
+
+    response_id: str
+    # Unix time, whole seconds.
+    created: int
+    # As `time.perf_counter` has it.
+    received_s: float
+    usage: Usage
+
+
+class Shape(Protocol):
+    """One answer's form, made of deltas. A frame is a server-sent event, framed."""
+
+    def opening(self) -> Sequence[bytes]:
+        """The frames before the first delta's."""
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        """A delta as a frame or several; None where it has nothing to show."""
+
+    def closing(self) -> Sequence[bytes]:
+        """The frames after the last delta's."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last frames of a stream that fails."""
+
+    def whole(self, deltas: Sequence[Delta]) -> Any:
+        """The JSON of an answer that is no stream."""
+
+    def headers(self) -> Mapping[str, str]:
+        """What goes with an answer that is no stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How an API's errors look."""
+
+    body: Callable[[ApiError], JsonObject]
+    # Of a TypedDict: what `body` gives.
+    schema: type
+    status: Callable[[ApiError], int] = lambda error: error.status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api(Generic[AnyRequest]):
+    """One way to ask for tokens and to be answered."""
+
+    # What its bodies may hold: checked, and documented.
+    fields: Table
+    # Raises `BadRequest`.
+    parse: Callable[[JsonObject], AnyRequest]
+    make_shape: Callable[[Job, Envelope], Shape]
+    # The answer's id; of the request's, and whether the client chose that one.
+    name_answer: Callable[[str, bool], str]
+    errors: ErrorForm
+    # TypedDicts: an answer, and an event of a stream.
+    answer: Any
+    event: Any
+    # Whether a stream of it can be taken up again.
+    resumable: bool = False
+
+
+def data_frame(payload: bytes) -> bytes:
+    """An event without a name."""
+    return b"data: %b\n\n" % payload
+
+
+def event_frame(name: str, payload: object) -> bytes:
+    """An event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
+
+
+# ---- Errors in the form of OpenAI's API, which is everybody's who has none of their own ---------
+
+
+class ErrorObject(TypedDict):
+    """What went wrong, in the form of OpenAI's API."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(TypedDict):
+    """An answer that is an error."""
+
+    error: ErrorObject
+
+
+def error_answer(error: ApiError) -> JsonObject:
+    """An error as OpenAI's clients read it, in a plain answer and in a stream's event."""
+    shown: ErrorObject = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.status,
+    }
+    return {"error": shown}
+
+
+ERRORS = ErrorForm(error_answer, ErrorAnswer)

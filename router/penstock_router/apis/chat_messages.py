@@ -1,0 +1,117 @@
+"""Messages of a chat, in OpenAI's form -> as chat templates expect them. Knows no other field.
+
+Templates expect text content as one string, no nulls, and arguments of tool calls as objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock_router.errors import BadRequest
+from penstock_router.fields import (
+    STRING,
+    JsonObject,
+    Kind,
+    read_array,
+    read_object,
+    refusal,
+    short,
+)
+from penstock_router.request import Message
+
+MAX_ROLE_CHARS = 64
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def read_messages(name: str, value: Any) -> list[Message]:
+    """A chat; every message checked."""
+    messages = read_array(name, value)
+    if not messages:
+        raise BadRequest(f"{name}: at least one message is needed", param=name)
+    return [_message(f"{name}[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(name: str, value: Any) -> JsonObject:
+    """A message as templates expect it: no nulls, text content as one string."""
+    # Templates tell "no content" from its being missing, not from null.
+    message = {key: item for key, item in read_object(name, value).items() if item is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
+        raise refusal(f"{name}.role", f"a string of 1 to {MAX_ROLE_CHARS} characters", role)
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = _joined_parts(f"{name}.content", content)
+    elif content is not None and not isinstance(content, str):
+        raise refusal(f"{name}.content", "a string, null or an array of parts", content)
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(f"{name}.tool_calls", message["tool_calls"])
+    elif content is None and role != "assistant":
+        raise BadRequest(f"{name}: a message of role {short(role)} needs content", param=name)
+    return message
+
+
+def _joined_parts(name: str, parts: list[Any]) -> str:
+    texts = []
+    for index, part in enumerate(parts):
+        kind = read_object(f"{name}[{index}]", part).get("type")
+        if kind not in _TEXT_PARTS:
+            text = f"{name}[{index}]: parts of type {short(kind)} are not served, only text"
+            raise BadRequest(text, param=name)
+        key = "refusal" if kind == "refusal" else "text"
+        texts.append(STRING.read(f"{name}[{index}].{key}", part.get(key)))
+    return "\n".join(texts)
+
+
+def _tool_calls(name: str, value: Any) -> list[JsonObject]:
+    calls = []
+    for index, item in enumerate(read_array(name, value)):
+        call = dict(read_object(f"{name}[{index}]", item))
+        if "function" in call:
+            call["function"] = _called_function(f"{name}[{index}].function", call["function"])
+        calls.append(call)
+    return calls
+
+
+def _called_function(name: str, value: Any) -> JsonObject:
+    function = dict(read_object(name, value))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # On the wire they are JSON in a string; templates expect the object.
+        try:
+            parsed = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return function
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    return function
+
+
+_PART_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": [kind]}, key: {"type": "string"}},
+            "required": ["type", key],
+        }
+        for kind, key in (("text", "text"), ("refusal", "refusal"))
+    ]
+}
+MESSAGES = Kind(
+    read_messages,
+    {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS},
+                "content": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]
+                },
+            },
+            "required": ["role", "content"],
+        },
+    },
+)

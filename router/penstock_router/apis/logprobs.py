@@ -1,0 +1,166 @@
+"""Log-probabilities as OpenAI's answers show them: of completions, of chats, of prompts.
+
+Values end at -9999: minus infinity is not JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NotRequired, TypedDict
+
+from penstock_client.types import Logprobs
+from penstock_router.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+
+TokenText = Callable[[int], str]
+
+
+class CompletionColumns(TypedDict):
+    """One entry of each for each token; nothing predicts the first of a prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatLogprob(TypedDict):
+    """One token; `bytes` are of its UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: NotRequired[list[ChatLogprob]]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry for each token."""
+
+    content: list[ChatLogprob]
+
+
+class PromptLogprob(TypedDict):
+    """Of a prompt's token, or one that might have stood in its place; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
+    """How a token is named beside its log-probability."""
+    return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
+
+
+class CompletionLogprobs:
+    """One choice's columns; `text_offset` goes on from one chunk to the next."""
+
+    def __init__(self, text_of: TokenText, top_n: int, requested_ids: Sequence[int]) -> None:
+        self._text_of = text_of
+        self._top_n = top_n
+        self._requested_ids = requested_ids
+        self._offset = 0
+
+    def empty(self) -> CompletionColumns:
+        """Columns without rows."""
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs) -> None:
+        """One row for each token."""
+        for row, token_id in enumerate(token_ids):
+            self._add_token(result, token_id)
+            result["token_logprobs"].append(_finite(columns.chosen[row]))
+            result["top_logprobs"].append(self._top(token_id, row, columns))
+
+    def add_prompt(
+        self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs | None
+    ) -> None:
+        """One row for each token of the prompt; nothing predicts the first."""
+        self._add_token(result, token_ids[0])
+        result["token_logprobs"].append(None)
+        result["top_logprobs"].append(None)
+        if columns is not None:
+            self.add(result, token_ids[1:], columns)
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Tokens whose rows were shown before."""
+        self._offset += sum(len(self._text_of(token_id)) for token_id in token_ids)
+
+    def _add_token(self, result: CompletionColumns, token_id: int) -> None:
+        text = self._text_of(token_id)
+        result["tokens"].append(text)
+        result["text_offset"].append(self._offset)
+        self._offset += len(text)
+
+    def _top(self, token_id: int, row: int, columns: Logprobs) -> dict[str, float]:
+        """The chosen token and the best, by text. Of two tokens with one text the later is
+        named by its id, so that the chosen one's value is always found under its own text."""
+        top = {self._text_of(token_id): _finite(columns.chosen[row])}
+        for other, value in _top_row(columns, row, self._top_n, self._requested_ids):
+            if other != token_id:
+                text = self._text_of(other)
+                top[f"token_id:{other}" if text in top else text] = _finite(value)
+        return top
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    columns: Logprobs,
+    *,
+    requested_ids: Sequence[int],
+    as_ids: bool,
+) -> ChatLogprobs:
+    """For each token exactly the `top_n` best, and the requested ones that are not among them."""
+    text_of = token_text(tokenizer, as_ids=as_ids)
+
+    def entry(token_id: int, value: float) -> ChatLogprob:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": text_of(token_id), "logprob": _finite(value), "bytes": list(data)}
+
+    content: list[ChatLogprob] = []
+    for row, token_id in enumerate(token_ids):
+        shown = entry(token_id, columns.chosen[row])
+        top = _top_row(columns, row, columns.top_n, requested_ids)
+        shown["top_logprobs"] = [entry(other, value) for other, value in top]
+        content.append(shown)
+    return {"content": content}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
+) -> list[dict[str, PromptLogprob] | None]:
+    """For each token of a prompt, by id: the token itself and the `top_n` best in its place."""
+
+    def entry(token_id: int, value: float, rank: int) -> PromptLogprob:
+        text = tokenizer.token_text(token_id)
+        return {"logprob": _finite(value), "rank": rank, "decoded_token": text}
+
+    rows: list[dict[str, PromptLogprob] | None] = [None]
+    for row, token_id in enumerate(token_ids[1:] if columns is not None else ()):
+        assert columns is not None
+        shown = {str(token_id): entry(token_id, columns.chosen[row], columns.ranks[row])}
+        for rank, (other, value) in enumerate(_top_row(columns, row, top_n), 1):
+            shown.setdefault(str(other), entry(other, value, rank))
+        rows.append(shown)
+    return rows
+
+
+def _top_row(
+    columns: Logprobs, row: int, top_n: int, requested_ids: Sequence[int] = ()
+) -> Iterable[tuple[int, float]]:
+    """The best of a row, and of the requested ids those that are not among them."""
+    start = row * columns.top_n
+    end = start + min(top_n, columns.top_n)
+    ids, values = columns.top_token_ids[start:end], columns.top_logprobs[start:end]
+    best = list(zip(ids, values, strict=True))
+    if requested_ids and columns.requested:
+        count = len(requested_ids)
+        requested = columns.requested[row * count : (row + 1) * count]
+        best += [pair for pair in zip(requested_ids, requested, strict=True) if pair[0] not in ids]
+    return best
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST_LOGPROB)

@@ -1,0 +1,434 @@
+"""OpenAI's completions and chats: bodies -> requests. The shapes are in `openai_answers`.
+
+One table for each route lists its fields: OpenAI's own and those that vLLM added. Bounds that
+depend on a model are checked where the model is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock_router.apis.base import ERRORS, Api
+from penstock_router.apis.chat_messages import MESSAGES
+from penstock_router.apis.openai_answers import (
+    ChatAnswer,
+    ChatChunk,
+    ChatShape,
+    CompletionAnswer,
+    CompletionShape,
+)
+from penstock_router.errors import BadRequest
+from penstock_router.fields import (
+    ANY_NUMBER,
+    ANYTHING,
+    ARRAY,
+    BOOLEAN,
+    FLOAT_MAX,
+    INT32_MAX,
+    INT64,
+    OBJECT,
+    POSITIVE,
+    STRING,
+    TOKEN_ID,
+    UINT32_MAX,
+    WORD_OR_BOOLEAN,
+    Field,
+    JsonObject,
+    Kind,
+    array_of,
+    integer,
+    not_served,
+    number,
+    one_of,
+    read_array,
+    read_fields,
+    read_object,
+    refusal,
+    short,
+    string,
+    table,
+)
+from penstock_router.request import ChatRequest, CompletionRequest, Options
+
+MAX_CHOICES = 16384
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_PROMPTS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
+DEFAULT_COMPLETION_TOKENS = 16
+NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
+
+
+# ---- Kinds of these routes ---------------------------------------------------------------------
+
+
+def _read_stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else read_array(name, value)
+    if len(stops) > MAX_STOPS:
+        raise BadRequest(f"{name}: at most {MAX_STOPS} strings; given: {len(stops)}", param=name)
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise refusal(name, "a string or an array of strings", stop)
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            text = f"{name}: a stop string has 1 to {MAX_STOP_CHARS} characters; one has "
+            raise BadRequest(f"{text}{len(stop)}", param=name)
+    return tuple(stops)
+
+
+def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
+    """Ids come as strings, since JSON has no other keys; biases are cut to -100..100."""
+    biases: dict[int, float] = {}
+    for key, bias in read_object(name, value).items():
+        is_id = key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**32
+        if not is_id:
+            raise refusal(name, "an object whose keys are token ids", key)
+        given = ANY_NUMBER.read(f"{name}[{key}]", bias)
+        biases[int(key)] = max(-100.0, min(100.0, given))
+    return biases
+
+
+def _read_prompts(name: str, value: Any) -> tuple[str | list[int], ...]:
+    """The four forms of a prompt, as a tuple of strings and of lists of ids."""
+    if not isinstance(value, str | list):
+        raise refusal(name, "a string, an array of token ids, or an array of either", value)
+    single = isinstance(value, str) or (bool(value) and _is_integer(value[0]))
+    prompts = [value] if single else value
+    if not prompts or any(prompt in ("", []) for prompt in prompts):
+        raise BadRequest(
+            "Either prompt or prompt_embeds must be provided and non-empty.", param=name
+        )
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(
+            f"{name}: at most {MAX_PROMPTS} prompts; given: {len(prompts)}", param=name
+        )
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            _check_prompt_ids(name, prompt)
+        elif not isinstance(prompt, str):
+            raise refusal(name, "a string, an array of token ids, or an array of either", prompt)
+    return tuple(prompts)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_prompt_ids(name: str, ids: list[Any]) -> None:
+    # `set(map(type, ...))` and `min` go over a hundred thousand ids in a millisecond or two.
+    if set(map(type, ids)) != {int}:
+        raise BadRequest(f"{name}: an array of token ids holds integers only", param=name)
+    if min(ids) < 0 or max(ids) > UINT32_MAX:
+        wrong = next(item for item in ids if not 0 <= item <= UINT32_MAX)
+        raise BadRequest(f"{name}: Token id {short(wrong)} is out of vocabulary", param=name)
+
+
+_PROMPT_IDS_SCHEMA: JsonObject = {"type": "array", "minItems": 1, "items": TOKEN_ID.schema}
+_PROMPT_SCHEMA: JsonObject = {"type": "string", "minLength": 1}
+PROMPTS = Kind(
+    _read_prompts,
+    {
+        "anyOf": [
+            _PROMPT_SCHEMA,
+            _PROMPT_IDS_SCHEMA,
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_PROMPTS,
+                "items": {"anyOf": [_PROMPT_SCHEMA, _PROMPT_IDS_SCHEMA]},
+            },
+        ]
+    },
+)
+_STOP = string(1, MAX_STOP_CHARS)
+STOPS = Kind(
+    _read_stops,
+    {"anyOf": [_STOP.schema, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP.schema}]},
+)
+_LOGIT_BIAS = Kind(
+    _read_logit_bias,
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number"},
+    },
+)
+
+
+def _read_stream_options(name: str, value: Any) -> JsonObject:
+    options = read_object(name, value)
+    for key in ("include_usage", "continuous_usage_stats"):
+        if options.get(key) is not None:
+            BOOLEAN.read(f"{name}.{key}", options[key])
+    return options
+
+
+_FLAG_OR_NULL = {"anyOf": [{"type": "boolean"}, {"type": "null"}]}
+_STREAM_OPTIONS = Kind(
+    _read_stream_options,
+    {
+        "type": "object",
+        "properties": {"include_usage": _FLAG_OR_NULL, "continuous_usage_stats": _FLAG_OR_NULL},
+    },
+)
+
+
+# ---- The tables --------------------------------------------------------------------------------
+
+# Whatever asks for tokens of a model's own is sampled by these, in every API that has them.
+SAMPLING = (
+    Field("temperature", number(0, 2), "Below 1e-5 the likeliest token is always taken."),
+    Field("top_p", number(0, 1, above_low=True), "Draw from the likeliest that add up to this."),
+    Field("top_k", integer(-1, INT32_MAX), "Draw from so many; 0 and -1: from all."),
+    Field("min_p", number(0, 1), "Draw from those at least so likely, relative to the likeliest."),
+    Field("repetition_penalty", number(0, FLOAT_MAX, above_low=True), "1 is none."),
+    Field("presence_penalty", number(-2, 2), "On each token that the answer has already."),
+    Field("frequency_penalty", number(-2, 2), "The same for each time it has it."),
+    Field("seed", INT64, "The same request with the same seed gets the same answer."),
+)
+
+_COMMON = (
+    Field("model", STRING, "One of /v1/models; the served one where there is only one."),
+    Field("n", integer(1, MAX_CHOICES), "How many choices; the first has the seed itself."),
+    *SAMPLING,
+    Field("logit_bias", _LOGIT_BIAS, "Added to the logits of tokens by id, cut to -100..100."),
+    Field(
+        "allowed_token_ids",
+        array_of(TOKEN_ID, at_least=1, at_most=MAX_STOP_TOKEN_IDS, unit="ids"),
+        "Draw from these only.",
+    ),
+    Field(
+        "bad_words",
+        array_of(string(1, MAX_STOP_CHARS), at_most=MAX_BAD_WORDS, unit="words"),
+        "Token sequences that are never completed.",
+    ),
+    Field("stop", STOPS, "Strings that end a choice; they are cut off."),
+    Field(
+        "stop_token_ids",
+        array_of(TOKEN_ID, at_most=MAX_STOP_TOKEN_IDS, unit="ids"),
+        "Tokens that end a choice.",
+    ),
+    Field("include_stop_str_in_output", BOOLEAN, "Show what ended the choice."),
+    Field("ignore_eos", BOOLEAN, "Go on after the model's end-of-sequence tokens."),
+    Field("min_tokens", integer(0, INT32_MAX), "Nothing ends a choice before."),
+    Field("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text; default true."),
+    Field("spaces_between_special_tokens", BOOLEAN, "Default true."),
+    Field("echo", BOOLEAN, "Begin with the prompt; a chat: with a last message of the assistant."),
+    Field("prompt_logprobs", integer(0, MAX_LOGPROBS), "Log-probabilities of the prompt's tokens."),
+    Field(
+        "logprob_token_ids",
+        array_of(TOKEN_ID, at_least=1, at_most=MAX_STOP_TOKEN_IDS, unit="ids"),
+        "Report these besides the best; needs logprobs.",
+    ),
+    Field("truncate_prompt_tokens", integer(-1, INT32_MAX), "-1: to what fits the context."),
+    Field("truncation_side", one_of("left", "right"), "Default: the tokenizer's."),
+    Field("add_special_tokens", BOOLEAN, "Default true, in chats false."),
+    Field("return_token_ids", BOOLEAN, "Show ids of the prompt and of the answer."),
+    Field("return_tokens_as_token_ids", BOOLEAN, "Name tokens of log-probabilities by their ids."),
+    Field("stream", BOOLEAN, "Answer with events as tokens come."),
+    Field("stream_options", _STREAM_OPTIONS, "Only in streams."),
+    Field("stream_interval", POSITIVE, "Tokens that each event of a stream carries at least."),
+    # Lower runs first, and who speaks HTTP may only stand back: else anybody could put all others
+    # down.
+    Field("priority", integer(0, 1000), "Lower runs first."),
+    Field("slo", number(0, FLOAT_MAX, above_low=True), "Seconds between tokens to aim for."),
+    Field("is_latency_sensitive", WORD_OR_BOOLEAN, "Goes before requests that are not."),
+    Field(
+        "cache_salt",
+        string(1, 128, without="@/\\\0"),
+        "Share cached prefixes with requests of the same salt only.",
+    ),
+    Field("request_id", STRING, "Of this request, where no X-Request-Id names it."),
+    Field("session_id", string(0, 256), "Requests that should meet the same shard's cache."),
+    Field("user", STRING, "Accepted, and nothing comes of it."),
+    Field("length_penalty", ANY_NUMBER, "Of beam search.", works=False, neutral=(1.0,)),
+    not_served("use_beam_search", BOOLEAN, False),
+    not_served("response_format", OBJECT, {"type": "text"}),
+    not_served("structured_outputs", OBJECT, {}),
+    not_served("guided_json", ANYTHING),
+    not_served("guided_regex", STRING),
+    not_served("guided_choice", ARRAY),
+    not_served("guided_grammar", STRING),
+    not_served("guided_decoding_backend", STRING),
+    not_served("kv_transfer_params", OBJECT),
+    not_served("vllm_xargs", OBJECT, {}),
+)
+
+COMPLETION_FIELDS = table(
+    [
+        Field("prompt", PROMPTS, "A text, token ids, or an array of either.", required=True),
+        *_COMMON,
+        Field("max_tokens", integer(0, INT32_MAX), "Default 16; 0 with echo: scores only."),
+        Field("best_of", integer(1, MAX_CHOICES), "Generate so many, show the n likeliest."),
+        Field("logprobs", integer(0, MAX_LOGPROBS), "Of each token, and of so many of the best."),
+        not_served("suffix", STRING, ""),
+        not_served("prompt_embeds", ANYTHING),
+        # Of the other route, and would change the answer: to ignore them would be a lie.
+        not_served("max_completion_tokens", POSITIVE, help="Of chats."),
+        not_served("top_logprobs", integer(0, MAX_LOGPROBS), help="Of chats."),
+        not_served("tools", ARRAY, help="Of chats."),
+    ]
+)
+
+CHAT_FIELDS = table(
+    [
+        Field("messages", MESSAGES, "The chat so far; text only.", required=True),
+        *_COMMON,
+        Field("max_tokens", POSITIVE, "Default: up to the end of the context."),
+        Field("max_completion_tokens", POSITIVE, "The same, and goes before it."),
+        Field("logprobs", BOOLEAN, "Of each token."),
+        Field("top_logprobs", integer(0, MAX_LOGPROBS), "And of so many of the best."),
+        Field("add_generation_prompt", BOOLEAN, "Let the template begin the answer; default true."),
+        Field("continue_final_message", BOOLEAN, "Go on with the last message."),
+        Field("chat_template", STRING, "Only where the operator trusts those of requests."),
+        Field("chat_template_kwargs", OBJECT, "More variables of the template."),
+        Field("documents", array_of(OBJECT, at_most=1000, unit="documents"), "For the template."),
+        Field("reasoning_effort", STRING, "For the template."),
+        Field("include_reasoning", BOOLEAN, "Accepted: nothing is taken out of the text."),
+        not_served("best_of", integer(1, MAX_CHOICES), 1),
+        not_served("tools", ARRAY),
+        not_served("tool_choice", ANYTHING, "none"),
+        not_served("functions", ARRAY, []),
+        not_served("function_call", ANYTHING, "none"),
+        not_served("parallel_tool_calls", BOOLEAN, True, False),
+        not_served("thinking_token_budget", INT64),
+        not_served("modalities", ARRAY, ["text"]),
+    ]
+)
+_OPTION_NAMES = frozenset(Options.__dataclass_fields__)
+# Fields that have another name here.
+_RENAMED = {
+    "slo": "seconds_between_tokens",
+    "is_latency_sensitive": "latency_sensitive",
+    "session_id": "session",
+}
+
+
+# ---- The two bodies ----------------------------------------------------------------------------
+
+
+def parse_completion(body: JsonObject) -> CompletionRequest:
+    """A body of /v1/completions."""
+    if body.get("prompt") is None and body.get("prompt_embeds") is None:
+        raise BadRequest(NO_PROMPT, param="prompt")
+    values = read_fields(COMPLETION_FIELDS, body)
+    common = common_options(values)
+    request = CompletionRequest(
+        prompts=values["prompt"],
+        best_of=values.get("best_of") or common.get("n", 1),
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        **common,
+    )
+    if request.best_of < request.n:
+        raise BadRequest(f"best_of: must be at least n ({request.n})", param="best_of")
+    if request.stream and request.best_of > request.n:
+        raise BadRequest("best_of: must equal n when streaming", param="best_of")
+    if request.max_tokens == 0 and not request.echo:
+        raise refusal("max_tokens", "at least 1 without echo", 0)
+    return request
+
+
+def parse_chat(body: JsonObject) -> ChatRequest:
+    """A body of /v1/chat/completions."""
+    values = read_fields(CHAT_FIELDS, body)
+    values["max_tokens"] = values.get("max_completion_tokens", values.get("max_tokens"))
+    values["logprobs"] = _chat_logprobs(values)
+    common = common_options(values)
+    common.setdefault("add_special_tokens", False)
+    request = ChatRequest(
+        messages=values["messages"],
+        add_generation_prompt=values.get(
+            "add_generation_prompt", not values.get("continue_final_message", False)
+        ),
+        continue_final_message=values.get("continue_final_message", False),
+        documents=_documents(values),
+        chat_template=values.get("chat_template"),
+        template_kwargs=template_kwargs(values),
+        **common,
+    )
+    if request.continue_final_message and request.add_generation_prompt:
+        text = "continue_final_message: not together with add_generation_prompt"
+        raise BadRequest(text, param="continue_final_message")
+    return request
+
+
+def common_options(values: JsonObject) -> JsonObject:
+    """The fields of `Options`, as its constructor takes them."""
+    named = {_RENAMED.get(name, name): value for name, value in values.items()}
+    common = {name: value for name, value in named.items() if name in _OPTION_NAMES}
+    stream = common.get("stream", False)
+    stream_options = values.get("stream_options")
+    if stream_options and not stream:
+        text = "stream_options: only allowed when stream is true"
+        raise BadRequest(text, param="stream_options")
+    if stream_options and stream_options.get("include_usage"):
+        common["include_usage"] = True
+        common["continuous_usage"] = bool(stream_options.get("continuous_usage_stats"))
+    if stream and common.get("prompt_logprobs"):
+        raise BadRequest("prompt_logprobs: not in streams", param="prompt_logprobs")
+    if common.get("logprob_token_ids") and common.get("logprobs") is None:
+        raise BadRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
+    return common
+
+
+def _chat_logprobs(values: JsonObject) -> int | None:
+    top: int = values.get("top_logprobs", 0)
+    if values.get("logprobs"):
+        return top
+    if top:
+        raise BadRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    return None
+
+
+def _documents(values: Mapping[str, Any]) -> list[JsonObject] | None:
+    return list(values["documents"]) if values.get("documents") else None
+
+
+# Set by the router itself; a template must not see a request's idea of them.
+_RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
+)
+
+
+def template_kwargs(values: Mapping[str, Any]) -> JsonObject:
+    """What a request adds to the variables of its template."""
+    kwargs: JsonObject = dict(values.get("chat_template_kwargs", {}))
+    reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
+    if reserved:
+        text = f"chat_template_kwargs: {reserved[0]} is a field of its own"
+        raise BadRequest(text, param="chat_template_kwargs")
+    if "reasoning_effort" in values:
+        kwargs.setdefault("reasoning_effort", values["reasoning_effort"])
+    return kwargs
+
+
+# ---- The two APIs ------------------------------------------------------------------------------
+
+
+def _name_completion(request_id: str, named_by_client: bool) -> str:
+    # One choice of a completion is a request of its own; clients expect the first one's id.
+    return f"cmpl-{request_id}-0" if named_by_client else f"cmpl-{request_id}"
+
+
+COMPLETIONS = Api(
+    fields=COMPLETION_FIELDS,
+    parse=parse_completion,
+    make_shape=CompletionShape,
+    name_answer=_name_completion,
+    errors=ERRORS,
+    answer=CompletionAnswer,
+    event=CompletionAnswer,
+    resumable=True,
+)
+CHATS = Api(
+    fields=CHAT_FIELDS,
+    parse=parse_chat,
+    make_shape=ChatShape,
+    name_answer=lambda request_id, named_by_client: f"chatcmpl-{request_id}",
+    errors=ERRORS,
+    answer=ChatAnswer,
+    event=ChatChunk,
+    resumable=True,
+)

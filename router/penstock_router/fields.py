@@ -1,0 +1,283 @@
+"""Fields of JSON bodies: how each is read, what it may be, and the words of its refusal.
+
+A `Kind` reads one value and describes itself as a JSON schema, so that what is documented is what
+is checked. A table of `Field`s is a body: known fields that do not work yet are refused unless
+they ask for nothing; fields in no table are ignored, as clients send many of their own; null is
+the same as not given. Knows no API and no model.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock_router.errors import BadRequest
+
+logger = logging.getLogger(__name__)
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+UINT32_MAX = 2**32 - 1
+FLOAT_MAX = sys.float_info.max
+
+JsonObject = dict[str, Any]
+# (name, value) -> value, or `BadRequest`.
+Reader = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a value is read, and the JSON schema of what is accepted."""
+
+    read: Reader
+    schema: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a body. One that does not work (`works` False) is refused, once its type is
+    right, unless it equals one of `neutral`: then it asks for nothing.
+    """
+
+    name: str
+    kind: Kind
+    help: str = ""
+    required: bool = False
+    works: bool = True
+    neutral: tuple[Any, ...] = ()
+
+    @property
+    def schema(self) -> JsonObject:
+        """Of the values that are accepted, null among them."""
+        schema = self.kind.schema if self.works else {"enum": list(self.neutral)}
+        if not self.required:
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        return {**schema, "description": self.help} if self.help else schema
+
+
+Table = Mapping[str, Field]
+
+
+def table(fields: Iterable[Field]) -> Table:
+    """Fields by name."""
+    return {entry.name: entry for entry in fields}
+
+
+def not_served(name: str, kind: Kind, *neutral: Any, help: str = "Not served.") -> Field:
+    """A field that clients may send only to ask for nothing."""
+    return Field(name, kind, help, works=False, neutral=neutral)
+
+
+def body_schema(fields: Table) -> JsonObject:
+    """The JSON schema of a body with these fields."""
+    return {
+        "type": "object",
+        "properties": {name: entry.schema for name, entry in fields.items()},
+        "required": [name for name, entry in fields.items() if entry.required],
+    }
+
+
+def read_fields(fields: Table, body: JsonObject) -> JsonObject:
+    """Every given field that works, read."""
+    values: JsonObject = {}
+    for name, value in body.items():
+        entry = fields.get(name)
+        if entry is None:
+            logger.debug("ignored unknown field %s", short(name))
+        elif value is not None:
+            parsed = entry.kind.read(name, value)
+            if entry.works:
+                values[name] = parsed
+            elif parsed not in entry.neutral:
+                text = f"{name}: not served by this server; leave it out"
+                raise BadRequest(text, param=name)
+    for name, entry in fields.items():
+        if entry.required and name not in values:
+            raise BadRequest(f"{name}: required", param=name)
+    return values
+
+
+# ---- Bytes -> object ---------------------------------------------------------------------------
+
+
+def decode_object(body: bytes) -> JsonObject:
+    """The JSON object in `body`: UTF-8, no NaN. Of a key given twice the last value counts."""
+    try:
+        value = msgspec.json.decode(body)
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body must be a JSON object, not {json_type(value)}")
+    return value
+
+
+def json_type(value: object) -> str:
+    """What a JSON value is, in words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    return "an array" if isinstance(value, list) else "an object"
+
+
+def short(value: object) -> str:
+    """A value as a message may quote it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def refusal(name: str, wanted: str, value: object) -> BadRequest:
+    """A value that is not what it must be."""
+    given = short(value) if isinstance(value, str | int | float) else json_type(value)
+    return BadRequest(f"{name}: must be {wanted}; given: {given}", param=name)
+
+
+# ---- Kinds -------------------------------------------------------------------------------------
+
+
+def integer(low: int, high: int) -> Kind:
+    """A whole number, also one written as 3.0."""
+
+    def read(name: str, value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise refusal(name, "an integer", value)
+        # The words in parentheses are what a validator of the field's peers calls the bound.
+        if value < low:
+            raise refusal(name, f"at least {low} (greater_than_equal)", value)
+        if value > high:
+            raise refusal(name, f"at most {high} (less_than_equal)", value)
+        return value
+
+    return Kind(read, {"type": "integer", "minimum": low, "maximum": high})
+
+
+def number(low: float, high: float, *, above_low: bool = False, below_high: bool = False) -> Kind:
+    """A number, finite as JSON's are."""
+
+    def read(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refusal(name, "a number", value)
+        high_enough = low < value if above_low else low <= value
+        if not (high_enough and (value < high if below_high else value <= high)):
+            bounds = f"{'above' if above_low else 'at least'} {low:g} and "
+            raise refusal(name, f"{bounds}{'below' if below_high else 'at most'} {high:g}", value)
+        return float(value)
+
+    schema: JsonObject = {"type": "number"}
+    schema["exclusiveMinimum" if above_low else "minimum"] = low
+    schema["exclusiveMaximum" if below_high else "maximum"] = high
+    return Kind(read, schema)
+
+
+def _read_boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refusal(name, "true or false", value)
+    return value
+
+
+def _read_word_for_boolean(name: str, value: Any) -> bool:
+    words = {"true": True, "false": False}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    return _read_boolean(name, value)
+
+
+def read_object(name: str, value: Any) -> JsonObject:
+    if not isinstance(value, dict):
+        raise refusal(name, "an object", value)
+    return value
+
+
+def read_array(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise refusal(name, "an array", value)
+    return value
+
+
+def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "") -> Kind:
+    """A text, of bounded length where a bound is given, without the characters `without`."""
+    bounds = "any" if max_chars is None else str(max_chars)
+
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise refusal(name, "a string", value)
+        if len(value) < min_chars or (max_chars is not None and len(value) > max_chars):
+            wanted = f"a string of {min_chars} to {bounds} characters"
+            raise BadRequest(f"{name}: must be {wanted}; given: {len(value)}", param=name)
+        for character in without:
+            if character in value:
+                raise refusal(name, f"a string without {character!r}", value)
+        return value
+
+    schema: JsonObject = {"type": "string"}
+    if min_chars:
+        schema["minLength"] = min_chars
+    if max_chars is not None:
+        schema["maxLength"] = max_chars
+    if without:
+        escaped = "".join(f"\\u{ord(character):04x}" for character in without)
+        schema["pattern"] = f"^[^{escaped}]*$"
+    return Kind(read, schema)
+
+
+def one_of(*values: str) -> Kind:
+    """One of a few words."""
+
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise refusal(name, f"one of {', '.join(values)}", value)
+        return value
+
+    return Kind(read, {"type": "string", "enum": list(values)})
+
+
+def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
+    """An array of one kind, as a tuple."""
+
+    def read(name: str, value: Any) -> tuple[Any, ...]:
+        items = read_array(name, value)
+        if len(items) < at_least:
+            raise BadRequest(f"{name}: must name at least {at_least} of {unit}", param=name)
+        if len(items) > at_most:
+            text = f"{name}: at most {at_most} {unit}; given: {len(items)}"
+            raise BadRequest(text, param=name)
+        return tuple([item.read(name, entry) for entry in items])
+
+    schema = {"type": "array", "items": item.schema, "minItems": at_least, "maxItems": at_most}
+    return Kind(read, schema)
+
+
+BOOLEAN = Kind(_read_boolean, {"type": "boolean"})
+# Some clients write Python's words into strings.
+WORD_OR_BOOLEAN = Kind(
+    _read_word_for_boolean,
+    {
+        "anyOf": [
+            {"type": "boolean"},
+            {"type": "string", "enum": ["True", "False", "true", "false"]},
+        ]
+    },
+)
+STRING = string()
+OBJECT = Kind(read_object, {"type": "object"})
+ARRAY = Kind(read_array, {"type": "array"})
+ANYTHING = Kind(lambda name, value: value, {})
+POSITIVE = integer(1, INT32_MAX)
+INT64 = integer(-INT64_MAX - 1, INT64_MAX)
+ANY_NUMBER = number(-FLOAT_MAX, FLOAT_MAX)
+TOKEN_ID = integer(0, UINT32_MAX)

@@ -1,0 +1,109 @@
+"""What a request for tokens is, whichever API it came by: the one type that they all become.
+
+A request is well-formed by itself; what depends on a model is checked in `job.py`. None means: as
+the model's own configuration has it. Knows no JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# A message as chat templates expect it: no nulls, its text as one string.
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What all requests for tokens share."""
+
+    model: str = ""
+    n: int = 1
+    # None: up to the end of the context.
+    max_tokens: int | None = None
+    # Where `max_tokens` is None: so many, or up to the end of the context.
+    default_max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    # None: none; 0: of the chosen token; k: of the k best besides. Likewise for the prompt's.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    # Reported at every position, besides the best.
+    logprob_token_ids: tuple[int, ...] = ()
+    echo: bool = False
+    add_special_tokens: bool = True
+    # At most so many tokens of the prompt; -1: as many as fit beside what may follow.
+    truncate_prompt_tokens: int | None = None
+    # Which end is cut off: "left" or "right"; None: as the tokenizer has it.
+    truncation_side: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    stream: bool = False
+    # Tokens that a stream's events carry at least, but the first and the last.
+    stream_interval: int = 1
+    include_usage: bool = False
+    continuous_usage: bool = False
+    # What the scheduler aims for. Lower priorities run first.
+    priority: int | None = None
+    seconds_between_tokens: float | None = None
+    latency_sensitive: bool | None = None
+    cache_salt: str = ""
+    request_id: str | None = None
+    # Only where tokens come out the same; which requests belong together; a shard.
+    exact: bool = False
+    session: str = ""
+    shard: str = ""
+    # Of an answer that can be taken up again: what was drawn for want of a seed, and the numerics
+    # that its tokens must come from.
+    drawn_seed: int | None = None
+    numerics: str = ""
+
+    @property
+    def places(self) -> tuple[int, str]:
+        """How many sequences it asks for, and the field that asks for so many."""
+        return self.n, "n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(Options):
+    """Goes on after texts or token ids. `max_tokens` 0 asks for the prompt's own scores only."""
+
+    prompts: tuple[str | list[int], ...]
+    best_of: int = 1
+
+    @property
+    def places(self) -> tuple[int, str]:
+        """How many sequences it asks for, and the field that asks for so many."""
+        param = "best_of" if self.best_of > self.n else "n" if self.n > 1 else "prompt"
+        return len(self.prompts) * self.best_of, param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(Options):
+    """Answers messages, which the model's chat template makes a prompt of."""
+
+    messages: list[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: list[dict[str, Any]] | None = None
+    # Of the request itself, where the operator trusts those.
+    chat_template: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,498 @@
+"""Responses that are kept, for all workers of a router: one SQLite file that each of them opens.
+
+Knows documents of bytes, their ids and statuses, and which worker makes which; no HTTP, no JSON and
+no tokens. SQLite runs in one thread of each worker: the event loop waits for no disk.
+
+What bounds the file: it holds `max_bytes` of pages in use. Where a put goes beyond, the oldest
+are evicted in its transaction, finished ones first. Finished ones are absent once they are `ttl_s`
+old. On the disk there is, beyond `max_bytes`, room for one document on its way in, and SQLite's
+write-ahead log: some MiB, and at most about twice a document.
+
+A worker that dies cannot say so. Each says every few seconds that it lives; what one was making
+that said nothing for `silent_s`, or that closed its store, has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sqlite3
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
+
+MIN_BYTES = 1024 * 1024
+# Statuses of what a worker is still making; any other is an end.
+UNFINISHED = ("queued", "in_progress")
+FAILED = "failed"
+# Deleted while it was being made: the row stays, so that its end does not bring it back.
+_DELETED = "deleted"
+
+# No document takes more of the store than this, nor more than SQLite takes in a row.
+_SHARE = 4
+_MAX_ROW_BYTES = 500_000_000
+_MAX_QUEUED = 4096
+_SILENT_S = 15.0
+_BEATS_IN_SILENCE = 5
+_BUSY_TIMEOUT_S = 5.0
+# SQLite starts its log anew when nobody reads, which may be never where many write and read.
+_MAX_WAL_BYTES = 8 * 1024 * 1024
+_WAL_TIMEOUT_S = 0.1
+
+# "pens"; with the version it tells our file from any other.
+_APPLICATION_ID = 0x70656E73
+_VERSION = 1
+# Ids are blobs: an id that a client made up need not be text that SQLite takes. The large columns
+# come last, so that the small ones are read without them.
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS responses (
+    id BLOB NOT NULL PRIMARY KEY,
+    owner TEXT NOT NULL,
+    status TEXT NOT NULL,
+    running INTEGER NOT NULL,
+    cancel INTEGER NOT NULL DEFAULT 0,
+    stored_s REAL NOT NULL,
+    response BLOB NOT NULL,
+    messages BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_age ON responses (running, stored_s);
+CREATE INDEX IF NOT EXISTS to_cancel ON responses (owner) WHERE cancel;
+CREATE TABLE IF NOT EXISTS owners (owner TEXT NOT NULL PRIMARY KEY, beat_s REAL NOT NULL);
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class StoreError(Exception):
+    """Whatever the store raises; its text is one line."""
+
+
+class StoreUnusable(StoreError):
+    """The file cannot be used; the text, for the operator, says what to do."""
+
+
+class StoreUnavailable(StoreError):
+    """It does not work at present: a full disk, a full queue. For the operator too."""
+
+
+class ResponseTooLarge(StoreError):
+    """One document that would take too much of the store; the text is fit for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response that is kept.
+
+    `status` is the truth: `response` is as it was put, also when its worker died since.
+    """
+
+    response: bytes
+    messages: bytes
+    status: str
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def store_file(path: str | None, *, max_bytes: int) -> Iterator[str]:
+    """The file for all workers, made and checked before they open it: `path`, or without one a
+    temporary file that is removed at the end. Raises `StoreUnusable`.
+    """
+    with contextlib.ExitStack() as stack:
+        if path is None:
+            try:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
+            except OSError as error:
+                raise StoreUnusable(f"no temporary file: {error.strerror or error}") from None
+            path = os.path.join(folder, "responses.sqlite")
+        _check(path, max_bytes)
+        yield path
+
+
+def _check(path: str, max_bytes: int) -> None:
+    """Look at each page once: what is damaged shall end the start, not requests. About a second
+    for each GB. Raises `StoreUnusable`.
+    """
+    with _reported(path), contextlib.closing(_connect(path)) as connection:
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(" ".join(str(found).split()))
+        space = _Space(connection, path, max_bytes)
+        with _writing(connection):
+            space.trim()
+        space.shrink()
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    """Raises `StoreUnusable`, `OSError` or `sqlite3.Error`."""
+    # Absolute, so that no name has a meaning to SQLite.
+    path = os.path.abspath(path)
+    _make_private(path)
+    connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+    try:
+        _set_up(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _make_private(path: str) -> None:
+    """A file for this user alone. One that is there is not opened: to close it would free the
+    locks that SQLite may hold on it in this process.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreUnusable(f"response store {path}: is no regular file; name another")
+    if others := stat.S_IMODE(found.st_mode) & 0o077:
+        raise StoreUnusable(
+            f"response store {path}: is open to others (mode bits {others:03o}); move it away, or "
+            "chmod 600 it if what it holds may be known"
+        )
+
+
+def _set_up(connection: sqlite3.Connection, path: str) -> None:
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    marks = tuple(
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("application_id", "user_version")
+    )
+    if tables and marks != (_APPLICATION_ID, _VERSION):
+        raise StoreUnusable(
+            f"response store {path}: is a database of something else, or of another version of "
+            "penstock; move it away, or name another"
+        )
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    if not tables:
+        connection.executescript(_SCHEMA)
+
+
+@contextlib.contextmanager
+def _reported(path: str) -> Iterator[None]:
+    """What goes wrong while a file is opened, as `StoreUnusable` in words for the operator."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnusable(f"response store {path}: {error.strerror}") from None
+    except sqlite3.OperationalError as error:
+        raise StoreUnusable(
+            f"response store {path}: {error}; it has to be a file, in a folder, that this user can "
+            "write to"
+        ) from None
+    except sqlite3.Error as error:
+        raise StoreUnusable(
+            f"response store {path}: {error}; move it away, and a new one is made"
+        ) from None
+
+
+@contextlib.contextmanager
+def _writing(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that waits for its turn to write before it reads anything."""
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+
+
+class _Space:
+    """What the file may take. Counts pages, so that what SQLite adds to documents counts too."""
+
+    def __init__(self, connection: sqlite3.Connection, path: str, max_bytes: int) -> None:
+        self._connection = connection
+        self._wal = os.path.abspath(path) + "-wal"
+        page_bytes = self._pragma("page_size")
+        self._max_used = max_bytes // page_bytes
+        # Free pages up to here are kept for what comes next.
+        self._max_pages = (max_bytes + max_bytes // _SHARE) // page_bytes
+
+    def trim(self, spared: bytes = b"") -> None:
+        """Evict the oldest, but for the one whose id is `spared`; what is being made goes last."""
+        while self._pragma("page_count") - self._pragma("freelist_count") > self._max_used:
+            evicted = self._connection.execute(
+                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE id != ?"
+                " ORDER BY running, stored_s, rowid LIMIT 1)",
+                (spared,),
+            )
+            if not evicted.rowcount:
+                break
+
+    def shrink(self) -> None:
+        """Give back to the disk what is more than need be. Not within a transaction."""
+        excess = self._pragma("page_count") - self._max_pages
+        if excess > 0:
+            # A script, as that is what Python runs to its end: it goes on a page at a time.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({excess})")
+        if os.stat(self._wal).st_size > _MAX_WAL_BYTES:
+            self._wait_at_most(_WAL_TIMEOUT_S)
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._wait_at_most(_BUSY_TIMEOUT_S)
+
+    def _wait_at_most(self, timeout_s: float) -> None:
+        self._connection.execute(f"PRAGMA busy_timeout = {round(timeout_s * 1000)}")
+
+    def _pragma(self, name: str) -> int:
+        (value,) = self._connection.execute(f"PRAGMA {name}").fetchone()
+        return int(value)
+
+
+class _Database:
+    """The statements. Belongs to the thread that made it."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        max_bytes: int,
+        ttl_s: float,
+        owner: str,
+        silent_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._ttl_s = ttl_s
+        self._owner = owner
+        self._silent_s = silent_s
+        self._clock = clock
+        self._beat_s = clock()
+        with _reported(path):
+            self._connection = _connect(path)
+            try:
+                self._space = _Space(self._connection, path, max_bytes)
+                # Where a name is used again: who had it before is gone.
+                self._leave()
+                self.beat()
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def close(self) -> None:
+        """The owner makes nothing any more."""
+        try:
+            self._leave()
+        finally:
+            self._connection.close()
+
+    def put(self, key: bytes, response: bytes, messages: bytes, status: str) -> None:
+        with _writing(self._connection):
+            # One that finishes need not be cancelled; one that goes on is not forgotten about.
+            self._connection.execute(
+                "INSERT INTO responses (id, owner, status, running, stored_s, response, messages)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                " owner = excluded.owner, status = excluded.status, running = excluded.running,"
+                " cancel = cancel AND excluded.running, stored_s = excluded.stored_s,"
+                " response = excluded.response, messages = excluded.messages"
+                f" WHERE status != '{_DELETED}'",
+                (key, self._owner, status, status in UNFINISHED, self._clock(), response, messages),
+            )
+            self._space.trim(key)
+        self._space.shrink()
+
+    def get(self, key: bytes) -> Stored | None:
+        row = self._connection.execute(
+            "SELECT response, messages, status FROM responses"
+            f" WHERE id = ? AND status != '{_DELETED}' AND (running OR stored_s > ?)",
+            (key, self._expired_s),
+        ).fetchone()
+        return None if row is None else Stored(*row)
+
+    def delete(self, key: bytes) -> bool:
+        with _writing(self._connection):
+            marked = self._connection.execute(
+                f"UPDATE responses SET status = '{_DELETED}', running = 0, cancel = 1,"
+                " stored_s = ?, response = x'', messages = x'' WHERE id = ? AND running",
+                (self._clock(), key),
+            )
+            if marked.rowcount:
+                return True
+            deleted = self._connection.execute(
+                f"DELETE FROM responses WHERE id = ? AND status != '{_DELETED}' AND stored_s > ?",
+                (key, self._expired_s),
+            )
+            return deleted.rowcount > 0
+
+    def request_cancel(self, key: bytes) -> bool:
+        asked = self._connection.execute(
+            "UPDATE responses SET cancel = 1 WHERE id = ? AND running", (key,)
+        )
+        return asked.rowcount > 0
+
+    def to_cancel(self) -> set[bytes]:
+        rows = self._connection.execute(
+            "SELECT id FROM responses WHERE cancel AND owner = ?", (self._owner,)
+        )
+        return {key for (key,) in rows}
+
+    def beat(self) -> None:
+        """Say that the owner lives; clear away what dead owners and time have left."""
+        now_s = self._clock()
+        # After a pause of the machine or a step of its clock everybody seems to have been silent.
+        on_time = abs(now_s - self._beat_s) < self._silent_s / 2
+        self._beat_s = now_s
+        with _writing(self._connection):
+            self._connection.execute("REPLACE INTO owners VALUES (?, ?)", (self._owner, now_s))
+            if on_time:
+                self._connection.execute(
+                    "DELETE FROM owners WHERE beat_s NOT BETWEEN ? AND ?",
+                    (now_s - self._silent_s, now_s + self._silent_s),
+                )
+                self._fail_the_ownerless()
+            self._connection.execute(
+                "DELETE FROM responses WHERE running = 0 AND stored_s <= ?", (self._expired_s,)
+            )
+
+    def _leave(self) -> None:
+        with _writing(self._connection):
+            self._connection.execute("DELETE FROM owners WHERE owner = ?", (self._owner,))
+            self._fail_the_ownerless()
+
+    def _fail_the_ownerless(self) -> None:
+        self._connection.execute(
+            f"UPDATE responses SET status = '{FAILED}', running = 0, cancel = 0"
+            " WHERE running AND owner NOT IN (SELECT owner FROM owners)"
+        )
+
+    @property
+    def _expired_s(self) -> float:
+        return self._clock() - self._ttl_s
+
+
+# ---- the store -----------------------------------------------------------------------------------
+
+
+class ResponseStore:
+    """One worker's door to the responses of all. Belongs to one event loop.
+
+    Every method may raise `StoreUnavailable`. What was asked for is done even where the task that
+    asked is cancelled.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        max_bytes: int,
+        ttl_s: float,
+        owner: str,
+        silent_s: float = _SILENT_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`owner` names this worker; `clock` tells seconds that all workers agree on.
+
+        Raises `ValueError` for less than `MIN_BYTES`.
+        """
+        if max_bytes < MIN_BYTES:
+            raise ValueError(f"max_bytes {max_bytes} is below {MIN_BYTES}")
+        self._path = path
+        self._max_document_bytes = min(max_bytes // _SHARE, _MAX_ROW_BYTES)
+        self._make_database = lambda: _Database(
+            path, max_bytes=max_bytes, ttl_s=ttl_s, owner=owner, silent_s=silent_s, clock=clock
+        )
+        self._database: _Database
+        self._thread = ThreadPoolExecutor(1, "response store")
+        self._queued = 0
+        self._pause_s = silent_s / _BEATS_IN_SILENCE
+
+    async def __aenter__(self) -> ResponseStore:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Open the file. Raises `StoreUnusable`."""
+        try:
+            self._database = await self._call(self._make_database)
+        except StoreUnusable:
+            self._thread.shutdown()
+            raise
+        self._beating = asyncio.create_task(self._keep_beating())
+
+    async def close(self) -> None:
+        """What this worker has not finished has failed."""
+        self._beating.cancel()
+        await asyncio.wait([self._beating])
+        try:
+            await self._call(self._database.close)
+        finally:
+            self._thread.shutdown()
+
+    async def put(self, response_id: str, response: bytes, messages: bytes, *, status: str) -> None:
+        """Keep a response, over what is there under its id; nothing where that was deleted.
+
+        `messages` is the conversation up to and with this answer. Raises `ResponseTooLarge`.
+        """
+        key = _key(response_id)
+        size_bytes = len(key) + len(response) + len(messages)
+        if size_bytes > self._max_document_bytes:
+            raise ResponseTooLarge(
+                f"the response and its conversation take {size_bytes} bytes; at most "
+                f"{self._max_document_bytes} can be stored; send store: false, or a shorter input"
+            )
+        await self._call(self._database.put, key, response, messages, status)
+
+    async def get(self, response_id: str) -> Stored | None:
+        """None for one that is unknown, deleted, expired or evicted."""
+        return await self._call(self._database.get, _key(response_id))
+
+    async def delete(self, response_id: str) -> bool:
+        """Whether it was there. One that is being made is to be cancelled, and does not return."""
+        return await self._call(self._database.delete, _key(response_id))
+
+    async def request_cancel(self, response_id: str) -> bool:
+        """Ask the worker that makes it to stop; False where nobody is making it."""
+        return await self._call(self._database.request_cancel, _key(response_id))
+
+    async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
+        """Which of these, that this worker is making, it should stop making."""
+        to_cancel = await self._call(self._database.to_cancel)
+        return {response_id for response_id in response_ids if _key(response_id) in to_cancel}
+
+    async def beat(self) -> None:
+        """Say that this worker lives, and clear away what is over; the store does so by itself."""
+        await self._call(self._database.beat)
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(self._pause_s)
+            try:
+                await self.beat()
+            except StoreUnavailable as error:
+                logger.warning("%s", error)
+
+    async def _call(self, work: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
+        """Run `work` in the thread, after what was asked for before."""
+        if self._queued >= _MAX_QUEUED:
+            raise StoreUnavailable(f"response store {self._path}: {self._queued} calls wait for it")
+        self._queued += 1
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        future.add_done_callback(self._done)
+        try:
+            # Not cancelled with its caller: the count stays that of what the thread has to do.
+            return await asyncio.shield(future)
+        except sqlite3.Error as error:
+            raise StoreUnavailable(f"response store {self._path}: {error}") from error
+
+    def _done(self, future: asyncio.Future[_T]) -> None:
+        self._queued -= 1
+
+
+def _key(response_id: str) -> bytes:
+    # What a client sends as JSON may hold half of a surrogate pair.
+    return response_id.encode("utf-8", "surrogatepass")

@@ -1,0 +1,182 @@
+"""The one way from a request for tokens to its answer, whatever API it came by.
+
+Read, translate, admit, prepare, generate, show: each is another module's. No text work and no
+policy in here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypedDict
+
+from aiohttp import web
+
+from penstock_client.membership import check_address
+from penstock_router import sse
+from penstock_router.admission import TimeLimit
+from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
+from penstock_router.errors import BadRequest
+from penstock_router.fields import JsonObject
+from penstock_router.generation import Generation, collect
+from penstock_router.job import Job, prepare
+from penstock_router.request import Options
+from penstock_router.routes.base import (
+    ERROR_FORM,
+    RECEIVED_S,
+    REQUEST_ID,
+    ROUTER,
+    Handler,
+    flag_header,
+    json_response,
+    read_object,
+    usable_request_id,
+)
+
+_MAX_SESSION_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[AnyRequest]):
+    """One HTTP request for tokens: what came, what it means, and how to answer."""
+
+    request: web.Request
+    api: Api[AnyRequest]
+    given: JsonObject
+    asked: AnyRequest
+    response_id: str
+
+    @classmethod
+    def read(
+        cls, request: web.Request, api: Api[AnyRequest], given: JsonObject
+    ) -> Call[AnyRequest]:
+        """Translate a body; raises `BadRequest`."""
+        if flag_header(request, "x-penstock-resumable") and not api.resumable:
+            raise BadRequest("x-penstock-resumable: not on this route")
+        asked = api.parse(given)
+        named = _name_request(request, asked)
+        asked = dataclasses.replace(asked, request_id=request[REQUEST_ID], **_wishes(request))
+        return cls(request, api, given, asked, api.name_answer(request[REQUEST_ID], named))
+
+
+# Takes a call over where it wants to; None: it does not.
+Detour = Callable[[Call[Any]], Awaitable[web.StreamResponse | None]]
+# Told of an answer before its end is sent.
+BeforeEnd = Callable[[Shape], Awaitable[None]]
+
+
+def generates(api: Api[AnyRequest], detour: Detour | None = None) -> Handler:
+    """A handler that speaks this API."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        given = await read_object(request)
+        return await dispatch(request, api, given, detour)
+
+    return handle
+
+
+async def dispatch(
+    request: web.Request, api: Api[AnyRequest], given: JsonObject, detour: Detour | None = None
+) -> web.StreamResponse:
+    """Answer a body in the way of this API."""
+    request[ERROR_FORM] = api.errors
+    call = Call.read(request, api, given)
+    taken = None if detour is None else await detour(call)
+    return await answer(call) if taken is None else taken
+
+
+async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
+    """Generate and show; `before_end` is told of the whole answer before its end is sent."""
+    router = call.request.app[ROUTER]
+    with router.admission.places(*call.asked.places) as limit:
+        job = await prepared(call, call.asked, limit)
+        async with Generation(job, router.fleet, router.metrics) as generation:
+            shape = make_shape(call, job, generation, int(time.time()))
+            if call.asked.stream:
+                return await sse.stream(
+                    call.request,
+                    generation,
+                    shape,
+                    request_id=call.request[REQUEST_ID],
+                    config=router.config,
+                    limit=limit,
+                    before_end=None if before_end is None else lambda: before_end(shape),
+                )
+            async with limit.scope():
+                body = shape.whole(await collect(generation))
+                if before_end is not None:
+                    await before_end(shape)
+            response = json_response(body)
+            response.headers.update(shape.headers())
+            if generation.usage.approximate:
+                response.headers["x-penstock-continued"] = "approximate"
+            return response
+
+
+def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created: int) -> Shape:
+    """The shape of this call's answer."""
+    received_s = call.request[RECEIVED_S]
+    envelope = Envelope(call.response_id, created, received_s, generation.usage)
+    return call.api.make_shape(job, envelope)
+
+
+async def prepared(call: Call[AnyRequest], asked: AnyRequest, limit: TimeLimit) -> Job:
+    """The job, within its time."""
+    router = call.request.app[ROUTER]
+    async with limit.scope():
+        job = await prepare(asked, router.models)
+    # Its last shard may have left meanwhile; the fleet would call the model unknown.
+    model = router.models.info(job.model.info.model).model
+    for shard in router.fleet.shards:
+        # It would be waited for, in vain.
+        if shard.address == asked.shard and shard.info is not None and shard.info.model != model:
+            raise BadRequest(f"x-penstock-shard: {shard.address} does not serve {model}")
+    return job
+
+
+# ---- What headers ask for ----------------------------------------------------------------------
+
+
+def _name_request(request: web.Request, asked: Options) -> bool:
+    """Note the request's id, of its header, its body or a new one; whether the client chose it."""
+    if "X-Request-Id" in request.headers:
+        return True
+    if asked.request_id is None:
+        return False
+    request[REQUEST_ID] = usable_request_id(asked.request_id)
+    return True
+
+
+class _Wishes(TypedDict, total=False):
+    """What headers ask for, on every route that generates."""
+
+    exact: bool
+    session: str
+    shard: str
+
+
+def _wishes(request: web.Request) -> _Wishes:
+    wishes = _Wishes(exact=flag_header(request, "x-penstock-exact"), shard=_pinned_shard(request))
+    session = request.headers.get("x-penstock-session")
+    if session is not None:
+        if len(session) > _MAX_SESSION_CHARACTERS:
+            raise BadRequest(
+                f"x-penstock-session: {len(session)} characters; at most {_MAX_SESSION_CHARACTERS}"
+            )
+        wishes["session"] = session
+    return wishes
+
+
+def _pinned_shard(request: web.Request) -> str:
+    given = request.headers.get("x-penstock-shard", "")
+    if not given:
+        return ""
+    try:
+        address = check_address(given)
+    except ValueError as error:
+        raise BadRequest(f"x-penstock-shard: {error}") from None
+    if all(shard.address != address for shard in request.app[ROUTER].fleet.shards):
+        raise BadRequest(f"x-penstock-shard: {address} is not in this fleet")
+    return address

@@ -1,0 +1,122 @@
+"""What the router says of itself and of its models: for clients, probes and Prometheus."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from aiohttp import web
+
+from penstock_client.types import ShardInfo
+from penstock_router.errors import NotFound, Unavailable
+from penstock_router.metrics import CONTENT_TYPE
+from penstock_router.routes.base import ROUTER, VERSION, json_response
+
+
+class ModelCard(TypedDict):
+    """One name of a model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    permission: list[str]
+
+
+class ModelList(TypedDict):
+    """The models that ready shards serve, each under each of its names."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class Status(TypedDict):
+    """Of a router that serves."""
+
+    status: str
+
+
+class VersionAnswer(TypedDict):
+    """Of penstock."""
+
+    version: str
+
+
+class LoadAnswer(TypedDict):
+    """How many sequences this worker has in flight."""
+
+    server_load: int
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models"""
+    models = request.app[ROUTER].models
+    cards = [
+        _card(name, info, models.started_at)
+        for info in models.infos()
+        for name in models.names_of(info)
+    ]
+    if not cards:
+        raise Unavailable("no shard serves at present; try again shortly")
+    answer: ModelList = {"object": "list", "data": cards}
+    return json_response(answer)
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}"""
+    models = request.app[ROUTER].models
+    name = request.match_info["id"]
+    info = models.info(name)
+    if name not in models.names_of(info):
+        raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
+    return json_response(_card(name, info, models.started_at))
+
+
+def _card(name: str, info: ShardInfo, created: int) -> ModelCard:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "penstock",
+        "root": info.model,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+        "permission": [],
+    }
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health, /ping: this process answers."""
+    return web.Response()
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: requests would be served."""
+    router = request.app[ROUTER]
+    reason = router.models.not_ready_because
+    if router.admission.stopping:
+        reason = "the router is shutting down"
+    if reason is not None:
+        raise Unavailable(f"not ready: {reason}")
+    answer: Status = {"status": "ready"}
+    return json_response(answer)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics"""
+    text = request.app[ROUTER].metrics.exposition()
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def show_version(request: web.Request) -> web.Response:
+    """GET /version"""
+    answer: VersionAnswer = {"version": VERSION}
+    return json_response(answer)
+
+
+async def load(request: web.Request) -> web.Response:
+    """GET /load"""
+    answer: LoadAnswer = {"server_load": request.app[ROUTER].admission.in_flight}
+    return json_response(answer)

@@ -1,0 +1,152 @@
+"""Streams that a client can take up again where its connection broke, on request of a header."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from penstock_client.types import random_seed
+from penstock_router import sse
+from penstock_router.apis.base import Shape
+from penstock_router.apis.openai_answers import failed
+from penstock_router.errors import BadRequest
+from penstock_router.generation import Generation
+from penstock_router.resumption import (
+    MAX_SEQUENCES,
+    Cursor,
+    Event,
+    LiveStream,
+    Progress,
+    body_digest,
+    job_digest,
+)
+from penstock_router.routes.base import REQUEST_ID, ROUTER, flag_header
+from penstock_router.routes.generate import Call, make_shape, prepared
+
+
+async def resumable(call: Call[Any]) -> web.StreamResponse | None:
+    """Answers what is to be resumable; None: this is not."""
+    request = call.request
+    if not flag_header(request, "x-penstock-resumable"):
+        return None
+    router = request.app[ROUTER]
+    _check(call)
+    last_id = request.headers.get("Last-Event-ID")
+    cursor = _cursor(call, last_id)
+    request[REQUEST_ID] = cursor.request_id
+    reader = router.live_streams.join(cursor) if last_id else None
+    if last_id:
+        router.metrics.resumed_streams.labels("again" if reader is None else "live").inc()
+    if reader is None:
+        reader = router.live_streams.begin(
+            cursor, functools.partial(_make, _again(call, cursor), cursor)
+        )
+    with reader:
+        return await sse.follow(
+            request,
+            reader,
+            router.cursors.write,
+            failed,
+            request_id=cursor.request_id,
+            config=router.config,
+        )
+
+
+def _check(call: Call[Any]) -> None:
+    if not call.asked.stream:
+        raise BadRequest(
+            "x-penstock-resumable: only a stream can be taken up again", param="stream"
+        )
+    sequences, param = call.asked.places
+    if sequences > MAX_SEQUENCES:
+        raise BadRequest(
+            f"x-penstock-resumable: the request asks for {sequences} sequences; at most "
+            f"{MAX_SEQUENCES} can be taken up again",
+            param=param,
+        )
+
+
+def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
+    """Where the client is: after an event, or before the first of a new answer."""
+    body = body_digest(call.given)
+    if not last_id:
+        request_id = call.request[REQUEST_ID]
+        return Cursor(body, request_id, created=int(time.time()), seed=random_seed())
+    cursor = call.request.app[ROUTER].cursors.read(last_id)
+    if cursor.body != body:
+        raise BadRequest("Last-Event-ID: is of the answer to another request")
+    return cursor
+
+
+def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
+    """The call that the cursor's answer was begun for."""
+    asked = dataclasses.replace(
+        call.asked,
+        request_id=cursor.request_id,
+        drawn_seed=cursor.seed,
+        numerics=cursor.numerics,
+    )
+    # As `call` was named: by its header or its body, or else by nobody.
+    named = "X-Request-Id" in call.request.headers or call.given.get("request_id") is not None
+    response_id = call.api.name_answer(cursor.request_id, named)
+    return dataclasses.replace(call, asked=asked, response_id=response_id)
+
+
+async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
+    """Generate what a client does not have yet, whether or not anybody reads it."""
+    router = call.request.app[ROUTER]
+    if cursor.choices and not cursor.numerics:
+        raise BadRequest(
+            "Last-Event-ID: the answer comes from shards with several numerics, so it cannot be "
+            "made again; send the request without an id"
+        )
+    with router.admission.places(*call.asked.places) as limit:
+        job = await prepared(call, call.asked, limit)
+        made_of = job_digest(job)
+        if cursor.job not in (b"", made_of):
+            raise BadRequest(
+                "Last-Event-ID: the request means another prompt by now, as the tokenizer, the "
+                "chat template or the model's defaults are others; send it without an id"
+            )
+        if not (cursor.numerics or job.model.info.numerics_fingerprint):
+            raise BadRequest(
+                "x-penstock-resumable: what this model gives depends on what runs beside it, so "
+                "that no answer of it can be made again"
+            )
+        cursor = msgspec.structs.replace(cursor, job=made_of)
+        job = dataclasses.replace(job, delivered=cursor.delivered)
+        async with Generation(job, router.fleet, router.metrics) as generation, limit.scope():
+            shape = make_shape(call, job, generation, cursor.created)
+            await _put_events(live, generation, shape, cursor)
+
+
+async def _put_events(
+    live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor
+) -> None:
+    job = generation.job
+    progress = Progress.of(job.delivered, len(job.requests))
+    opening = [] if cursor.choices else shape.opening()
+
+    def here() -> Cursor:
+        return msgspec.structs.replace(
+            cursor, numerics=generation.numerics, choices=progress.choices
+        )
+
+    async for delta in generation:
+        for frame in opening[:-1]:
+            live.put(Event(frame))
+        for frame in opening[-1:]:
+            # Whoever has all of them can go on from here.
+            live.put(Event(frame, here()))
+        opening = []
+        progress.add(delta)
+        chunk = shape.chunk(delta)
+        if chunk is not None:
+            live.put(Event(chunk, here()))
+    for frame in shape.closing():
+        live.put(Event(frame))
