@@ -179,7 +179,9 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
             "penstock; move it away, or name another"
         )
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    connection.execute("PRAGMA journal_mode = WAL")
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise sqlite3.OperationalError("SQLite can keep no write-ahead log there")
     connection.execute("PRAGMA synchronous = NORMAL")
     if not tables:
         connection.executescript(_SCHEMA)
@@ -486,7 +488,7 @@ class ResponseStore:
         try:
             # Not cancelled with its caller: the count stays that of what the thread has to do.
             return await asyncio.shield(future)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise StoreUnavailable(f"response store {self._path}: {error}") from error
 
     def _done(self, future: asyncio.Future[_T]) -> None:

@@ -88,7 +88,7 @@ def _called_function(name: str, value: Any) -> JsonObject:
     return function
 
 
-_PART_SCHEMA = {
+_PART_SCHEMA: JsonObject = {
     "anyOf": [
         {
             "type": "object",
@@ -98,6 +98,21 @@ _PART_SCHEMA = {
         for kind, key in (("text", "text"), ("refusal", "refusal"))
     ]
 }
+_PARTS_SCHEMA: JsonObject = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]
+}
+
+
+def _read_text(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return _joined_parts(name, value)
+    if not isinstance(value, str):
+        raise refusal(name, "a string or an array of parts", value)
+    return value
+
+
+# A text, or parts that join to one.
+TEXT = Kind(_read_text, _PARTS_SCHEMA)
 MESSAGES = Kind(
     read_messages,
     {
@@ -107,9 +122,7 @@ MESSAGES = Kind(
             "type": "object",
             "properties": {
                 "role": {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS},
-                "content": {
-                    "anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]
-                },
+                "content": _PARTS_SCHEMA,
             },
             "required": ["role", "content"],
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock_router.apis import messages
 from penstock_router.apis.base import Api
 from penstock_router.apis.openai import CHATS, COMPLETIONS
 from penstock_router.routes import info, text
@@ -28,6 +29,16 @@ def _generation(path: str, api: Api[Any], summary: str, detour: Detour | None = 
 ROUTES: tuple[Route, ...] = (
     _generation("/v1/completions", COMPLETIONS, "Go on after a prompt.", resumable),
     _generation("/v1/chat/completions", CHATS, "Answer a chat.", resumable),
+    _generation("/v1/messages", messages.MESSAGES_API, "Answer a chat, as Anthropic has it."),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=text.count_message_tokens,
+        summary="How many tokens the prompt of such a chat has.",
+        fields=messages.COUNT_FIELDS,
+        answer=messages.TokenCount,
+        errors=messages.ERRORS,
+    ),
     Route(
         method="GET",
         path="/v1/models",

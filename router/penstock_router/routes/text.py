@@ -1,4 +1,4 @@
-"""Tokens of texts and texts of tokens: /tokenize, /detokenize, /tokenizer_info."""
+"""Tokens of texts and texts of tokens, without a shard: /tokenize, /detokenize and their like."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from aiohttp import web
 
 from penstock_router.apis.chat_messages import MESSAGES
+from penstock_router.apis.messages import TokenCount, parse_count
 from penstock_router.apis.openai import template_kwargs
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
@@ -165,6 +166,18 @@ async def detokenize(request: web.Request) -> web.Response:
             answer: DetokenizeAnswer = {
                 "prompt": await loop.run_in_executor(router.models.executor, decode)
             }
+            return json_response(answer)
+
+
+async def count_message_tokens(request: web.Request) -> web.Response:
+    """POST /v1/messages/count_tokens"""
+    chat = parse_count(await read_object(request))
+    router = request.app[ROUTER]
+    with router.admission.places(1) as limit:
+        async with limit.scope():
+            model = await router.models.get(chat.model)
+            prompt = await chat_prompt(chat, model, router.models)
+            answer: TokenCount = {"input_tokens": len(prompt.token_ids)}
             return json_response(answer)
 
 
