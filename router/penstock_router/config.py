@@ -62,6 +62,8 @@ class RouterConfig:
     model_aliases: tuple[tuple[str, str], ...] = ()
 
     max_body_bytes: int = 32 * 1024 * 1024
+    # Of one answer that is no stream, roughly: log-probabilities and vectors can be many.
+    max_answer_bytes: int = 256 * 1024 * 1024
     # Counts sequences: a request with n=4 is four. Holds over all workers.
     max_concurrent_requests: int = 2048
     request_timeout_s: float | None = None
@@ -113,6 +115,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         trust_request_chat_template=args.trust_request_chat_template,
         model_aliases=tuple(args.model_alias),
         max_body_bytes=args.max_body_bytes,
+        max_answer_bytes=args.max_answer_bytes,
         max_concurrent_requests=args.max_concurrent_requests,
         request_timeout_s=args.request_timeout_s,
         shutdown_timeout_s=args.shutdown_timeout_s,
@@ -238,6 +241,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     largest = 32 * 1024 * 1024
     add("--max-body-bytes", default=largest, help=f"longer ones get 413 {_DEFAULT}", **_COUNT)
+    add(
+        "--max-answer-bytes",
+        default=256 * 1024 * 1024,
+        help=f"of log-probabilities and embeddings in an answer, roughly; more get 400 {_DEFAULT}",
+        **_COUNT,
+    )
     add(
         "--max-concurrent-requests",
         default=2048,

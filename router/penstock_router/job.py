@@ -81,14 +81,15 @@ async def prepare(request: Options, models: Models) -> Job:
         prompts, choices = [await chat_prompt(request, model, models)], request.n
     else:
         assert isinstance(request, CompletionRequest)
-        prompts, choices = await _completion_prompts(request, model, models), request.best_of
+        prompts, choices = await completion_prompts(request, model, models), request.best_of
     bad_words = await _bad_words(model, request)
     return _job(model, request, prompts, choices, bad_words)
 
 
-async def _completion_prompts(
-    request: CompletionRequest, model: ServedModel, models: Models
+async def completion_prompts(
+    request: CompletionRequest, model: ServedModel, models: Models, param: str = "prompt"
 ) -> list[Prompt]:
+    """Texts tokenized, ids checked; `param` is the field that they came in."""
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     truncation = _truncation(request, model)
     encoded = iter(
@@ -106,7 +107,7 @@ async def _completion_prompts(
             prompts.append(Prompt(ids, prompt if request.echo else None))
         else:
             ids = ids if truncation is None else truncation.cut(ids)
-            prompts.append(await _prompt_of_ids(ids, model, request, models))
+            prompts.append(await _prompt_of_ids(ids, model, request, models, param))
     return prompts
 
 
@@ -137,11 +138,11 @@ async def _bad_words(model: ServedModel, request: Options) -> list[list[int]]:
 
 
 async def _prompt_of_ids(
-    token_ids: list[int], model: ServedModel, request: Options, models: Models
+    token_ids: list[int], model: ServedModel, request: Options, models: Models, param: str
 ) -> Prompt:
     largest = max(token_ids, default=0)
     if largest >= model.info.vocab_size:
-        raise BadRequest(f"Token id {largest} is out of vocabulary", param="prompt")
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param=param)
     if len(token_ids) > model.info.max_model_len:
         raise prompt_too_long(len(token_ids), model.info.max_model_len)
     if not request.echo:

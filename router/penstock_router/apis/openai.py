@@ -90,26 +90,38 @@ def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
     return biases
 
 
-def _read_prompts(name: str, value: Any) -> tuple[str | list[int], ...]:
-    """The four forms of a prompt, as a tuple of strings and of lists of ids."""
-    if not isinstance(value, str | list):
-        raise refusal(name, "a string, an array of token ids, or an array of either", value)
-    single = isinstance(value, str) or (bool(value) and _is_integer(value[0]))
-    prompts = [value] if single else value
-    if not prompts or any(prompt in ("", []) for prompt in prompts):
-        raise BadRequest(
-            "Either prompt or prompt_embeds must be provided and non-empty.", param=name
-        )
-    if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(
-            f"{name}: at most {MAX_PROMPTS} prompts; given: {len(prompts)}", param=name
-        )
-    for prompt in prompts:
-        if isinstance(prompt, list):
-            _check_prompt_ids(name, prompt)
-        elif not isinstance(prompt, str):
-            raise refusal(name, "a string, an array of token ids, or an array of either", prompt)
-    return tuple(prompts)
+def prompts(at_most: int, empty: str) -> Kind:
+    """The four forms of a prompt, as a tuple of strings and of lists of ids; `empty` refuses one
+    that has nothing in it.
+    """
+    forms = "a string, an array of token ids, or an array of either"
+
+    def read(name: str, value: Any) -> tuple[str | list[int], ...]:
+        if not isinstance(value, str | list):
+            raise refusal(name, forms, value)
+        single = isinstance(value, str) or (bool(value) and _is_integer(value[0]))
+        given = [value] if single else value
+        if not given or any(prompt in ("", []) for prompt in given):
+            raise BadRequest(empty, param=name)
+        if len(given) > at_most:
+            text = f"{name}: at most {at_most} prompts; given: {len(given)}"
+            raise BadRequest(text, param=name)
+        for prompt in given:
+            if isinstance(prompt, list):
+                _check_prompt_ids(name, prompt)
+            elif not isinstance(prompt, str):
+                raise refusal(name, forms, prompt)
+        return tuple(given)
+
+    text: JsonObject = {"type": "string", "minLength": 1}
+    ids: JsonObject = {"type": "array", "minItems": 1, "items": TOKEN_ID.schema}
+    several = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": at_most,
+        "items": {"anyOf": [text, ids]},
+    }
+    return Kind(read, {"anyOf": [text, ids, several]})
 
 
 def _is_integer(value: object) -> bool:
@@ -125,23 +137,6 @@ def _check_prompt_ids(name: str, ids: list[Any]) -> None:
         raise BadRequest(f"{name}: Token id {short(wrong)} is out of vocabulary", param=name)
 
 
-_PROMPT_IDS_SCHEMA: JsonObject = {"type": "array", "minItems": 1, "items": TOKEN_ID.schema}
-_PROMPT_SCHEMA: JsonObject = {"type": "string", "minLength": 1}
-PROMPTS = Kind(
-    _read_prompts,
-    {
-        "anyOf": [
-            _PROMPT_SCHEMA,
-            _PROMPT_IDS_SCHEMA,
-            {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": MAX_PROMPTS,
-                "items": {"anyOf": [_PROMPT_SCHEMA, _PROMPT_IDS_SCHEMA]},
-            },
-        ]
-    },
-)
 _STOP = string(1, MAX_STOP_CHARS)
 STOPS = Kind(
     _read_stops,
@@ -258,7 +253,12 @@ _COMMON = (
 
 COMPLETION_FIELDS = table(
     [
-        Field("prompt", PROMPTS, "A text, token ids, or an array of either.", required=True),
+        Field(
+            "prompt",
+            prompts(MAX_PROMPTS, NO_PROMPT),
+            "A text, token ids, or an array of either.",
+            required=True,
+        ),
         *_COMMON,
         Field("max_tokens", integer(0, INT32_MAX), "Default 16; 0 with echo: scores only."),
         Field("best_of", integer(1, MAX_CHOICES), "Generate so many, show the n likeliest."),

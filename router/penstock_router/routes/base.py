@@ -6,7 +6,7 @@ import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -59,8 +59,13 @@ class Route:
     summary: str
     # Of a JSON body.
     fields: Table | None = None
+    # Read by its handler, and described here.
+    query: Table = field(default_factory=dict)
+    headers: Table = field(default_factory=dict)
     # A TypedDict, or what else has a JSON schema; None: no JSON.
     answer: Any = None
+    # Of an answer that is another text.
+    media_type: str = ""
     # Of the events of a stream.
     event: Any = None
     errors: ErrorForm = ERRORS

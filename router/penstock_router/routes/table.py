@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_router.apis import messages
+from penstock_router.apis import embeddings, messages
 from penstock_router.apis.base import Api
 from penstock_router.apis.openai import CHATS, COMPLETIONS
 from penstock_router.routes import info, text
 from penstock_router.routes.base import Route
+from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Detour, generates
 from penstock_router.routes.resume import resumable
 
@@ -30,6 +31,14 @@ ROUTES: tuple[Route, ...] = (
     _generation("/v1/completions", COMPLETIONS, "Go on after a prompt.", resumable),
     _generation("/v1/chat/completions", CHATS, "Answer a chat.", resumable),
     _generation("/v1/messages", messages.MESSAGES_API, "Answer a chat, as Anthropic has it."),
+    Route(
+        method="POST",
+        path="/v1/embeddings",
+        handler=embed,
+        summary="Vectors of texts.",
+        fields=embeddings.FIELDS,
+        answer=embeddings.EmbeddingAnswer,
+    ),
     Route(
         method="POST",
         path="/v1/messages/count_tokens",

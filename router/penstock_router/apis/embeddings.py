@@ -1,0 +1,105 @@
+"""OpenAI's embeddings: bodies -> what is to be embedded, and vectors -> the JSON of the answer."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import TypedDict
+
+from penstock_router.apis.openai import prompts
+from penstock_router.fields import (
+    BOOLEAN,
+    INT32_MAX,
+    POSITIVE,
+    STRING,
+    Field,
+    JsonObject,
+    integer,
+    one_of,
+    read_fields,
+    table,
+)
+from penstock_router.request import CompletionRequest
+
+MAX_INPUTS = 2048
+
+FIELDS = table(
+    [
+        Field("model", STRING, "One of /v1/models that makes embeddings."),
+        Field(
+            "input",
+            prompts(MAX_INPUTS, "input: must not be empty, nor hold an empty text"),
+            "A text, token ids, or an array of either.",
+            required=True,
+        ),
+        Field("encoding_format", one_of("float", "base64"), "base64: of little-endian floats."),
+        Field("dimensions", POSITIVE, "Keep the first so many values; default: all."),
+        Field("normalize", BOOLEAN, "Scale vectors to length 1; default: as the model has it."),
+        Field("pooling", one_of("last", "mean"), "Of which tokens; default: as the model has it."),
+        Field("truncate_prompt_tokens", integer(-1, INT32_MAX), "-1: to what fits the context."),
+        Field("truncation_side", one_of("left", "right"), "Default: the tokenizer's."),
+        Field("add_special_tokens", BOOLEAN, "Default true."),
+        Field("user", STRING, "Accepted, and nothing comes of it."),
+    ]
+)
+
+
+class Embedding(TypedDict):
+    """A vector, as numbers or in base64."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(TypedDict):
+    """An answer of /v1/embeddings."""
+
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+def parse(body: JsonObject) -> tuple[CompletionRequest, JsonObject]:
+    """The inputs as prompts, and the other fields."""
+    values = read_fields(FIELDS, body)
+    options = ("model", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+    asked = CompletionRequest(
+        prompts=values["input"],
+        max_tokens=0,
+        **{name: values[name] for name in options if name in values},
+    )
+    return asked, values
+
+
+def answer(
+    model: str, vectors: Sequence[Sequence[float]], num_tokens: int, *, as_base64: bool
+) -> EmbeddingAnswer:
+    """The vectors in the order of their inputs."""
+    data: list[Embedding] = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _base64(vector) if as_base64 else list(vector),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    usage: EmbeddingUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+def _base64(vector: Sequence[float]) -> str:
+    values = array("f", vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode()
