@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 
+import msgspec
 from aiohttp import web
 
-from penstock_router import admin
+from penstock_router import openapi
 from penstock_router.admission import Admission
 from penstock_router.apis.base import ERRORS
 from penstock_router.backend import Fleet
@@ -26,6 +27,7 @@ from penstock_router.errors import (
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.resumption import CursorCodec, LiveStreams
+from penstock_router.routes import admin, docs
 from penstock_router.routes.base import (
     ERROR_FORM,
     RECEIVED_S,
@@ -66,6 +68,7 @@ def build_app(
         cursors=CursorCodec(config.resume_key),
         live_streams=LiveStreams(config.resume_grace_s),
     )
+    app[docs.DOCUMENT] = msgspec.json.encode(openapi.describe(ROUTES))
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.handler)
         if route.method == "GET":

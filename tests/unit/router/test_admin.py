@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
 
-from penstock_router.admin import Changes
+from penstock_router.routes.admin import Changes
 
 KEY = {"Authorization": "Bearer operator"}
 
