@@ -27,6 +27,8 @@ from penstock_client.types import (
     Constraint,
     ConstraintKind,
     DrainProgress,
+    EmbeddingDefaults,
+    EmbeddingRequest,
     FinishReason,
     GenerationRequest,
     LoadReport,
@@ -46,6 +48,11 @@ _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.Finish.REASON_STOP: FinishReason.STOP,
     pb.Finish.REASON_LENGTH: FinishReason.LENGTH,
     pb.Finish.REASON_ABORTED: FinishReason.ABORTED,
+}
+
+_POOLINGS: Mapping[str, pb.EmbedRequest.Pooling] = {
+    "last": pb.EmbedRequest.POOLING_LAST,
+    "mean": pb.EmbedRequest.POOLING_MEAN,
 }
 
 _SAMPLING_SCALARS = (
@@ -183,6 +190,30 @@ def _set_objective(message: pb.Objective, objective: Objective) -> None:
     _set(message, "latency_sensitive", objective.latency_sensitive)
 
 
+def embed_request(
+    request: EmbeddingRequest, request_id: str, instance_id: str = ""
+) -> pb.EmbedRequest:
+    """Build the message; without a `normalize` vectors stay as they are.
+
+    Raises:
+        InvalidRequest: there is no such pooling, or a value does not fit its field on the wire.
+    """
+    message = pb.EmbedRequest(request_id=request_id, instance_id=instance_id)
+    _set(message, "label", request.label)
+    _set(message, "dimensions", request.dimensions)
+    _set(message, "normalize", request.normalize)
+    if request.pooling is not None:
+        if request.pooling not in _POOLINGS:
+            value, bound = ascii(request.pooling)[:80], " or ".join(_POOLINGS)
+            raise InvalidRequest(
+                f"pooling: {value} is none of {bound}", field="pooling", value=value, bound=bound
+            )
+        message.pooling = _POOLINGS[request.pooling]
+    for ids in request.inputs:
+        _set_ids(message.inputs.add().token_ids, ids, "inputs")
+    return message
+
+
 def abort_request(request_ids: Iterable[str], attempts: Iterable[int] = ()) -> pb.AbortRequest:
     return pb.AbortRequest(request_ids=request_ids, attempts=attempts)
 
@@ -206,6 +237,8 @@ def output(message: pb.Output) -> Output | PenstockError:
         result.prompt_logprobs_start = message.prompt_logprobs.first_index
     if message.HasField("cached_tokens"):
         result.cached_tokens = message.cached_tokens
+    if message.HasField("queue_s"):
+        result.queue_s = message.queue_s
     if message.HasField("finish"):
         result.finish_reason = _FINISH_REASONS.get(message.finish.reason, FinishReason.STOP)
         if message.finish.HasField("stop_token_id"):
@@ -312,7 +345,19 @@ def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
         batch_invariant=message.batch_invariant,
         numerics_fingerprint=message.numerics_fingerprint,
         adapters=tuple(message.adapters),
+        embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
     )
+
+
+def _embedding(message: pb.EmbeddingDefaults) -> EmbeddingDefaults:
+    names = {number: name for name, number in _POOLINGS.items()}
+    return EmbeddingDefaults(
+        pooling=names.get(message.pooling, "last"), normalize=message.normalize, size=message.size
+    )
+
+
+def embeddings(message: pb.EmbedResponse) -> list[list[float]]:
+    return [list(each.values) for each in message.embeddings]
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:

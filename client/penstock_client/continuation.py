@@ -428,7 +428,7 @@ class Continuations:
             suspect=stream.is_suspect,
         )
         shard.client.attach(stream, request, attempt)
-        shard.sent(request, now_s)
+        shard.sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)
         self._stop_waiting(stream)
         stream.shard, stream.info = shard, info
         stream.taken_up_at = len(stream.token_ids)

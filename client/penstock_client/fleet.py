@@ -20,11 +20,12 @@ from penstock_client.continuation import (
     Observe,
     Patience,
 )
-from penstock_client.errors import InvalidRequest, NoShardAvailable
+from penstock_client.embeddings import Embeddings
+from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
 from penstock_client.membership import Source, StaticSource, check_address, parse_source
 from penstock_client.policies import make_policy
 from penstock_client.shard_state import ShardState, ShardWatch
-from penstock_client.types import GenerationRequest, ShardInfo
+from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
 from penstock_client.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Fleet:
         self._continuations = Continuations(
             self._shards, make_policy(policy), patience or Patience(), observe, self._ended
         )
+        self._embeddings = Embeddings(self._shards)
         self._audit = audit
         self._verification = Verification(verify_share, self._shards, self.submit, observe)
         self._changed = asyncio.Event()
@@ -101,6 +103,7 @@ class Fleet:
         self._closed = True
         await self._verification.close()
         self._continuations.close()
+        self._embeddings.close()
         self._changed.set()
         tasks = [self._following, *self._leaving.values()]
         for task in tasks:
@@ -169,6 +172,23 @@ class Fleet:
         """
         return self._continuations.start(request)
 
+    async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
+        """A vector for each of the inputs, in their order; cancelling it ends what is unfinished.
+
+        Many inputs are spread over the shards; what a shard drops another one makes.
+
+        Raises:
+            InvalidRequest: no ready shard knows the model, or a field is out of its bounds.
+            NotServed: none that serves the model serves embeddings.
+            Overloaded: the queues of those that do are full.
+            NoShardAvailable: no shard is ready, or none has the request's tokenizer.
+            ShardUnavailable: shards failed it one after another, or the fleet was closed.
+        """
+        if self._closed:
+            raise ShardUnavailable("the fleet was closed")
+        self._serving(request.model)
+        return await self._embeddings.run(request)
+
     def _ended(self, stream: FleetStream) -> None:
         self._verification.ended(stream)
         if self._audit is not None and not self._verification.owns(stream):
@@ -229,7 +249,7 @@ class Fleet:
 
     async def _see_off(self, shard: ShardState) -> None:
         """Let a shard go when nothing of ours runs on it."""
-        while self._continuations.num_running(shard):
+        while self._continuations.num_running(shard) or self._embeddings.num_running(shard):
             await asyncio.sleep(_LEAVING_POLL_S)
         # From here on whoever comes under this address is another shard, and ends nothing of this.
         task = self._leaving.pop(shard.address)
@@ -242,6 +262,7 @@ class Fleet:
         self._changed.set()
         if not self._closed:
             self._continuations.shard_changed(shard)
+            self._embeddings.shard_changed(shard)
 
 
 def _record(stream: FleetStream) -> AuditRecord:

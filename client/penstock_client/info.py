@@ -52,6 +52,7 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("steps", load.steps_total),
         ("preemptions", load.preemptions_total),
         ("state", _state(load)),
+        ("embeddings", _embeddings(info)),
         ("serves", ", ".join(sorted(info.capabilities))),
         ("batch invariant", "yes" if info.batch_invariant else "no"),
         ("numerics", fingerprint),
@@ -59,6 +60,14 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("version", f"{info.version}, schema {info.min_schema_revision}..{info.schema_revision}"),
         ("instance", info.instance_id),
     ]  # fmt: skip
+
+
+def _embeddings(info: ShardInfo) -> str:
+    defaults = info.embedding
+    if defaults is None:
+        return "none"
+    normalized = ", length 1" if defaults.normalize else ""
+    return f"{defaults.size} values, {defaults.pooling} pooling{normalized}"
 
 
 def _state(load: LoadReport) -> str:

@@ -24,6 +24,7 @@ from penstock_client.tokenizer_files import FileAssembler
 from penstock_client.types import (
     Attempt,
     DrainProgress,
+    EmbeddingRequest,
     GenerationRequest,
     LoadReport,
     Output,
@@ -164,6 +165,29 @@ class ShardClient:
             await self._stub.Abort(request, metadata=self._metadata, timeout=_UNARY_TIMEOUT_S)
         except (grpc.RpcError, grpc.aio.UsageError):
             return
+
+    # ---- embeddings ----
+
+    async def embed(
+        self, request: EmbeddingRequest, *, instance_id: str = "", timeout_s: float | None = None
+    ) -> list[list[float]]:
+        """A vector for each of the inputs, in one call; cancelling it ends what is unfinished.
+
+        A `pooling` of None is the model's own, a `normalize` of None leaves vectors as they are.
+        `instance_id` names the engine that is meant; "" is any.
+
+        Raises:
+            InvalidRequest: a field is out of its bounds.
+            NotServed: the shard serves no embeddings.
+            ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
+        """
+        self._require_open()
+        message = _wire.embed_request(request, new_request_id(), instance_id)
+        try:
+            answer = await self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return _wire.embeddings(answer)
 
     # ---- the other calls ----
 

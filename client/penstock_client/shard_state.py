@@ -16,7 +16,7 @@ from penstock_client.breaker import CircuitBreaker
 from penstock_client.errors import IncompatibleShard, PenstockError, ShardUnavailable
 from penstock_client.policies import Candidate
 from penstock_client.shard_client import ShardClient
-from penstock_client.types import GenerationRequest, LoadReport, ShardInfo
+from penstock_client.types import LoadReport, ShardInfo
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +108,11 @@ class ShardState:
         finally:
             await progress.aclose()
 
-    def sent(self, request: GenerationRequest, now_s: float) -> None:
-        """A request is on its way; the next report will count it."""
+    def sent(self, num_tokens: int, now_s: float, num_requests: int = 1) -> None:
+        """So much is on its way; the next report will count it."""
         self.breaker.sent(now_s)
-        self.sent_requests += 1
-        self.sent_prompt_tokens += len(request.prompt_token_ids) + len(request.output_token_ids)
+        self.sent_requests += num_requests
+        self.sent_prompt_tokens += num_tokens
 
     def reported(self, load: LoadReport) -> None:
         """A report counts what the shard's server has, also what its engine has not looked at."""

@@ -15,7 +15,7 @@ from penstock_client import _wire
 from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.shard_client import call_metadata, new_request_id
 from penstock_client.tokenizer_files import FileAssembler
-from penstock_client.types import GenerationRequest, Output, ShardInfo
+from penstock_client.types import EmbeddingRequest, GenerationRequest, Output, ShardInfo
 from penstock_proto.transport import channel_options
 
 _UNARY_TIMEOUT_S = 10.0
@@ -72,6 +72,17 @@ class SyncShardClient:
             raise _wire.call_error(error, self.address) from None
         finally:
             call.cancel()
+
+    def embed(
+        self, request: EmbeddingRequest, *, timeout_s: float | None = None
+    ) -> list[list[float]]:
+        """A vector for each of the inputs, as `ShardClient.embed` has it."""
+        message = _wire.embed_request(request, new_request_id())
+        try:
+            answer = self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return _wire.embeddings(answer)
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort by id; unknown ids are no error."""

@@ -109,6 +109,24 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Prompts to make vectors of.
+
+    `pooling` ("last" token or "mean" of all) and `normalize` (scale to length 1) are the model's
+    own where they are None; `dimensions` keeps the first so many values of each vector.
+    """
+
+    inputs: Sequence[Sequence[int]]
+    pooling: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    model: str = ""
+    # As in `GenerationRequest`.
+    tokenizer_hash: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One try at a request. A higher number ends a lower one and takes over.
 
@@ -177,6 +195,8 @@ class Output:
     prompt_logprobs: Logprobs | None = None
     prompt_logprobs_start: int = 1
     cached_tokens: int | None = None
+    # From arrival at the shard to the first step, in seconds; on the first output of an attempt.
+    queue_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
@@ -196,6 +216,8 @@ class Output:
                 self.prompt_logprobs.extend(later.prompt_logprobs)
         if self.cached_tokens is None:
             self.cached_tokens = later.cached_tokens
+        if self.queue_s is None:
+            self.queue_s = later.queue_s
         self.finish_reason = later.finish_reason
         self.stop_token_id = later.stop_token_id
 
@@ -209,6 +231,17 @@ class ShardLimits:
     max_queued_requests: int
     max_queued_tokens: int
     max_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDefaults:
+    """How embeddings of a model are meant to be made; `pooling` is "last" or "mean", `size` the
+    number of values of one that is not cut.
+    """
+
+    pooling: str
+    normalize: bool
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +274,8 @@ class ShardInfo:
     batch_invariant: bool
     numerics_fingerprint: str
     adapters: tuple[str, ...]
+    # None where "embed" is not among the capabilities.
+    embedding: EmbeddingDefaults | None = None
 
 
 @dataclass(frozen=True, slots=True)

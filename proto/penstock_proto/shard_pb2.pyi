@@ -151,7 +151,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "attempt", "first_position", "token_ids", "logprobs", "prompt_logprobs", "cached_tokens", "finish", "error")
+    __slots__ = ("request_id", "attempt", "first_position", "token_ids", "logprobs", "prompt_logprobs", "cached_tokens", "finish", "error", "queue_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class Output(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     first_position: int
@@ -170,7 +171,8 @@ class Output(_message.Message):
     cached_tokens: int
     finish: Finish
     error: Error
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    queue_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("chosen", "ranks", "top_n", "top_token_ids", "top_logprobs", "requested")
@@ -247,7 +249,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters")
+    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters", "embedding")
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MIN_SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +275,7 @@ class InfoResponse(_message.Message):
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     schema_revision: int
     min_schema_revision: int
     version: str
@@ -298,7 +301,18 @@ class InfoResponse(_message.Message):
     batch_invariant: bool
     numerics_fingerprint: str
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    embedding: EmbeddingDefaults
+    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding: _Optional[_Union[EmbeddingDefaults, _Mapping]] = ...) -> None: ...
+
+class EmbeddingDefaults(_message.Message):
+    __slots__ = ("pooling", "normalize", "size")
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    pooling: EmbedRequest.Pooling
+    normalize: bool
+    size: int
+    def __init__(self, pooling: _Optional[_Union[EmbedRequest.Pooling, str]] = ..., normalize: _Optional[bool] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens", "max_logprobs")
@@ -381,7 +395,7 @@ class DrainProgress(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("request_id", "inputs", "pooling", "dimensions", "normalize")
+    __slots__ = ("request_id", "inputs", "pooling", "dimensions", "normalize", "instance_id", "label")
     class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         POOLING_UNSPECIFIED: _ClassVar[EmbedRequest.Pooling]
@@ -395,12 +409,16 @@ class EmbedRequest(_message.Message):
     POOLING_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     inputs: _containers.RepeatedCompositeFieldContainer[TokenIds]
     pooling: EmbedRequest.Pooling
     dimensions: int
     normalize: bool
-    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., pooling: _Optional[_Union[EmbedRequest.Pooling, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ...) -> None: ...
+    instance_id: str
+    label: str
+    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., pooling: _Optional[_Union[EmbedRequest.Pooling, str]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., instance_id: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("embeddings",)

@@ -131,7 +131,9 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Pooled final hidden states of prompts, computed beside everything else. Ending the call aborts
+        what is unfinished of it. Needs the capability "embed".
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -40,6 +40,8 @@ class ShardConfig:
     threads: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    # How prompts are pooled to embeddings: "auto" is as the model's files say, if they do.
+    embeddings: str = "auto"
     gpu_memory_utilization: float = 0.9
 
     max_model_len: int | None = None
@@ -133,6 +135,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         threads=args.threads,
         attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,
+        embeddings=args.embeddings,
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
@@ -225,6 +228,13 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
+    )
+    group.add_argument(
+        "--embeddings",
+        choices=("auto", "last", "mean"),
+        default="auto",
+        help="serve embeddings, of the last token or the mean of all (default: as the model's "
+        "modules.json says, where there is one)",
     )
     group.add_argument(
         "--load-format",

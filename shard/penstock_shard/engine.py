@@ -167,9 +167,13 @@ class Engine:
                 request.last_token_s = now_s
             else:
                 output = _output(request)
+                if result.embedding is not None:
+                    output.embedding = result.embedding
+                    output.finish = FinishReason.STOP
             if result.prompt_logprobs is not None:
                 self._add_prompt_logprobs(output, row, result.prompt_logprobs)
-            if result.token_id is None and output.prompt_logprobs is None:
+            # Nothing new: the middle of a prompt.
+            if not (output.token_ids or output.prompt_logprobs or output.finish):
                 continue
             self._outputs.append(output)
             if output.finish is not None:

@@ -134,6 +134,7 @@ def _request(submit: Submit) -> Request:
         prompt_logprobs=submit.prompt_logprobs,
         logprob_token_ids=submit.logprob_token_ids,
         cache_salt=submit.cache_salt,
+        pooling=submit.pooling,
         # The one that came was made anew from its bytes.
         hand_back=submit.hand_back,
         objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,

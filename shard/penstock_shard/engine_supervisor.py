@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock_shard import link
 from penstock_shard.config import ShardConfig
@@ -69,6 +69,9 @@ class _Route:
     # The engine has begun to compute it.
     started: bool = False
     deadline: asyncio.TimerHandle | None = None
+    arrived_s: float = field(default_factory=time.monotonic)
+    # How long it waited for its first step, until its first output says so.
+    queue_s: float | None = None
 
 
 class EngineSupervisor:
@@ -413,6 +416,7 @@ class EngineSupervisor:
             route = self._routes.get(request_id)
             if route is not None:
                 route.started = True
+                route.queue_s = time.monotonic() - route.arrived_s
 
     def _take_step(self, step: link.StepOutputs) -> None:
         self._worked = self._worked or bool(step.outputs)
@@ -422,6 +426,8 @@ class EngineSupervisor:
                 continue
             if output.is_last:
                 self._forget(route)
+            if route.queue_s is not None:
+                output.queue_s, route.queue_s = route.queue_s, None
             if route.suspect:
                 route.num_given += len(output.token_ids)
                 route.suspect = route.num_given < _TRIAL_TOKENS

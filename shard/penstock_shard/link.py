@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import NO_OBJECTIVE, FinishReason, Objective, SamplingParams
+from penstock_shard.request import NO_OBJECTIVE, FinishReason, Objective, Pooling, SamplingParams
 from penstock_shard.runner.base import Logprobs, RunnerInfo
 
 _LENGTH = struct.Struct("<I")
@@ -47,6 +47,7 @@ class Submit(msgspec.Struct, array_like=True):
     logprob_token_ids: tuple[int, ...] = ()
     objective: Objective = NO_OBJECTIVE
     hand_back: bool = False
+    pooling: Pooling | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +118,10 @@ class Output(msgspec.Struct, array_like=True):
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: Error | None = None
+    # Of a request with `pooling`, beside its finish: float32, little-endian.
+    embedding: bytes | None = None
+    # From arrival to the first step; the server adds it to what is first said of an attempt.
+    queue_s: float | None = None
 
     @property
     def is_last(self) -> bool:
@@ -131,9 +136,12 @@ class Output(msgspec.Struct, array_like=True):
         self.prompt_logprobs = _merged(self.prompt_logprobs, later.prompt_logprobs)
         if self.cached_tokens is None:
             self.cached_tokens = later.cached_tokens
+        if self.queue_s is None:
+            self.queue_s = later.queue_s
         self.finish = later.finish
         self.stop_token_id = later.stop_token_id
         self.error = later.error
+        self.embedding = later.embedding
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

@@ -13,8 +13,9 @@ from pathlib import Path
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.source import resolve_model
-from penstock_shard.runner.base import Runner, RunnerInfo
-from penstock_shard.runner.fake import CAPABILITIES, FakeRunner
+from penstock_shard.request import Pooling
+from penstock_shard.runner.base import EmbeddingDefaults, Runner, RunnerInfo
+from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeRunner
 from penstock_shard.tokenizer_files import read_tokenizer_files
 
 __all__ = ["LoadedModel", "ModelError", "load_model"]
@@ -93,16 +94,22 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         device="none",
         attention_backend="none",
         capabilities=CAPABILITIES,
+        embedding=_fake_embedding(config),
         batch_invariant=True,
         numerics_fingerprint=config.fake_weights,
         max_steps_ahead=1,
         worst_step_s=config.step_ms / 1000,
     )
-    step_s = config.step_ms / 1000
     return FakeRunner(
         info,
         ordinary,
-        step_s=step_s,
+        step_s=config.step_ms / 1000,
         eos_rate=config.fake_eos_rate,
         crash_on=config.fake_crash_on,
     )
+
+
+def _fake_embedding(config: ShardConfig) -> EmbeddingDefaults:
+    """Served whatever the model's files say."""
+    pooling = Pooling.LAST if config.embeddings == "auto" else Pooling(config.embeddings)
+    return EmbeddingDefaults(pooling, normalize=True, size=EMBEDDING_SIZE)

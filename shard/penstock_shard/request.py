@@ -14,6 +14,13 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
+class Pooling(enum.Enum):
+    """How the hidden states of a prompt become one vector."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens of one request are drawn; complete, after the model's defaults were filled in.
@@ -77,6 +84,9 @@ class Request:
     ahead of values: `token_ids` (the prompt, then the output so far) holds what has come back,
     `num_pending` counts tokens that launched steps will sample after those, and `num_computed`
     tokens have been handed to steps; their keys and values are, or are about to be, in `block_ids`.
+
+    With `pooling` it is a prompt whose vector is wanted: `max_tokens` is 1, and what comes back in
+    the place of that token is the vector.
     """
 
     request_id: str
@@ -98,6 +108,7 @@ class Request:
     # Their log-probabilities are reported beside those of each output token.
     logprob_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    pooling: Pooling | None = None
     objective: Objective = NO_OBJECTIVE
     # To be put down is to be given back: another shard has room.
     hand_back: bool = False
@@ -146,3 +157,8 @@ class Request:
         if self.prompt_logprobs is None:
             return False
         return self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """No token of it may be found in the prefix cache: each gives something."""
+        return self.needs_prompt_logprobs or self.pooling is Pooling.MEAN

@@ -409,7 +409,7 @@ class Scheduler:
         # What a long prompt finds in the cache takes milliseconds to look up.
         if hopeless and self._steps % _LOOK_AGAIN_STEPS:
             return False
-        if not request.needs_prompt_logprobs:
+        if not request.needs_whole_prompt:
             self._blocks.acquire_prefix(request)
         if not self._blocks.grow(request, request.num_tokens):
             missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_ids)

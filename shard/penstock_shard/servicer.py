@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import uuid
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,9 +18,10 @@ import grpc
 
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
+from penstock_shard.embedding import embed
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.link import Error, Output, Ready
-from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check
+from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check, check_embedding
 
 if TYPE_CHECKING:
     # Generic in its type stubs only.
@@ -164,8 +166,7 @@ class ShardServicer(wire.Servicer):
         try:
             if ready is None:
                 raise Refusal(_UNAVAILABLE, "the shard's engine is not ready")
-            if incoming.instance_id and incoming.instance_id != self._engine.instance_id:
-                raise Refusal(_UNAVAILABLE, "the engine that was meant is gone; this is another")
+            self._check_engine(incoming.instance_id)
             live_attempt = self._engine.live_attempt(request_id)
             if live_attempt is not None and live_attempt >= attempt:
                 raise Refusal(
@@ -192,6 +193,27 @@ class ShardServicer(wire.Servicer):
         for request_id, attempt in wire.aborts(request):
             self._engine.abort(request_id, attempt)
         return wire.abort_response()
+
+    # ---- embeddings ----
+
+    async def Embed(self, request: Any, context: Context) -> Any:
+        await self._authorize(context)
+        ready = await self._ready(context)
+        incoming = wire.incoming_embedding(request)
+        try:
+            self._check_engine(incoming.instance_id)
+            submits = check_embedding(incoming, ready.info, uuid.uuid4().hex)
+            vectors = await embed(self._engine, submits)
+        except Refusal as refusal:
+            await _abort(context, wire.status(refusal.error), refusal.error.message)
+        response = wire.embed_response()
+        for vector in vectors:
+            wire.add_embedding(
+                response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
+            )
+            # Many long vectors take a tenth of a second, for which no other call must wait.
+            await asyncio.sleep(0)
+        return response
 
     # ---- what the shard is ----
 
@@ -259,9 +281,6 @@ class ShardServicer(wire.Servicer):
 
     # ---- not served yet ----
 
-    async def Embed(self, request: Any, context: Context) -> NoReturn:
-        await self._refuse("Embed", context)
-
     async def LoadAdapter(self, request: Any, context: Context) -> NoReturn:
         await self._refuse("LoadAdapter", context)
 
@@ -273,6 +292,11 @@ class ShardServicer(wire.Servicer):
         await _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served by this shard")
 
     # ---- internals ----
+
+    def _check_engine(self, instance_id: str) -> None:
+        """Raises `Refusal` if another engine than this is meant; "" means any."""
+        if instance_id and instance_id != self._engine.instance_id:
+            raise Refusal(_UNAVAILABLE, "the engine that was meant is gone; this is another")
 
     async def _ready(self, context: Context) -> Ready:
         ready = self._engine.ready

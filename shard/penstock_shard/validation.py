@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Submit
-from penstock_shard.request import Objective, SamplingParams
+from penstock_shard.request import Objective, Pooling, SamplingParams
 from penstock_shard.runner.base import RunnerInfo
 
 TokenIds = npt.NDArray[np.uint32]
@@ -22,6 +22,10 @@ TokenIds = npt.NDArray[np.uint32]
 INVALID_ARGUMENT = 3
 NOT_FOUND = 5
 FAILED_PRECONDITION = 9
+
+# Of one embedding request; callers split larger ones.
+MAX_EMBEDDING_INPUTS = 1024
+_MAX_EMBEDDING_BYTES = 32 * 2**20
 
 # Below this a temperature means greedy.
 GREEDY_TEMPERATURE = 1e-5
@@ -99,6 +103,12 @@ class Refusal(Exception):
     ) -> None:
         super().__init__(message)
         self.error = Error(code, message, field, _short(value), bound)
+
+    @classmethod
+    def of(cls, error: Error) -> Refusal:
+        refusal = cls(error.code, error.message)
+        refusal.error = error
+        return refusal
 
 
 def _no_ids() -> TokenIds:
@@ -185,6 +195,69 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         logprob_token_ids=tuple(incoming.logprob_token_ids.tolist()),
         objective=_objective(incoming),
         hand_back=incoming.hand_back,
+    )
+
+
+@dataclass(slots=True)
+class IncomingEmbedding:
+    """An EmbedRequest as it came: None where a field was absent."""
+
+    request_id: str
+    inputs: Sequence[TokenIds]
+    pooling: Pooling | None = None
+    dimensions: int | None = None
+    normalize: bool = False
+    instance_id: str = ""
+
+
+def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Submit]:
+    """A complete request for each of the inputs; `call_id`, which no other call has, begins their
+    ids.
+
+    Raises:
+        Refusal: a field is out of its bounds (INVALID_ARGUMENT), or the shard serves no embeddings
+            (FAILED_PRECONDITION).
+    """
+    defaults = info.embedding
+    if defaults is None:
+        raise Refusal(
+            FAILED_PRECONDITION,
+            "embed is not served by this shard: its model says of no pooling; start it with "
+            "--embeddings last or --embeddings mean",
+            field="embed",
+        )
+    if len(incoming.request_id) > MAX_ID_CHARACTERS:
+        _refuse("request_id", len(incoming.request_id), f"at most {MAX_ID_CHARACTERS} characters")
+    most = min(MAX_EMBEDDING_INPUTS, _MAX_EMBEDDING_BYTES // (4 * defaults.size))
+    if not 1 <= len(incoming.inputs) <= most:
+        _refuse("inputs", f"{len(incoming.inputs)} inputs", f"1..{most} inputs")
+    if incoming.dimensions is not None and not 1 <= incoming.dimensions <= defaults.size:
+        _refuse("dimensions", incoming.dimensions, f"1..{defaults.size}")
+    for index, ids in enumerate(incoming.inputs):
+        if not 1 <= ids.size <= info.max_model_len:
+            bound = f"1..{info.max_model_len} tokens (the context)"
+            _refuse(f"inputs[{index}]", f"{ids.size} tokens", bound)
+        if int(ids.max()) >= info.vocab_size:
+            _refuse("inputs", int(ids.max()), f"0..{info.vocab_size - 1} (the vocabulary)")
+    pooling = incoming.pooling or defaults.pooling
+    return [
+        _pooled(f"{call_id}/{index}", ids, pooling) for index, ids in enumerate(incoming.inputs)
+    ]
+
+
+def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> Submit:
+    return Submit(
+        request_id=request_id,
+        attempt=0,
+        prompt=ids.tobytes(),
+        output=b"",
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=1,
+        stop_token_ids=[],
+        logprobs=None,
+        prompt_logprobs=None,
+        cache_salt="",
+        pooling=pooling,
     )
 
 

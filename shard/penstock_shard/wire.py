@@ -16,9 +16,9 @@ from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output
-from penstock_shard.request import FinishReason
-from penstock_shard.runner.base import Logprobs, RunnerInfo
-from penstock_shard.validation import IncomingRequest, TokenIds
+from penstock_shard.request import FinishReason, Pooling
+from penstock_shard.runner.base import EmbeddingDefaults, Logprobs, RunnerInfo
+from penstock_shard.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
 # What `server.py` needs of the generated code, so that it need not touch it.
 Servicer = ShardServicer
@@ -49,6 +49,11 @@ _FINISH: Mapping[FinishReason, pb.Finish.Reason] = {
     FinishReason.STOP: pb.Finish.REASON_STOP,
     FinishReason.LENGTH: pb.Finish.REASON_LENGTH,
     FinishReason.ABORTED: pb.Finish.REASON_ABORTED,
+}
+
+_POOLINGS: Mapping[Pooling, pb.EmbedRequest.Pooling] = {
+    Pooling.LAST: pb.EmbedRequest.POOLING_LAST,
+    Pooling.MEAN: pb.EmbedRequest.POOLING_MEAN,
 }
 
 
@@ -102,6 +107,34 @@ def _features(message: pb.GenerateRequest) -> Iterator[tuple[str, object]]:
         yield constraint, "a constraint"
 
 
+def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
+    """A request as it came; nothing is checked yet."""
+    poolings = {number: pooling for pooling, number in _POOLINGS.items()}
+    return IncomingEmbedding(
+        request_id=message.request_id,
+        inputs=[_ids(each.token_ids) for each in message.inputs],
+        pooling=poolings.get(message.pooling),
+        dimensions=_optional(message, "dimensions"),
+        normalize=message.normalize,
+        instance_id=message.instance_id,
+    )
+
+
+def embed_response() -> pb.EmbedResponse:
+    return pb.EmbedResponse()
+
+
+def add_embedding(
+    response: pb.EmbedResponse, vector: bytes, *, dimensions: int | None, normalize: bool
+) -> None:
+    """A vector as the engine gives it -> as it was asked for: cut, then scaled to length 1."""
+    values = np.frombuffer(vector, dtype="<f4")[:dimensions]
+    if normalize:
+        length = float(np.linalg.norm(values.astype(np.float64)))
+        values = values / np.float32(length or 1.0)
+    response.embeddings.add().values.extend(values.tolist())
+
+
 def responses(outputs: Iterable[Output]) -> Iterator[pb.GenerateResponse]:
     """Outputs as responses of bounded size; an output that was merged for long is cut again."""
     response = pb.GenerateResponse()
@@ -124,6 +157,7 @@ def _pieces(output: Output) -> Iterator[Output]:
         head = Output(output.request_id, output.attempt, output.first_position, [])
         head.prompt_logprobs = prompt_scores.first(rows)
         head.prompt_logprobs_start = output.prompt_logprobs_start
+        head.queue_s, output.queue_s = output.queue_s, None
         yield head
         output.prompt_logprobs = prompt_scores = prompt_scores.without_first(rows)
         output.prompt_logprobs_start += rows
@@ -132,6 +166,7 @@ def _pieces(output: Output) -> Iterator[Output]:
             output.request_id, output.attempt, output.first_position, output.token_ids[:rows]
         )
         head.cached_tokens, output.cached_tokens = output.cached_tokens, None
+        head.queue_s, output.queue_s = output.queue_s, None
         head.prompt_logprobs, output.prompt_logprobs = output.prompt_logprobs, None
         head.prompt_logprobs_start = output.prompt_logprobs_start
         if scores is not None:
@@ -163,6 +198,8 @@ def _set_output(message: pb.Output, output: Output) -> None:
         _set_logprobs(message.prompt_logprobs.logprobs, output.prompt_logprobs)
     if output.cached_tokens is not None:
         message.cached_tokens = output.cached_tokens
+    if output.queue_s is not None:
+        message.queue_s = output.queue_s
     if output.finish is not None:
         message.finish.reason = _FINISH[output.finish]
         if output.stop_token_id is not None:
@@ -237,6 +274,13 @@ def info_response(
         capabilities=sorted(info.capabilities),
         batch_invariant=info.batch_invariant,
         numerics_fingerprint=info.numerics_fingerprint,
+        embedding=None if info.embedding is None else _embedding_defaults(info.embedding),
+    )
+
+
+def _embedding_defaults(defaults: EmbeddingDefaults) -> pb.EmbeddingDefaults:
+    return pb.EmbeddingDefaults(
+        pooling=_POOLINGS[defaults.pooling], normalize=defaults.normalize, size=defaults.size
     )
 
 

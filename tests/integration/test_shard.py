@@ -73,6 +73,9 @@ async def test_a_generation_ends_with_one_finish_and_all_its_tokens(client: Shar
     assert sum(len(output.token_ids) for output in outputs) == 20
     assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH]
     assert outputs[0].cached_tokens == 0
+    assert outputs[0].queue_s is not None
+    assert 0 <= outputs[0].queue_s < 1
+    assert all(output.queue_s is None for output in outputs[1:])
     assert all(output.logprobs and output.logprobs.top_n == 2 for output in outputs)
 
 
@@ -317,7 +320,6 @@ def test_health_and_reflection_are_served(shard: Shard) -> None:
 def test_what_a_later_revision_serves_is_unimplemented(shard: Shard) -> None:
     with grpc.insecure_channel(shard.address) as channel:
         for call, request in (
-            (ShardStub(channel).Embed, pb.EmbedRequest()),
             (ShardStub(channel).LoadAdapter, pb.LoadAdapterRequest()),
             (ShardStub(channel).UnloadAdapter, pb.UnloadAdapterRequest()),
         ):

@@ -22,6 +22,7 @@ from support.budget import budget
 from penstock_shard.config import ShardConfig
 from penstock_shard.models import decoder_weights, weights_hash
 from penstock_shard.models.attention.cpu import CpuBackend
+from penstock_shard.models.base import Forwarded
 from penstock_shard.models.checkpoint import Checkpoint
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.errors import ModelError
@@ -250,7 +251,7 @@ def test_a_step_that_does_not_fit_names_the_flags(
 ) -> None:
     good = Decoder.forward
 
-    def forward(self: Decoder, input_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+    def forward(self: Decoder, input_ids: torch.Tensor, *args: Any) -> Forwarded:
         if len(input_ids) == 700:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
         return good(self, input_ids, *args)

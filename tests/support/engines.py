@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import RunnerInfo
-from penstock_shard.runner.fake import CAPABILITIES, FakeRunner
+from penstock_shard.request import Pooling, Request, SamplingParams
+from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
+from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
 VOCAB_SIZE = 1000
@@ -38,6 +38,7 @@ def runner_info(
         device="none",
         attention_backend="none",
         capabilities=CAPABILITIES,
+        embedding=EmbeddingDefaults(Pooling.LAST, normalize=True, size=EMBEDDING_SIZE),
         max_steps_ahead=max_steps_ahead,
     )
 
@@ -106,6 +107,7 @@ def make_request(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     cache_salt: str = "",
+    pooling: Pooling | None = None,
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -119,4 +121,5 @@ def make_request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         cache_salt=cache_salt,
+        pooling=pooling,
     )

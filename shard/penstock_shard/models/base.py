@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 MODEL_REVISION = 1
 
 
+class Forwarded(NamedTuple):
+    """Logits [N, V] of the tokens they were wanted of; final hidden states [M, H], after the last
+    norm, of the tokens these were wanted of. The latter are good until the next forward.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
 class CausalModel(Protocol):
     """Runs flat steps: tokens of many sequences, each of which has its part of a paged cache."""
 
@@ -24,6 +33,10 @@ class CausalModel(Protocol):
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each attention layer asks for."""
 
+    @property
+    def hidden_size(self) -> int:
+        """Of final hidden states; 0 where they cannot be had."""
+
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         """Make the cache of every layer, instead of the one there was."""
 
@@ -31,11 +44,15 @@ class CausalModel(Protocol):
         """Drop the cache."""
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor
-    ) -> Tensor:
-        """input_ids and positions int64 [T], logit_rows int64 [N], rising, into T -> logits [N, V].
-
-        Where N is T the rows are all in order.
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logit_rows: Tensor,
+        hidden_rows: Tensor | None = None,
+    ) -> Forwarded:
+        """input_ids and positions int64 [T]; logit_rows int64 [N] and hidden_rows int64 [M], each
+        rising, into T. Where N is T the rows are all in order.
         """
 
     def shortened(self) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,11 @@ class Checkpoint:
                 file = safe_open(path, framework="pt")
                 names: list[str] = file.keys()  # type: ignore[no-untyped-call]
                 self._files |= dict.fromkeys(names, file)
-            slices = {name: file.get_slice(name) for name, file in self._files.items()}
+            self._stored_names = _full_names(self._files)
+            slices = {
+                name: self._files[stored].get_slice(stored)
+                for name, stored in self._stored_names.items()
+            }
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"{model_dir}: cannot load the weights: {error}") from error
         self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -52,7 +56,8 @@ class Checkpoint:
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
         """The tensors, in the file's memory; to be copied before the context ends."""
-        tensors = [self._files[name].get_tensor(name) for name in names]
+        stored = [self._stored_names[name] for name in names]
+        tensors = [self._files[name].get_tensor(name) for name in stored]
         yield tensors
         give_back_pages(tensors)
 
@@ -84,6 +89,15 @@ class Checkpoint:
             if dtype is not None:
                 sizes[dtype] = sizes.get(dtype, 0) + torch.Size(self.shapes[name]).numel()
         return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def _full_names(stored: Iterable[str]) -> dict[str, str]:
+    """Names as in a whole model -> as in the files: a model that was saved without its head, as
+    those for embeddings are, lacks what the others' names begin with.
+    """
+    names = list(stored)
+    prefix = "model." if "embed_tokens.weight" in names else ""
+    return {prefix + name: name for name in names}
 
 
 def give_back_pages(tensors: Sequence[Tensor]) -> None:

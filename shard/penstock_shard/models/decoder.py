@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerCache, LayerSpec
+from penstock_shard.models.base import Forwarded
 from penstock_shard.models.decoder_spec import DecoderSpec
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
 from penstock_shard.models.ops.base import Ops, Rope
@@ -66,6 +67,10 @@ class Decoder:
     def layers(self) -> tuple[LayerSpec, ...]:
         return self._spec.layers
 
+    @property
+    def hidden_size(self) -> int:
+        return self._spec.hidden_size
+
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._caches = {}
         for layer in self._running:
@@ -93,19 +98,28 @@ class Decoder:
             self._running = self._layers
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor
-    ) -> Tensor:
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logit_rows: Tensor,
+        hidden_rows: Tensor | None = None,
+    ) -> Forwarded:
+        rows = logit_rows if hidden_rows is None else torch.cat([logit_rows, hidden_rows])
+        needs_all = hidden_rows is None and len(logit_rows) == len(input_ids)
         stream = self._weights.embedding.rows(input_ids)
         if self._spec.embedding_scale != 1.0:
             stream.mul_(self._spec.embedding_scale)
         update = None
         for layer in self._running:
             attended = self._attention(layer, stream, update, positions, batch)
-            if layer is self._running[-1] and len(logit_rows) < len(stream):
+            if layer is self._running[-1] and not needs_all:
                 # Past its keys and values, the last layer matters for these tokens only.
-                stream, attended = stream[logit_rows], attended[logit_rows]
+                stream, attended = stream[rows], attended[rows]
             update = self._feed_forward(layer, stream, attended)
-        return self._logits(stream, update)
+        hidden = self._final_norm(stream, update)
+        count = len(logit_rows)
+        return Forwarded(self._logits(hidden[:count]), hidden[count:])
 
     def _attention(
         self,
@@ -152,9 +166,11 @@ class Decoder:
             update = self._norm(update, None, weights.mlp_output_norm, update)
         return update
 
-    def _logits(self, stream: Tensor, update: Tensor | None) -> Tensor:
+    def _final_norm(self, stream: Tensor, update: Tensor | None) -> Tensor:
         scratch = self._scratch_for(len(stream))
-        hidden = self._norm(stream, update, self._weights.final_norm, scratch.hidden)
+        return self._norm(stream, update, self._weights.final_norm, scratch.hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._weights.head(hidden)
         cap = self._spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

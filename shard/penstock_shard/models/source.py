@@ -29,6 +29,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PICKLES = (".bin", ".pt", ".pth")
 # Besides weights: configurations, vocabularies, chat templates.
 _WANTED = (".json", ".jinja", ".txt", ".model")
+# Of sentence-transformers; see `pooling_files`.
+_POOLING = re.compile(r"\d+_Pooling/config\.json")
 _PROGRESS_S = 5.0
 
 
@@ -269,9 +271,10 @@ class _Hub:
 
 
 def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[str]:
-    """Files of the repository's top level that serving needs."""
+    """Files that serving needs: of the repository's top level, and how embeddings are pooled."""
     suffixes = (*_WANTED, ".py") if code else _WANTED
     wanted = [name for name in sizes if "/" not in name and name.endswith(suffixes)]
+    wanted += [name for name in sizes if _POOLING.fullmatch(name)]
     if needs_weights:
         # Some repositories hold the same weights twice, the second time as consolidated.*.
         weights = [name for name in sizes if re.fullmatch(r"model[\w.-]*\.safetensors", name)]

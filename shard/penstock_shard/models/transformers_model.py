@@ -26,6 +26,7 @@ from penstock_shard.models.attention.base import (
     LayerCache,
     LayerSpec,
 )
+from penstock_shard.models.base import Forwarded
 
 ATTENTION_NAME = "penstock"
 
@@ -107,7 +108,7 @@ class TransformersModel:
         self.module = module
         self.backend = backend
         self.device = device
-        self._layers = self._probe()
+        self._layers, self.hidden_size = self._probe()
         self._caches: dict[int, LayerCache] = {}
 
     @property
@@ -115,8 +116,10 @@ class TransformersModel:
         return self._layers
 
     @torch.inference_mode()
-    def _probe(self) -> tuple[LayerSpec, ...]:
-        """Run one token through the modules and record what each attention call asks for."""
+    def _probe(self) -> tuple[tuple[LayerSpec, ...], int]:
+        """Run one token through the modules: what each attention call asks for, and the size of
+        final hidden states (0 if they do not pass the head).
+        """
         specs: list[LayerSpec] = []
 
         def record(call: AttentionCall) -> Tensor:
@@ -124,9 +127,9 @@ class TransformersModel:
             return call.query.new_zeros(*call.query.shape[:2], call.value.shape[2])
 
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
-        with _attention(record):
+        with _attention(record), self._diverted(1) as diverted:
             self._call(token, token, token)
-        return tuple(specs)
+        return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._caches = {}
@@ -157,8 +160,13 @@ class TransformersModel:
         return nn.ModuleList(kinds.values())
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, logit_rows: Tensor
-    ) -> Tensor:
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logit_rows: Tensor,
+        hidden_rows: Tensor | None = None,
+    ) -> Forwarded:
         def attend(call: AttentionCall) -> Tensor:
             cache = self._caches[call.layer_index]
             self.backend.write(cache, call.key, call.value, batch.slots)
@@ -173,7 +181,37 @@ class TransformersModel:
             )
 
         with _attention(attend), self._threads():
-            return self._call(input_ids, positions, logit_rows)
+            if hidden_rows is None:
+                logits = self._call(input_ids, positions, logit_rows)
+                return Forwarded(logits, logits.new_empty(0, self.hidden_size))
+            rows = torch.cat([logit_rows, hidden_rows])
+            with self._diverted(len(logit_rows)) as diverted:
+                logits = self._call(input_ids, positions, rows)
+        return Forwarded(logits, torch.cat(diverted))
+
+    @contextmanager
+    def _diverted(self, num_logits: int) -> Iterator[list[Tensor]]:
+        """Of what comes to the head, all but the first rows goes into the list instead.
+
+        What comes to the head are the final hidden states, whatever the code above it is. Code
+        that calls its head in another way than all others do is left alone.
+        """
+        diverted: list[Tensor] = []
+
+        def divert(head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if not arguments or arguments[0].dim() != 3:
+                return None
+            hidden, *rest = arguments
+            diverted.append(hidden[0, num_logits:])
+            return (hidden[:, :num_logits], *rest)
+
+        head = self.module.get_output_embeddings()
+        handle = None if head is None else head.register_forward_pre_hook(divert)
+        try:
+            yield diverted
+        finally:
+            if handle is not None:
+                handle.remove()
 
     @contextmanager
     def _threads(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock_shard.request import Request
+from penstock_shard.request import Pooling, Request
 
 
 @dataclass(slots=True)
@@ -21,7 +21,8 @@ class ScheduledRequest:
     When that reaches its last token (`samples`), one more is sampled, at output position
     start + count - `request.num_prompt_tokens`. `request.block_ids` covers at least start + count
     tokens. The last of them may be missing in `request.token_ids`: the step before, which has not
-    been collected, samples it. The first `num_prompt_logprobs` of its tokens predict prompt tokens
+    been collected, samples it. A request with `pooling` gets the vector of its prompt where
+    another would get a token. The first `num_prompt_logprobs` of its tokens predict prompt tokens
     whose log-probabilities are wanted.
     """
 
@@ -103,6 +104,17 @@ class RowResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
+    # The prompt's pooled final hidden states, whole and as they are: float32, little-endian.
+    embedding: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDefaults:
+    """How embeddings of a model are meant to be made; `size` is the number of their values."""
+
+    pooling: Pooling
+    normalize: bool
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +136,8 @@ class RunnerInfo:
     attention_backend: str
     # Request features this runner honours; see `penstock_shard.validation`.
     capabilities: frozenset[str]
+    # Where "embed" is among the capabilities.
+    embedding: EmbeddingDefaults | None = None
     batch_invariant: bool = False
     numerics_fingerprint: str = ""
     # How many steps may be launched before the oldest is collected, less one: 1 keeps a device

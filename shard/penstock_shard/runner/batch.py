@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch
+from penstock_shard.request import Pooling
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
 
 
@@ -33,6 +34,12 @@ class Piece:
     samples: bool
     # The first this many of its tokens predict prompt tokens whose log-probabilities are wanted.
     num_prompt_logprobs: int
+    # The last this many of its tokens have final hidden states that are pooled.
+    num_pooled: int = 0
+
+    @property
+    def ends_prompt(self) -> bool:
+        return self.start + self.count == self.scheduled.request.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,9 @@ class StepBatch:
     """The inputs of one forward pass.
 
     `logit_rows` int64 [N] holds, piece by piece, the rows of its prompt log-probabilities and then
-    the row it samples from. Where the step before this one is still to sample a token, `input_ids`
-    has a gap: `gaps` names those places, int64 [G], and `gap_pieces` the pieces they belong to.
+    the row it samples from; `hidden_rows` int64 [M] those that are pooled, None where none are.
+    Where the step before this one is still to sample a token, `input_ids` has a gap: `gaps` names
+    those places, int64 [G], and `gap_pieces` the pieces they belong to.
     """
 
     pieces: tuple[Piece, ...]
@@ -51,6 +59,7 @@ class StepBatch:
     positions: Tensor
     attention: AttentionBatch
     logit_rows: Tensor
+    hidden_rows: Tensor | None
 
 
 def build_batches(
@@ -78,12 +87,20 @@ def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ..
             count = end - start if taken == wanted else taken
             if count == 0:
                 continue
-            samples = row.samples and start + count == end
-            pieces.append(Piece(index, row, start, count, samples, taken))
+            pieces.append(_piece(index, row, start, count, taken))
             progress[index] += count
             room -= taken
         passes.append(tuple(pieces))
     return passes
+
+
+def _piece(index: int, row: ScheduledRequest, start: int, count: int, logprobs: int) -> Piece:
+    is_last = row.samples and start + count == row.start + row.count
+    pooling = row.request.pooling
+    if pooling is None:
+        return Piece(index, row, start, count, is_last, logprobs)
+    pooled = count if pooling is Pooling.MEAN else int(is_last)
+    return Piece(index, row, start, count, False, logprobs, pooled)
 
 
 def _build(pieces: Sequence[Piece], block_size: int, device: torch.device) -> StepBatch:
@@ -112,6 +129,7 @@ def _build(pieces: Sequence[Piece], block_size: int, device: torch.device) -> St
         block_table=tensor(table),
     )
     input_ids, gaps, gap_pieces = _token_ids(pieces, offsets.tolist())
+    hidden_rows = _hidden_rows(pieces, offsets)
     return StepBatch(
         pieces=tuple(pieces),
         gaps=tensor(gaps),
@@ -120,6 +138,7 @@ def _build(pieces: Sequence[Piece], block_size: int, device: torch.device) -> St
         positions=tensor(positions),
         attention=attention,
         logit_rows=tensor(_logit_rows(pieces, offsets)),
+        hidden_rows=tensor(hidden_rows) if len(hidden_rows) else None,
     )
 
 
@@ -162,4 +181,11 @@ def _logit_rows(pieces: Sequence[Piece], offsets: NDArray[np.int64]) -> NDArray[
         rows.extend(range(offset, offset + piece.num_prompt_logprobs))
         if piece.samples:
             rows.append(offset + piece.count - 1)
+    return np.array(rows, dtype=np.int64)
+
+
+def _hidden_rows(pieces: Sequence[Piece], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    rows: list[int] = []
+    for piece, end in zip(pieces, offsets[1:].tolist(), strict=True):
+        rows.extend(range(end - piece.num_pooled, end))
     return np.array(rows, dtype=np.int64)

@@ -18,9 +18,11 @@ from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models import gate
+from penstock_shard.models.base import CausalModel
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.load import ModelFiles, load_model
 from penstock_shard.models.ops.choose import choose_ops, kv_dtype
+from penstock_shard.models.pooling_files import pooling_of
 from penstock_shard.models.transformers_loader import (
     generation_defaults,
     load_config,
@@ -28,7 +30,7 @@ from penstock_shard.models.transformers_loader import (
 )
 from penstock_shard.models.weights_hash import hash_weights
 from penstock_shard.runner import cgroup
-from penstock_shard.runner.base import RunnerInfo
+from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
 from penstock_shard.runner.prepare import Preparation
@@ -87,6 +89,7 @@ def create_runner(
     defaults, unusable = usable_defaults(_stated_sampling(generation))
     for line in unusable:
         progress(f"generation_config.json: {line}; left out")
+    embedding = _embedding(config, model_dir, model, progress)
     info = RunnerInfo(
         architecture=name,
         weights_hash=weights_hash,
@@ -100,7 +103,8 @@ def create_runner(
         kv_dtype=_dtype_name(cached_as),
         device=str(device),
         attention_backend=ops.backend.name,
-        capabilities=CAPABILITIES,
+        capabilities=CAPABILITIES | ({"embed"} if embedding else set()),
+        embedding=embedding,
         # On cpu the step itself needs the processor that would prepare the next one.
         max_steps_ahead=0 if device.type == "cpu" else 1,
         worst_step_s=prepared.worst_step_s,
@@ -110,6 +114,26 @@ def create_runner(
         ),
     )
     return ModelRunner(model, info)
+
+
+def _embedding(
+    config: ShardConfig, model_dir: Path, model: CausalModel, progress: Callable[[str], None]
+) -> EmbeddingDefaults | None:
+    """None for a model that serves no embeddings. Raises ModelError if files cannot be read, or if
+    they are asked for and cannot be had.
+    """
+    found = pooling_of(model_dir, config.embeddings, progress)
+    if found is None:
+        return None
+    if model.hidden_size == 0:
+        reason = "the model's code does not show its final hidden states"
+        if config.embeddings != "auto":
+            raise ModelError(f"--embeddings {config.embeddings}: {reason}")
+        progress(f"no embeddings: {reason}")
+        return None
+    pooling, normalize = found
+    progress(f"embeddings: {pooling.value} pooling, {model.hidden_size} values")
+    return EmbeddingDefaults(pooling, normalize, model.hidden_size)
 
 
 def default_threads() -> int:

@@ -4,7 +4,8 @@ Its token is a hash of its weights' name, the prompt, all output so far, every s
 the seed and the position, so whoever loses or mixes up one of them gives other tokens. It never
 draws what allowed ids, bad words or min_tokens rule out; a penalty or a bias is in the hash and
 does nothing else.
-Log-probabilities come from the same hash. A sequence ends early only at `eos_rate`. A step takes
+Log-probabilities come from the same hash. An embedding is a hash of weights' name, prompt and
+pooling. A sequence ends early only at `eos_rate`. A step takes
 `step_s`, counted, as on a device stream, from when its inputs are handed over and the step before
 is over.
 """
@@ -20,7 +21,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from penstock_shard.request import Request
+import numpy as np
+
+from penstock_shard.request import Pooling, Request
 from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, ScheduledRequest, StepPlan
 from penstock_shard.runner.token_state import BadWords
 
@@ -46,8 +49,11 @@ CAPABILITIES = frozenset(
         "time_to_first_token_s",
         "seconds_between_tokens",
         "latency_sensitive",
+        "embed",
     }
 )
+# Values of an embedding.
+EMBEDDING_SIZE = 64
 
 
 USUAL_WEIGHTS = "fake"
@@ -68,7 +74,8 @@ class _Progress:
 class FakeRunner:
     """Implements `Runner`. `ordinary_ids` are what it generates; eos ids only by `eos_rate`.
 
-    The tenth token of a sequence with the id `crash_on` in its prompt ends the process.
+    The tenth token of a sequence with the id `crash_on` in its prompt ends the process, as does the
+    embedding of such a prompt.
     """
 
     def __init__(
@@ -116,7 +123,10 @@ class FakeRunner:
         if row.num_prompt_logprobs:
             end = row.start + row.num_prompt_logprobs
             result.prompt_logprobs = self._prompt_logprobs(row.request, row.start, end)
-        if row.samples:
+        if row.samples and row.request.pooling is not None:
+            self._crash_if_told(row.request)
+            result.embedding = self._embedding(row.request, row.request.pooling)
+        elif row.samples:
             self._sample(row.request, row.start + row.count, result)
         return result
 
@@ -173,6 +183,14 @@ class FakeRunner:
         first = int.from_bytes(draw[:8], "little") % len(ids)
         candidates = (ids[(first + i) % len(ids)] for i in range(len(ids)))
         return next((token_id for token_id in candidates if token_id not in banned), None)
+
+    def _embedding(self, request: Request, pooling: Pooling) -> bytes:
+        """Values from -1 to 1, float32."""
+        packed = np.array(request.token_ids, dtype="<u4").tobytes()
+        seed = self._salt + pooling.value.encode() + packed
+        digest = hashlib.shake_256(seed).digest(4 * EMBEDDING_SIZE)
+        values = np.frombuffer(digest, dtype="<i4") / 2.0**31
+        return values.astype("<f4").tobytes()
 
     def _prompt_logprobs(self, request: Request, start: int, end: int) -> Logprobs:
         """Of the prompt tokens at start + 1 .. end."""

@@ -18,6 +18,7 @@ from penstock_shard.models.base import CausalModel
 from penstock_shard.request import Request
 from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, StepPlan
 from penstock_shard.runner.batch import Piece, StepBatch, build_batches
+from penstock_shard.runner.pooling import Pooler
 from penstock_shard.runner.sampler import Sampler, SampleRow, token_logprobs
 
 CAPABILITIES = frozenset(
@@ -65,6 +66,7 @@ class ModelRunner:
         # The token each request sampled last, which may not have come back to the engine yet.
         self._last_token: dict[Request, int] = {}
         self._sampler = Sampler()
+        self._pooler = Pooler()
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
 
@@ -88,6 +90,7 @@ class ModelRunner:
     def release(self, request: Request) -> None:
         self._last_token.pop(request, None)
         self._sampler.forget(request)
+        self._pooler.forget(request)
 
     # ---- one step ----
 
@@ -103,9 +106,11 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch, results: list[RowResult]) -> None:
         """One forward pass; puts what its pieces give into the results of their rows."""
-        logits = self.model.forward(
-            batch.input_ids, batch.positions, batch.attention, batch.logit_rows
+        logits, hidden = self.model.forward(
+            batch.input_ids, batch.positions, batch.attention, batch.logit_rows, batch.hidden_rows
         )
+        if batch.hidden_rows is not None:
+            self._pooler.pool(hidden, batch.pieces, results)
         offset = 0
         sampled: list[int] = []
         sampling: list[Piece] = []

@@ -51,7 +51,7 @@ class TrialSteps:
         (batch,) = build_batches(plan, self._block_size, self.model.device, 1)
         wanted = range(len(batch.input_ids)) if logit_rows is None else logit_rows
         index = torch.tensor(wanted, dtype=torch.int64, device=self.model.device)
-        return self.model.forward(batch.input_ids, batch.positions, batch.attention, index)
+        return self.model.forward(batch.input_ids, batch.positions, batch.attention, index).logits
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import grpc
 import pytest
@@ -11,12 +12,15 @@ from penstock_client import (
     Attempt,
     Constraint,
     ConstraintKind,
+    EmbeddingDefaults,
+    EmbeddingRequest,
     FinishReason,
     GenerationRequest,
     IncompatibleShard,
     InvalidRequest,
     NotServed,
     Objective,
+    Output,
     Overloaded,
     SamplingParams,
     ShardFailed,
@@ -24,6 +28,7 @@ from penstock_client import (
     Unauthenticated,
     _wire,
 )
+from penstock_proto import SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 
 ATTEMPT = Attempt(2, "an engine", hand_back=True, suspect=True)
@@ -157,11 +162,13 @@ def test_an_output_comes_back_whole() -> None:
         ),
         prompt_logprobs=pb.PromptLogprobs(first_index=4, logprobs=pb.Logprobs(chosen=[-1.0])),
         cached_tokens=0,
+        queue_s=0.5,
         finish=pb.Finish(reason=pb.Finish.REASON_STOP, stop_token_id=0),
     )  # fmt: skip
     output = _wire.output(message)
     assert not isinstance(output, Exception)
     assert (output.token_ids, output.first_position, output.cached_tokens) == ([1, 2], 3, 0)
+    assert output.queue_s == 0.5
     assert output.logprobs is not None
     assert output.logprobs.ranks == [1, 3]
     assert output.logprobs.requested == [-2.0, -3.0]
@@ -190,10 +197,62 @@ def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[
     assert str(result) == "why"
 
 
-@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (9, 3)])
+@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (9, 8)])
 def test_a_shard_of_another_revision_is_refused_with_both_ranges(
     revision: int, minimum: int
 ) -> None:
     message = pb.InfoResponse(schema_revision=revision, min_schema_revision=minimum)
-    with pytest.raises(IncompatibleShard, match=f"revisions {minimum} to {revision}.*1 to 2"):
+    reason = f"revisions {minimum} to {revision}.*1 to {SCHEMA_REVISION}"
+    with pytest.raises(IncompatibleShard, match=reason):
         _wire.shard_info(message, "host:1")
+
+
+def test_an_embedding_request_arrives_as_it_was_asked() -> None:
+    request = EmbeddingRequest(
+        [[1, 2], [3]], pooling="mean", dimensions=7, normalize=True, label="mine"
+    )
+    sent = _wire.embed_request(request, "id", "engine").SerializeToString()
+    message = pb.EmbedRequest.FromString(sent)
+    assert [list(each.token_ids) for each in message.inputs] == [[1, 2], [3]]
+    assert (message.request_id, message.instance_id, message.label) == ("id", "engine", "mine")
+    assert (message.pooling, message.dimensions) == (pb.EmbedRequest.POOLING_MEAN, 7)
+    assert message.normalize
+
+
+def test_what_an_embedding_request_leaves_open_is_absent() -> None:
+    message = _wire.embed_request(EmbeddingRequest([[1]]), "id")
+    assert message.pooling == pb.EmbedRequest.POOLING_UNSPECIFIED
+    assert not message.HasField("dimensions")
+    assert not message.normalize
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"inputs": [[-1]]}, "inputs"),
+        ({"inputs": [["a"]]}, "inputs"),
+        ({"inputs": [[1]], "pooling": "cls"}, "pooling"),
+        ({"inputs": [[1]], "dimensions": -1}, "dimensions"),
+    ],
+)
+def test_what_does_not_fit_an_embedding_request_names_its_field(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _wire.embed_request(EmbeddingRequest(**fields), "id")
+    assert caught.value.field == field
+
+
+def test_a_shards_embedding_defaults_are_read_and_absent_where_it_has_none() -> None:
+    message = pb.InfoResponse(schema_revision=SCHEMA_REVISION, min_schema_revision=1)
+    assert _wire.shard_info(message, "host:1").embedding is None
+    message.embedding.pooling = pb.EmbedRequest.POOLING_MEAN
+    message.embedding.size = 8
+    found = _wire.shard_info(message, "host:1").embedding
+    assert found == EmbeddingDefaults("mean", normalize=False, size=8)
+
+
+def test_merged_outputs_keep_the_first_queue_time() -> None:
+    first, later = Output([1], 0, queue_s=0.25), Output([2], 1, queue_s=9.0)
+    first.merge(later)
+    assert first.queue_s == 0.25

@@ -42,6 +42,7 @@ from penstock_client.types import (
 from penstock_router.app import build_app
 from penstock_router.config import RouterConfig
 from penstock_router.metrics import Metrics
+from penstock_router.response_store import store_file
 
 # ---- Tokenizers --------------------------------------------------------------------------------
 
@@ -334,11 +335,13 @@ class FakeFleet:
                 prompt = request.prompt_token_ids[1:]
                 output.prompt_logprobs = fake_logprobs(prompt, request.prompt_logprobs)
         if request.logprobs is not None:
-            output.logprobs = fake_logprobs(ids, request.logprobs)
+            output.logprobs = fake_logprobs(ids, request.logprobs, request.logprob_token_ids)
         return output
 
 
-def fake_logprobs(token_ids: Iterable[int], top_n: int) -> Logprobs:
+def fake_logprobs(
+    token_ids: Iterable[int], top_n: int, requested_ids: Sequence[int] = ()
+) -> Logprobs:
     """The chosen token of even id is the best one; of odd id it is not among the best."""
     columns = Logprobs(top_n=top_n)
     for token_id in token_ids:
@@ -349,6 +352,9 @@ def fake_logprobs(token_ids: Iterable[int], top_n: int) -> Logprobs:
         row = [token_id, *others][:top_n] if best else others
         columns.top_token_ids += row
         columns.top_logprobs += [-0.5 - 0.25 * k for k in range(top_n)]
+        known = dict(zip(row, columns.top_logprobs[-top_n:], strict=True)) if top_n else {}
+        known[token_id] = columns.chosen[-1]
+        columns.requested += [known.get(other, -20.0 - other) for other in requested_ids]
     return columns
 
 
@@ -518,7 +524,11 @@ class MemoryRouter:
 async def memory_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[MemoryRouter]:
     """Serve `fleet` in memory; fails when a sequence is left running afterwards."""
     config = replace(RouterConfig(shards="fake:1", shutdown_timeout_s=1.0), **settings)
-    with ThreadPoolExecutor(2) as executor:
+    with (
+        ThreadPoolExecutor(2) as executor,
+        store_file(config.response_store or None, max_bytes=config.response_store_bytes) as path,
+    ):
+        config = replace(config, response_store=path)
         app = build_app(config, fleet, executor, Metrics())
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
         await runner.setup()

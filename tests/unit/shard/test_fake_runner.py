@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.engines import EOS_ID, make_request, runner_info
 
-from penstock_shard.request import Request, SamplingParams
+from penstock_shard.request import Pooling, Request, SamplingParams
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.runner.fake import FakeRunner
 
@@ -184,3 +184,33 @@ def test_a_step_takes_its_time_from_the_end_of_the_step_before() -> None:
     for _ in range(3):
         runner.collect()
     assert 0.15 <= time.monotonic() - started_s < 5
+
+
+def _embedding(request: Request, runner: FakeRunner | None = None) -> bytes:
+    runner = runner or _runner()
+    runner.launch(StepPlan((_row(request),)))
+    (result,) = runner.collect()
+    assert result.token_id is None
+    assert result.embedding is not None
+    return result.embedding
+
+
+def test_an_embedding_changes_with_ids_pooling_and_weights_and_with_nothing_else() -> None:
+    def embedding(prompt: tuple[int, ...] = (1, 2), pooling: Pooling = Pooling.LAST) -> bytes:
+        return _embedding(make_request(prompt=prompt, pooling=pooling))
+
+    first = embedding()
+    assert first == embedding()
+    other_seed = make_request("other", (1, 2), pooling=Pooling.LAST, seed=5)
+    assert first == _embedding(other_seed)
+    other_weights = dataclasses.replace(runner_info(), weights_hash="other")
+    others = {
+        embedding((2, 1)),
+        embedding((1,)),
+        embedding(pooling=Pooling.MEAN),
+        _embedding(
+            make_request(prompt=(1, 2), pooling=Pooling.LAST),
+            FakeRunner(other_weights, range(EOS_ID), step_s=0.0),
+        ),
+    }
+    assert len(others - {first}) == 4

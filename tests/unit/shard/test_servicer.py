@@ -41,7 +41,7 @@ def test_an_output_merged_for_long_is_cut_into_responses_of_bounded_size() -> No
     count, top_n = 40_000, 20
     output = link.Output(
         "r", 0, 7, list(range(count)), logprobs=_logprobs(count, top_n), cached_tokens=3,
-        prompt_logprobs=_logprobs(20_000, top_n), finish=FinishReason.LENGTH,
+        prompt_logprobs=_logprobs(20_000, top_n), finish=FinishReason.LENGTH, queue_s=0.5,
     )  # fmt: skip
     responses = list(wire.responses([output]))
     assert max(response.ByteSize() for response in responses) < 600_000
@@ -63,6 +63,8 @@ def test_an_output_merged_for_long_is_cut_into_responses_of_bounded_size() -> No
     assert merged.prompt_logprobs is not None
     assert len(merged.prompt_logprobs.chosen) == 20_000
     assert merged.cached_tokens == 3
+    assert merged.queue_s == 0.5
+    assert responses[0].outputs[0].HasField("queue_s")
 
 
 async def test_a_caller_that_reads_nothing_is_given_no_room_for_more() -> None:
@@ -136,6 +138,22 @@ async def test_queued_tokens_are_bounded_but_one_request_always_fits() -> None:
     supervisor.submit(_submit("next"), delivered.append)
     assert delivered[0].error is not None
     assert "--max-queued-tokens is 100" in delivered[0].error.message
+
+
+async def test_the_first_output_of_an_attempt_says_how_long_it_was_queued() -> None:
+    supervisor = _Supervisor()
+    delivered: list[link.Output] = []
+    supervisor.submit(_submit("x"), delivered.append)
+    await asyncio.sleep(0.05)
+    supervisor._note_started(["x"])
+    await asyncio.sleep(0.05)
+    for _ in range(2):
+        supervisor._take_step(link.StepOutputs([_output("x")], link.Load()))
+    first, second = delivered
+    assert first.queue_s is not None
+    # Not the time until the output came.
+    assert 0.05 <= first.queue_s < 0.09
+    assert second.queue_s is None
 
 
 async def test_an_abort_of_a_lower_attempt_leaves_the_one_that_took_over() -> None:

@@ -1,0 +1,194 @@
+"""Embeddings over a fleet: batches of bounded size, each at whoever has least to do.
+
+Vectors hold no state: a batch that a shard drops is made again at another one. All of a request
+are made with the same weights, or they could not be compared. Knows shards as `ShardState` shows
+them; knows neither connections nor where shards come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from penstock_client.compatibility import same_model
+from penstock_client.errors import (
+    InvalidRequest,
+    NoShardAvailable,
+    NotServed,
+    Overloaded,
+    ShardUnavailable,
+)
+from penstock_client.policies.base import least_loaded
+from penstock_client.shard_state import ShardState
+from penstock_client.types import EmbeddingRequest, ShardInfo
+
+# Of one call: so many inputs, and so many tokens but for a longer single input.
+_BATCH_INPUTS = 32
+_BATCH_TOKENS = 16_384
+# Of one request at a time.
+_CALLS_A_SHARD = 4
+# An input that ends engines ends no more of them than this.
+_ATTEMPTS = 3
+
+_Call = asyncio.Task[list[list[float]]]
+
+
+class Embeddings:
+    """Sends the embedding requests of a fleet."""
+
+    def __init__(self, shards: Mapping[str, ShardState]) -> None:
+        self._shards = shards
+        self._calls: dict[ShardState, set[_Call]] = {}
+
+    def num_running(self, shard: ShardState) -> int:
+        """Calls that are on a shard."""
+        return len(self._calls.get(shard, ()))
+
+    def shard_changed(self, shard: ShardState) -> None:
+        """What is on a shard that is gone goes on elsewhere."""
+        if shard.info is None:
+            self._drop(shard)
+
+    def close(self) -> None:
+        for shard in list(self._calls):
+            self._drop(shard)
+
+    async def run(self, request: EmbeddingRequest) -> list[list[float]]:
+        """A vector for each of the inputs, in their order; see `Fleet.embed`."""
+        info = self._model(request)
+        _check(request, info)
+        request = _complete(request, info)
+        calls = asyncio.Semaphore(_CALLS_A_SHARD * max(1, len(self._fitting(request, info))))
+        parts = (dataclasses.replace(request, inputs=inputs) for inputs in _batches(request.inputs))
+        batches = [asyncio.create_task(self._embed(part, info, calls)) for part in parts]
+        try:
+            vectors = await asyncio.gather(*batches)
+        finally:
+            for batch in batches:
+                batch.cancel()
+        return list(chain.from_iterable(vectors))
+
+    async def _embed(
+        self, request: EmbeddingRequest, info: ShardInfo, calls: asyncio.Semaphore
+    ) -> list[list[float]]:
+        """One batch, at one shard after another."""
+        failed: set[str] = set()
+        error: ShardUnavailable | Overloaded = NoShardAvailable("no shard is ready")
+        async with calls:
+            while len(failed) < _ATTEMPTS:
+                shards = self._fitting(request, info, failed)
+                if not shards:
+                    break
+                chosen = least_loaded([shard.candidate() for shard in shards])
+                failed.add(chosen.instance_id)
+                try:
+                    return await self._call(self._shards[chosen.address], request)
+                except (ShardUnavailable, Overloaded) as failure:
+                    error = failure
+        raise error
+
+    async def _call(self, shard: ShardState, request: EmbeddingRequest) -> list[list[float]]:
+        """Raises `ShardUnavailable` if the shard is lost meanwhile, and as `ShardClient.embed`."""
+        assert shard.info is not None  # it fits
+        now_s = time.monotonic()
+        shard.sent(sum(map(len, request.inputs)), now_s, num_requests=len(request.inputs))
+        call = asyncio.ensure_future(
+            shard.client.embed(request, instance_id=shard.info.instance_id)
+        )
+        self._calls.setdefault(shard, set()).add(call)
+        try:
+            await asyncio.wait([call])
+            if call.cancelled():
+                raise ShardUnavailable(f"shard {shard.address}: {shard.problem or 'was left'}")
+            vectors = call.result()
+        except ShardUnavailable:
+            shard.breaker.failed(time.monotonic())
+            raise
+        finally:
+            call.cancel()
+            self._calls[shard].discard(call)
+            if not self._calls[shard]:
+                del self._calls[shard]
+        shard.breaker.succeeded()
+        return vectors
+
+    def _drop(self, shard: ShardState) -> None:
+        for call in self._calls.get(shard, ()):
+            call.cancel()
+
+    # ---- choosing ----
+
+    def _model(self, request: EmbeddingRequest) -> ShardInfo:
+        """What a shard that can serve the request says of itself; the others must be of its kind.
+
+        Raises `NoShardAvailable` and `NotServed`. Some ready shard serves the model.
+        """
+        model, tokenizer_hash = request.model, request.tokenizer_hash
+        serving = [s.info for s in self._shards.values() if s.serves(model, tokenizer_hash)]
+        if not serving:
+            raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
+        for info in serving:
+            if info is not None and info.embedding is not None:
+                return info
+        raise NotServed(
+            f"embed: no shard of model {model or 'any'!r} serves embeddings; start one with "
+            "--embeddings last or --embeddings mean",
+            field="embed",
+        )
+
+    def _fitting(
+        self, request: EmbeddingRequest, info: ShardInfo, failed: set[str] | None = None
+    ) -> list[ShardState]:
+        """Whoever makes the same vectors, less engines that failed it."""
+        now_s = time.monotonic()
+        return [
+            shard
+            for shard in self._shards.values()
+            if shard.serves(request.model)
+            and shard.info is not None
+            and shard.info.embedding is not None
+            and same_model(shard.info, info)
+            and shard.info.instance_id not in (failed or ())
+            and shard.breaker.allows(now_s)
+        ]
+
+
+def _check(request: EmbeddingRequest, info: ShardInfo) -> None:
+    """What a shard could name by its place in a batch only."""
+    if not request.inputs:
+        raise InvalidRequest("inputs: there are none", field="inputs", value="0", bound="1..")
+    for index, ids in enumerate(request.inputs):
+        if not 1 <= len(ids) <= info.max_model_len:
+            bound = f"1..{info.max_model_len} tokens (the context)"
+            raise InvalidRequest(
+                f"inputs[{index}]: {len(ids)} tokens is out of bounds; allowed: {bound}",
+                field="inputs",
+                value=f"{len(ids)} tokens",
+                bound=bound,
+            )
+
+
+def _complete(request: EmbeddingRequest, info: ShardInfo) -> EmbeddingRequest:
+    """With the model's own pooling where nothing was asked for: shards may have other defaults."""
+    defaults = info.embedding
+    assert defaults is not None
+    return dataclasses.replace(
+        request,
+        pooling=request.pooling or defaults.pooling,
+        normalize=defaults.normalize if request.normalize is None else request.normalize,
+    )
+
+
+def _batches(inputs: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    batch: list[Sequence[int]] = []
+    num_tokens = 0
+    for ids in inputs:
+        if batch and (len(batch) == _BATCH_INPUTS or num_tokens + len(ids) > _BATCH_TOKENS):
+            yield batch
+            batch, num_tokens = [], 0
+        batch.append(ids)
+        num_tokens += len(ids)
+    yield batch

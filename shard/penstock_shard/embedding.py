@@ -1,0 +1,56 @@
+"""The vectors of one Embed call: all of them or none. Knows neither gRPC nor how they are made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from penstock_shard.engine_supervisor import EngineSupervisor
+from penstock_shard.link import Error, Output, Submit
+from penstock_shard.validation import Refusal
+
+# google.rpc.Code
+_UNAVAILABLE = 14
+
+
+async def embed(engine: EngineSupervisor, submits: Sequence[Submit]) -> list[bytes]:
+    """The vectors of these requests, in their order. Whoever is cancelled ends what has not ended.
+
+    Raises:
+        Refusal: one of the requests failed; the others are aborted.
+    """
+    call = _Call(len(submits))
+    try:
+        for submit in submits:
+            if not call.ended.done():
+                call.live.add(submit.request_id)
+                engine.submit(submit, call.take)
+        await call.ended
+    finally:
+        for request_id in call.live:
+            engine.abort(request_id, 0)
+    return [call.vectors[submit.request_id] for submit in submits]
+
+
+class _Call:
+    """What has come of the requests of one call."""
+
+    def __init__(self, count: int) -> None:
+        self.live: set[str] = set()
+        self.vectors: dict[str, bytes] = {}
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._count = count
+
+    def take(self, output: Output) -> None:
+        if not output.is_last:
+            return
+        self.live.discard(output.request_id)
+        if output.embedding is not None:
+            self.vectors[output.request_id] = output.embedding
+        if self.ended.done():
+            return
+        if output.embedding is None:
+            error = output.error or Error(_UNAVAILABLE, "the request was ended by the shard")
+            self.ended.set_exception(Refusal.of(error))
+        elif len(self.vectors) == self._count:
+            self.ended.set_result(None)

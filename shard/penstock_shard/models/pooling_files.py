@@ -1,0 +1,86 @@
+"""Whether a model is meant for embeddings, and how they are pooled: sentence-transformers' files.
+
+`modules.json` lists what follows the transformer: a Pooling module, whose own config.json says how
+it pools, and maybe a Normalize module. Knows these files; imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.weight_files import read_object
+from penstock_shard.request import Pooling
+
+_MODULES = "modules.json"
+_MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN}
+_PREFIX = "pooling_mode_"
+
+
+class _NotServed(Exception):
+    """The files ask for something else than a last or a mean hidden state."""
+
+
+def pooling_of(
+    model_dir: Path, asked: str, progress: Callable[[str], None]
+) -> tuple[Pooling, bool] | None:
+    """The pooling, and whether vectors are normalised; None for a model without embeddings.
+
+    `asked` is --embeddings: "auto" leaves the pooling to the files. Where these ask for what is not
+    served, `progress` gets a line. Raises ModelError for files that cannot be read.
+    """
+    modules = _modules(model_dir)
+    normalizes = "Normalize" in modules
+    if asked != "auto":
+        return Pooling(asked), normalizes
+    if not modules:
+        return None
+    try:
+        return _stated(model_dir, modules), normalizes
+    except _NotServed as reason:
+        progress(f"no embeddings: {reason}; --embeddings last or mean serves them all the same")
+        return None
+
+
+def _modules(model_dir: Path) -> dict[str, str]:
+    """Kind of each module -> its folder, in order; empty without the file."""
+    path = model_dir / _MODULES
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        # The kind is the name of a class, whichever module it is in.
+        return {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path}: is no list of modules: {error}") from error
+
+
+def _stated(model_dir: Path, modules: Mapping[str, str]) -> Pooling:
+    unknown = [kind for kind in modules if kind not in ("Transformer", "Pooling", "Normalize")]
+    if unknown:
+        raise _NotServed(f"{_MODULES} has a {unknown[0]} module, which is not served")
+    if "Pooling" not in modules:
+        raise _NotServed(f"{_MODULES} has no Pooling module")
+    path = model_dir / modules["Pooling"] / "config.json"
+    try:
+        config = read_object(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    modes = _modes(config)
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise _NotServed(f"pooling {' and '.join(modes) or 'by nothing'} is not served")
+    pooling = _MODES[modes[0]]
+    if pooling is Pooling.MEAN and config.get("include_prompt") is False:
+        raise _NotServed("its mean leaves the instruction's tokens out, which is not served")
+    return pooling
+
+
+def _modes(config: Mapping[str, Any]) -> list[str]:
+    return [
+        name.removeprefix(_PREFIX)
+        for name, value in config.items()
+        if name.startswith(_PREFIX) and value is True
+    ]

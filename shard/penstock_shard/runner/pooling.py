@@ -1,0 +1,52 @@
+"""Final hidden states -> one vector a prompt. Knows nothing of models or of how rows are packed.
+
+A prompt that is computed in chunks has its sum kept between them, in float64: then the mean does
+not depend on where the chunks were cut, but for the last bit of a value now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock_shard.request import Pooling, Request
+from penstock_shard.runner.base import RowResult
+from penstock_shard.runner.batch import Piece
+
+
+class Pooler:
+    """Keeps what has to be remembered of prompts that are computed in part."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Request, Tensor] = {}
+
+    def pool(self, hidden: Tensor, pieces: Sequence[Piece], results: list[RowResult]) -> None:
+        """hidden [M, H] of the pieces' pooled tokens, piece by piece; the vectors of prompts that
+        end here go into the results of their rows. Called in the order of the steps.
+        """
+        parts = torch.split(hidden, [piece.num_pooled for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            if piece.num_pooled:
+                self._add(part, piece, results[piece.row])
+
+    def _add(self, hidden: Tensor, piece: Piece, result: RowResult) -> None:
+        request = piece.scheduled.request
+        total = hidden.sum(dim=0, dtype=torch.float64)
+        is_mean = request.pooling is Pooling.MEAN
+        # A prompt that begins anew, for it was put down, has nothing before its first token.
+        if is_mean and piece.start:
+            total += self._sums[request]
+        if not piece.ends_prompt:
+            self._sums[request] = total
+            return
+        vector = (total / request.num_prompt_tokens if is_mean else total).float().cpu()
+        if bool(torch.isfinite(vector).all()):
+            result.embedding = vector.numpy().astype("<f4").tobytes()
+        else:
+            result.error = "the model gave no finite hidden states for the prompt"
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self._sums.pop(request, None)

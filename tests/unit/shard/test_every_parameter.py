@@ -1,0 +1,226 @@
+"""Every field of a client's request, one by one: what the engine gets, or who else needs it.
+
+A field of the dataclasses that is not named here fails a test, so none is added that gets lost on
+the way; so does a field of the message or of the checked request that no client's field fills.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from support.engines import EOS_ID, runner_info
+
+from penstock_client import (
+    Attempt,
+    Constraint,
+    ConstraintKind,
+    GenerationRequest,
+    Objective,
+    SamplingParams,
+    _wire,
+)
+from penstock_proto import shard_pb2 as pb
+from penstock_shard import link, wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.validation import IncomingRequest, Refusal, check
+
+CONFIG = ShardConfig(served_model_names=("one", "two"))
+# Of a fleet's own: where a request goes. No shard hears of them.
+OF_THE_FLEET = {"tokenizer_hash", "exact", "numerics", "session", "shard"}
+# Only in the message: for logs and traces, and to be refused where it is not served.
+OF_THE_MESSAGE = {
+    "label": "mine",
+    "traceparent": "00-ab-cd-01",
+    "adapter": "lora",
+    "model": "two",
+}
+View = Callable[[link.Submit], Any]
+
+
+def ids(data: bytes) -> list[int]:
+    return np.frombuffer(data, dtype="<u4").tolist()
+
+
+# A value that is nobody's default, and how it looks at the engine. A float32 holds all of them.
+REQUEST: dict[str, tuple[Any, View, Any]] = {
+    "prompt_token_ids": ([7, 8, 9], lambda submit: ids(submit.prompt), [7, 8, 9]),
+    "output_token_ids": ([11, 12], lambda submit: ids(submit.output), [11, 12]),
+    "max_tokens": (9, lambda submit: submit.max_tokens, 9),
+    "min_tokens": (2, lambda submit: submit.min_tokens, 2),
+    "stop_token_ids": ([6, 5], lambda submit: submit.stop_token_ids, [6, 5, EOS_ID]),
+    "ignore_eos": (True, lambda submit: submit.stop_token_ids, []),
+    "logprobs": (3, lambda submit: submit.logprobs, 3),
+    "prompt_logprobs": (4, lambda submit: submit.prompt_logprobs, 4),
+    "logprob_token_ids": ([8, 7], lambda submit: submit.logprob_token_ids, (8, 7)),
+    "cache_salt": ("salt", lambda submit: submit.cache_salt, "salt"),
+}
+SAMPLING: dict[str, tuple[Any, Any]] = {
+    "temperature": (0.5, 0.5),
+    "top_k": (3, 3),
+    "top_p": (0.25, 0.25),
+    "min_p": (0.125, 0.125),
+    "typical_p": (0.75, 0.75),
+    "repetition_penalty": (1.5, 1.5),
+    "presence_penalty": (0.25, 0.25),
+    "frequency_penalty": (-0.5, -0.5),
+    "seed": (2**63 + 5, 2**63 + 5),
+    "logit_bias": ({7: -1.0, 0: 100.0}, ((0, 100.0), (7, -1.0))),
+    "bad_words": ([[1, 2], [3]], ((1, 2), (3,))),
+    "allowed_token_ids": ([4, 5], (4, 5)),
+}
+OBJECTIVE: dict[str, tuple[Any, Any]] = {
+    "priority": (-3, -3),
+    "deadline_s": (1.5, 1.5),
+    "time_to_first_token_s": (0.5, 0.5),
+    "seconds_between_tokens": (0.25, 0.25),
+    "latency_sensitive": (True, True),
+}
+PLAIN = GenerationRequest([1, 2])
+
+
+def names_of(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def message_of(sent: GenerationRequest) -> pb.GenerateRequest:
+    """As it comes out of the network."""
+    data = _wire.generate_request(sent, "id", Attempt(2, "an engine", True, True))
+    return pb.GenerateRequest.FromString(data.SerializeToString())
+
+
+def submitted(sent: GenerationRequest) -> link.Submit:
+    submit = check(wire.incoming(message_of(sent)), runner_info(), CONFIG)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=link.Submit)
+
+
+def test_every_field_of_a_request_is_in_a_table_here() -> None:
+    parts = {"sampling", "objective", "constraint"}
+    known = {*REQUEST, *OF_THE_FLEET, *OF_THE_MESSAGE, *parts}
+    assert names_of(GenerationRequest) == known
+    assert names_of(SamplingParams) == SAMPLING.keys()
+    assert names_of(Objective) == OBJECTIVE.keys()
+
+
+@pytest.mark.parametrize("name", REQUEST)
+def test_a_field_of_the_request_reaches_the_engine(name: str) -> None:
+    value, view, wanted = REQUEST[name]
+    assert view(submitted(dataclasses.replace(PLAIN, **{name: value}))) == wanted
+    assert view(submitted(PLAIN)) != wanted
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_sampling_parameter_reaches_the_engine(name: str) -> None:
+    value, wanted = SAMPLING[name]
+    sent = dataclasses.replace(PLAIN, sampling=SamplingParams(**{name: value}))
+    assert getattr(submitted(sent).sampling, name) == wanted
+    assert getattr(submitted(PLAIN).sampling, name) != wanted
+
+
+@pytest.mark.parametrize("name", OBJECTIVE)
+def test_a_part_of_the_objective_reaches_the_scheduler(name: str) -> None:
+    value, wanted = OBJECTIVE[name]
+    sent = dataclasses.replace(PLAIN, objective=Objective(**{name: value}))
+    assert getattr(submitted(sent).objective, name) == wanted
+    assert getattr(submitted(PLAIN).objective, name) != wanted
+
+
+@pytest.mark.parametrize("name", OF_THE_MESSAGE)
+def test_what_is_not_for_the_engine_is_in_the_message(name: str) -> None:
+    value = OF_THE_MESSAGE[name]
+    assert getattr(message_of(dataclasses.replace(PLAIN, **{name: value})), name) == value
+    assert getattr(message_of(PLAIN), name) != value
+
+
+@pytest.mark.parametrize("kind", ConstraintKind)
+def test_a_constraint_is_refused_by_its_name_and_not_dropped(kind: ConstraintKind) -> None:
+    sent = dataclasses.replace(PLAIN, constraint=Constraint(kind, "x", ["a", "b"]))
+    if kind.value in runner_info().capabilities:
+        pytest.fail("it is served: show here that it reaches the engine")
+    with pytest.raises(Refusal) as refused:
+        submitted(sent)
+    assert refused.value.error.field == kind.value
+
+
+def test_an_adapter_is_refused_and_not_dropped() -> None:
+    with pytest.raises(Refusal, match="adapter"):
+        submitted(dataclasses.replace(PLAIN, adapter="lora"))
+
+
+def test_a_shard_reads_every_field_of_the_message() -> None:
+    """Each set alone changes what the shard makes of it, but those that are for people to read."""
+    unread = {"label", "traceparent"}
+    attempt = {"request_id", "attempt", "instance_id", "hand_back", "suspect"}
+    plain = wire.incoming(pb.GenerateRequest())
+    lists = {"prompt_token_ids", "output_token_ids", "stop_token_ids", "logprob_token_ids"}
+    for path, descriptor in leaves(pb.GenerateRequest.DESCRIPTOR, ()):
+        message = pb.GenerateRequest()
+        part: Any = message
+        for step in path[:-1]:
+            part = getattr(part, step)
+        name = path[-1]
+        if name in {*lists, "allowed_token_ids"}:
+            getattr(part, name).append(1)
+        elif name == "logit_bias":
+            part.logit_bias[1] = 1.0
+        elif name == "bad_words":
+            part.bad_words.add().token_ids.append(1)
+        elif name == "choice":
+            part.choice.options.append("a")
+        else:
+            setattr(part, name, VALUES[descriptor.type])
+        changed = not same(wire.incoming(message), plain)
+        assert changed == (name not in unread), ".".join(path)
+    assert attempt <= names_of(IncomingRequest)
+
+
+VALUES = {
+    pb.GenerateRequest.DESCRIPTOR.fields_by_name["label"].type: "x",
+    pb.GenerateRequest.DESCRIPTOR.fields_by_name["attempt"].type: 1,
+    pb.GenerateRequest.DESCRIPTOR.fields_by_name["hand_back"].type: True,
+    pb.SamplingParams.DESCRIPTOR.fields_by_name["temperature"].type: 0.5,
+    pb.SamplingParams.DESCRIPTOR.fields_by_name["top_k"].type: 1,
+    pb.SamplingParams.DESCRIPTOR.fields_by_name["seed"].type: 1,
+    pb.Objective.DESCRIPTOR.fields_by_name["priority"].type: 1,
+}
+
+
+def leaves(descriptor: Any, path: tuple[str, ...]) -> Any:
+    """Fields of a message and of its parts."""
+    for field in descriptor.fields:
+        here = (*path, field.name)
+        is_part = field.name in ("sampling", "stop", "output", "objective", "constraint")
+        if is_part:
+            yield from leaves(field.message_type, here)
+        else:
+            yield here, field
+
+
+def same(one: IncomingRequest, other: IncomingRequest) -> bool:
+    for name in names_of(IncomingRequest):
+        left, right = getattr(one, name), getattr(other, name)
+        if isinstance(left, np.ndarray):
+            if not np.array_equal(left, right):
+                return False
+        elif len(left) != len(right) if name == "bad_words" else left != right:
+            return False
+    return True
+
+
+def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
+    """With all fields set at once, none of the checked request is at its default."""
+    sent = GenerationRequest(
+        **{name: value for name, (value, _, _) in REQUEST.items() if name != "output_token_ids"},
+        sampling=SamplingParams(**{name: value for name, (value, _) in SAMPLING.items()}),
+        objective=Objective(**{name: value for name, (value, _) in OBJECTIVE.items()}),
+    )
+    full, plain = submitted(sent), submitted(PLAIN)
+    # Of an attempt, of a continued request, and of embeddings.
+    others = {"request_id", "attempt", "hand_back", "output", "pooling"}
+    for name in set(link.Submit.__struct_fields__) - others:
+        assert getattr(full, name) != getattr(plain, name), name
+    assert (full.request_id, full.attempt, full.hand_back) == ("id", 2, True)
