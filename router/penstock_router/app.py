@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 
@@ -15,6 +16,7 @@ from penstock_router import openapi
 from penstock_router.admission import Admission
 from penstock_router.apis.base import ERRORS
 from penstock_router.backend import Fleet
+from penstock_router.background import Background
 from penstock_router.config import RouterConfig
 from penstock_router.errors import (
     ApiError,
@@ -26,6 +28,7 @@ from penstock_router.errors import (
 )
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
 from penstock_router.routes import admin, docs
 from penstock_router.routes.base import (
@@ -55,6 +58,13 @@ def build_app(
     app = web.Application(
         middlewares=[_answer_errors, _require_key], client_max_size=config.max_body_bytes
     )
+    # A name of its own: another router may have the same file.
+    responses = ResponseStore(
+        config.response_store,
+        max_bytes=config.response_store_bytes,
+        ttl_s=config.response_ttl_s,
+        owner=uuid.uuid4().hex,
+    )
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
@@ -67,6 +77,8 @@ def build_app(
         metrics=metrics,
         cursors=CursorCodec(config.resume_key),
         live_streams=LiveStreams(config.resume_grace_s),
+        responses=responses,
+        background=Background(responses),
     )
     app[docs.DOCUMENT] = msgspec.json.encode(openapi.describe(ROUTES))
     for route in ROUTES:
@@ -77,6 +89,7 @@ def build_app(
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
     app.cleanup_ctx.append(_follow_changes)
     app.cleanup_ctx.append(_load_models)
+    app.cleanup_ctx.append(_store_responses)
     app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(_name_answer)
     return app
@@ -98,12 +111,18 @@ async def _follow_changes(app: web.Application) -> AsyncIterator[None]:
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def _store_responses(app: web.Application) -> AsyncIterator[None]:
+    async with app[ROUTER].responses:
+        yield
+
+
 async def _end_requests(app: web.Application) -> None:
     router = app[ROUTER]
     logger.info("stopping: waiting for %d sequences", router.admission.in_flight)
     router.live_streams.stop()
     await router.admission.stop(router.config.shutdown_timeout_s)
     await router.live_streams.wait_ended()
+    await router.background.close()
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:

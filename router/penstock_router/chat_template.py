@@ -21,7 +21,7 @@ import jinja2.sandbox
 import jinja2.utils
 import msgspec
 
-from penstock_router.errors import BadRequest
+from penstock_router.errors import BadRequest, TemplateFailed
 
 # Ends in a space so that it shows whether the template strips what follows a message.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
@@ -174,16 +174,15 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
         return template.render(variables)
     except jinja2.exceptions.TemplateError as error:
-        raise BadRequest(
-            f"the chat template refused the messages: {error}", param="messages"
-        ) from None
+        text = f"the chat template refused the messages: {error}"
+        raise TemplateFailed(text, param="messages") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         # A template that adds a string to a missing value fails as Python does.
         text = f"the chat template cannot render these messages: {error}"
-        raise BadRequest(text, param="messages") from None
+        raise TemplateFailed(text, param="messages") from None
     except (RecursionError, OverflowError, ArithmeticError, LookupError):
         text = "the chat template cannot render these messages"
-        raise BadRequest(text, param="messages") from None
+        raise TemplateFailed(text, param="messages") from None
 
 
 def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:

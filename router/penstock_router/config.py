@@ -13,6 +13,7 @@ from penstock_client.audit import read_key
 from penstock_client.membership import parse_source
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.response_store import MIN_BYTES
 
 _REPORTS_EVERY_S = 1.0
 
@@ -53,6 +54,12 @@ class RouterConfig:
     audit_key: bytes | None = None
     # Of the sequences that are computed once more on another shard.
     verify_share: float = 0.0
+
+    # The file that keeps responses, which all workers share; "": a temporary one, which their
+    # parent makes.
+    response_store: str = ""
+    response_store_bytes: int = 256 * 1024 * 1024
+    response_ttl_s: float = 86400.0
 
     # The text of --chat-template's file; takes precedence over the model's own.
     chat_template: str | None = None
@@ -111,6 +118,9 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         audit_prompts=args.audit_prompts,
         audit_key=_audit_key(parser, args),
         verify_share=args.verify_share,
+        response_store=args.response_store,
+        response_store_bytes=args.response_store_bytes,
+        response_ttl_s=args.response_ttl_s,
         chat_template=_chat_template(parser, args.chat_template),
         trust_request_chat_template=args.trust_request_chat_template,
         model_aliases=tuple(args.model_alias),
@@ -142,6 +152,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_serving_flags(parser.add_argument_group("serving"))
     _add_fleet_flags(parser.add_argument_group("shards"))
     _add_recording_flags(parser.add_argument_group("taking up, recording and verifying answers"))
+    _add_storing_flags(parser.add_argument_group("keeping responses"))
     _add_limits(parser.add_argument_group("limits"))
     return parser
 
@@ -234,6 +245,30 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
         default=0.0,
         metavar="P",
         help=f"share of sequences to compute again on another shard and compare {_DEFAULT}",
+    )
+
+
+def _add_storing_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--response-store",
+        default="",
+        metavar="FILE",
+        help="where answers of /v1/responses are kept, also beyond this router's end "
+        "(default: in a temporary file)",
+    )
+    add(
+        "--response-store-bytes",
+        type=_store_bytes,
+        default=256 * 1024 * 1024,
+        metavar="N",
+        help=f"the oldest are dropped beyond this {_DEFAULT}",
+    )
+    add(
+        "--response-ttl-s",
+        default=86400.0,
+        help=f"how long a response is kept {_DEFAULT}",
+        **_SECONDS,
     )
 
 
@@ -353,6 +388,13 @@ def _positive_int(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return int(text)
+
+
+def _store_bytes(text: str) -> int:
+    value = _positive_int(text)
+    if value < MIN_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} is below {MIN_BYTES}")
+    return value
 
 
 def _share(text: str) -> float:

@@ -15,7 +15,8 @@ no stop strings and no HTTP.
 
 The text after a prompt is what the text of both has behind the prompt's own. A character that the
 prompt began is part of the prompt's text, which shows U+FFFD for it; where the prompt is echoed,
-`reopen_prompt` makes it part of what follows, so that the whole has the character.
+`reopen_prompt` makes it part of what follows, so that the whole has the character. Of a text's end
+bytes of an unfinished character are left out (and those of a surrogate, which is none).
 
 `tokenizers` has a DecodeStream. It raises ("Invalid prefix") when a run of byte tokens turns out
 not to be UTF-8, and keeps silent for as long as a window ends in U+FFFD; the ways below do neither.

@@ -1,7 +1,10 @@
 """Every way a request can fail, and the one translation of exceptions to HTTP statuses.
 
 ApiError                  500  a defect of ours
+├── GenerationFailed      500  the shard failed
 ├── BadRequest            400  the request is at fault; `param` names the field
+│   ├── ContextExceeded        its prompt, or that and what may follow, is too long
+│   └── TemplateFailed         the chat template cannot render it
 ├── Unauthorized          401  missing or wrong API key
 ├── Forbidden             403  not opened by the operator
 ├── NotFound              404  unknown model or route
@@ -30,7 +33,7 @@ RETRY_AFTER_S = 1
 _TIME_IS_UP = "the request took longer than this server allows"
 
 # A message may quote what the client sent; it must not send it all back.
-MAX_MESSAGE_CHARS = 1000
+MAX_MESSAGE_CHARS = 300
 
 
 class ApiError(Exception):
@@ -52,11 +55,41 @@ class ApiError(Exception):
         return {"Retry-After": str(self.retry_after_s)}
 
 
+class GenerationFailed(ApiError):
+    """The shard failed."""
+
+
 class BadRequest(ApiError):
     """The request is at fault."""
 
     status = 400
     type = "BadRequestError"
+
+
+class ContextExceeded(BadRequest):
+    """The prompt, or it and the tokens that may follow, do not fit the model's context.
+
+    Its words are OpenAI's; an API that has others makes them of the numbers. `prompt_tokens` is
+    None where a prompt was too long to be counted, or is to be cut to more than the context.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit_tokens: int,
+        prompt_tokens: int | None = None,
+        wanted_tokens: int | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.limit_tokens = limit_tokens
+        self.prompt_tokens = prompt_tokens
+        self.wanted_tokens = wanted_tokens
+
+
+class TemplateFailed(BadRequest):
+    """The chat template cannot render the messages."""
 
 
 class Unauthorized(ApiError):
@@ -165,6 +198,6 @@ def _from_client(error: client_errors.PenstockError) -> ApiError:
             # The shard does not accept *this router*: nothing the client could send cures that.
             return Unavailable("a shard refuses this router's API key (--shard-api-key)")
         case _:
-            return ApiError(
+            return GenerationFailed(
                 "the shard failed; the server's log has the details under this request's id"
             )

@@ -24,6 +24,8 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT_MAX = sys.float_info.max
+# Of 32 bits, as shards take them.
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 JsonObject = dict[str, Any]
 # (name, value) -> value, or `BadRequest`.

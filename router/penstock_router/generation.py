@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -42,6 +42,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int | None = None
+    # From arrival at a shard to the first step there: the longest of all sequences.
+    queue_s: float | None = None
     # A sequence went on at a shard whose tokens may come out otherwise at a near-tie.
     approximate: bool = False
 
@@ -148,6 +150,8 @@ class Generation:
             delta = choice.take(output)
             if output.cached_tokens is not None:
                 self._count_cached()
+            if output.queue_s is not None:
+                self.usage.queue_s = max(output.queue_s, self.usage.queue_s or 0.0)
             if delta is not None:
                 self._account(choice, delta, output)
                 return delta
@@ -251,6 +255,41 @@ class _Arrivals:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+# ---- Fewer and larger deltas -------------------------------------------------------------------
+
+
+def spaced(generation: Generation) -> AsyncIterator[Delta]:
+    """Deltas of `stream_interval` tokens at least; of each choice the first comes at once, and the
+    last is whatever is left."""
+    interval = generation.job.options.stream_interval
+    return generation if interval == 1 else _Spaced(generation, interval)
+
+
+class _Spaced:
+    def __init__(self, generation: Generation, interval: int) -> None:
+        self._generation = generation
+        self._interval = interval
+        # By choice, once it has begun: what is held back.
+        self._held: dict[int, Delta | None] = {}
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            delta = await anext(self._generation)
+            begins = delta.index not in self._held
+            held = self._held.get(delta.index)
+            if held is not None:
+                held.extend(delta)
+                delta = held
+            is_enough = len(delta.token_ids) >= self._interval
+            if begins or is_enough or delta.finish_reason is not None:
+                self._held[delta.index] = None
+                return delta
+            self._held[delta.index] = delta
+
+
 # ---- Everything at once ------------------------------------------------------------------------
 
 
@@ -272,7 +311,7 @@ def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
         return deltas
     best: list[Delta] = []
     for start in range(0, len(deltas), candidates):
-        ranked = sorted(deltas[start : start + candidates], key=_mean_logprob, reverse=True)
+        ranked = sorted(deltas[start : start + candidates], key=mean_logprob, reverse=True)
         best += ranked[:n]
     for index, delta in enumerate(best):
         delta.index = index
@@ -281,6 +320,7 @@ def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
     return best
 
 
-def _mean_logprob(delta: Delta) -> float:
+def mean_logprob(delta: Delta) -> float:
+    """By which the best of several is told."""
     values = delta.logprobs.chosen if delta.logprobs is not None else []
     return sum(values) / len(values) if values else 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock_client.types import GenerationRequest, Objective, SamplingParams, random_seed
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
-from penstock_router.errors import BadRequest
+from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.models import Models, ServedModel
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 from penstock_router.tokenizer import INLINE_CHARS, Truncation, prompt_too_long
@@ -117,13 +117,18 @@ def _truncation(request: Options, model: ServedModel) -> Truncation | None:
     if wanted is None:
         return None
     if wanted > limit:
-        raise BadRequest(
+        raise ContextExceeded(
             f"truncate_prompt_tokens: must be at most {limit}, the model's context length; "
             f"given: {wanted}",
+            limit_tokens=limit,
+            wanted_tokens=wanted,
             param="truncate_prompt_tokens",
         )
     if wanted == -1:
-        wanted = limit - max(1, request.max_tokens or 0)
+        may_follow = request.max_tokens
+        if may_follow is None:
+            may_follow = request.default_max_tokens or 1
+        wanted = max(1, limit - max(1, may_follow))
     return Truncation(wanted, request.truncation_side or model.tokenizer.truncation_side)
 
 
@@ -170,9 +175,12 @@ async def chat_prompt(request: ChatRequest, model: ServedModel, models: Models) 
 
 async def rendered(request: ChatRequest, model: ServedModel, models: Models) -> str:
     """The prompt's text, by the model's template or, where those are trusted, the request's."""
+    loop = asyncio.get_running_loop()
     template = model.chat_template
     if request.chat_template is not None:
-        template = _template_of_request(request.chat_template, model, models)
+        template = await loop.run_in_executor(
+            models.executor, _template_of_request, request.chat_template, model, models
+        )
     if template is None:
         raise BadRequest(
             f"the model {model.info.model} has no chat template; start the router with "
@@ -187,9 +195,11 @@ async def rendered(request: ChatRequest, model: ServedModel, models: Models) -> 
         continue_final_message=request.continue_final_message,
         kwargs=request.template_kwargs,
     )
-    if _is_small([request.messages, request.documents, request.template_kwargs]):
+    # What a request's own template does with little text nobody knows.
+    is_known = request.chat_template is None
+    if is_known and _is_small([request.messages, request.documents, request.template_kwargs]):
         return render()
-    return await asyncio.get_running_loop().run_in_executor(models.executor, render)
+    return await loop.run_in_executor(models.executor, render)
 
 
 def _template_of_request(source: str, model: ServedModel, models: Models) -> ChatTemplate:
@@ -240,6 +250,7 @@ def _job(
     requests: list[GenerationRequest] = []
     for number, prompt in enumerate(prompts):
         max_tokens = _max_tokens(model, options, prompt)
+        _check_min_tokens(options, max(max_tokens, 1))
         seed = _seed(options, number)
         requests += (
             GenerationRequest(
@@ -286,14 +297,27 @@ def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
         default = options.default_max_tokens
         return room if default is None else min(default, room)
     if wanted > room:
-        raise BadRequest(
+        raise ContextExceeded(
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{wanted} output tokens and your prompt contains {given} input tokens, for a total "
             f"of {given + wanted} tokens. Please reduce the length of the input prompt or the "
             "number of requested output tokens.",
+            limit_tokens=limit,
+            prompt_tokens=given,
+            wanted_tokens=wanted,
             param="max_tokens",
         )
     return wanted
+
+
+def _check_min_tokens(options: Options, max_tokens: int) -> None:
+    # Shards refuse it too, but one after another, when the prompts before this one are at work.
+    if options.min_tokens is not None and options.min_tokens > max_tokens:
+        raise BadRequest(
+            f"min_tokens: must be at most {max_tokens}, as many as may follow the prompt; "
+            f"given: {options.min_tokens}",
+            param="min_tokens",
+        )
 
 
 def _prompt_logprobs(options: Options) -> int | None:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class StoreError(Exception):
@@ -224,11 +224,11 @@ class _Space:
         # Free pages up to here are kept for what comes next.
         self._max_pages = (max_bytes + max_bytes // _SHARE) // page_bytes
 
-    def trim(self, spared: bytes = b"") -> None:
+    def trim(self, spared: bytes | None = None) -> None:
         """Evict the oldest, but for the one whose id is `spared`; what is being made goes last."""
         while self._pragma("page_count") - self._pragma("freelist_count") > self._max_used:
             evicted = self._connection.execute(
-                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE id != ?"
+                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE id IS NOT ?"
                 " ORDER BY running, stored_s, rowid LIMIT 1)",
                 (spared,),
             )
@@ -478,7 +478,7 @@ class ResponseStore:
             except StoreUnavailable as error:
                 logger.warning("%s", error)
 
-    async def _call(self, work: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
+    async def _call(self, work: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """Run `work` in the thread, after what was asked for before."""
         if self._queued >= _MAX_QUEUED:
             raise StoreUnavailable(f"response store {self._path}: {self._queued} calls wait for it")

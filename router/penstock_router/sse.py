@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +20,7 @@ from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, SlowReader, noted
-from penstock_router.generation import Generation
+from penstock_router.generation import Generation, spaced
 from penstock_router.resumption import Cursor, Reader
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ async def stream(
     async def send_all(events: EventStream) -> None:
         try:
             async with limit.scope():
-                await _send_deltas(events, generation, shape, first)
+                await _send_deltas(events, deltas, shape, first)
                 if before_end is not None:
                     await before_end()
                 await events.send(b"".join(shape.closing()))
@@ -137,7 +137,8 @@ async def stream(
             generation.abandon(error)
             raise
 
-    first = asyncio.ensure_future(anext(generation, None))
+    deltas = spaced(generation)
+    first = asyncio.ensure_future(anext(deltas, None))
     try:
         async with limit.scope():
             await asyncio.wait((first,), timeout=config.keep_alive_s)
@@ -200,12 +201,15 @@ async def _answer(
 
 
 async def _send_deltas(
-    events: EventStream, generation: Generation, shape: Shape, first: asyncio.Future[Delta | None]
+    events: EventStream,
+    deltas: AsyncIterator[Delta],
+    shape: Shape,
+    first: asyncio.Future[Delta | None],
 ) -> None:
     delta = await first
     opening = b"".join(shape.opening())
     await events.send(opening + ((delta and shape.chunk(delta)) or b""))
-    async for delta in generation:
+    async for delta in deltas:
         frame = shape.chunk(delta)
         if frame is not None:
             await events.send(frame)

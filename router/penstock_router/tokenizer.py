@@ -20,7 +20,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
-from penstock_router.errors import BadRequest
+from penstock_router.errors import ContextExceeded
 
 # Up to here encoding takes well under half a millisecond (about 0.15 us a character).
 INLINE_CHARS = 2000
@@ -122,7 +122,7 @@ class Tokenizer:
         max_tokens: int,
         truncation: Truncation | None = None,
     ) -> list[list[int]]:
-        """Ids of each text. Raises `BadRequest` for one that has more than `max_tokens`."""
+        """Ids of each text. Raises `ContextExceeded` for one of more than `max_tokens`."""
         if truncation is None:
             for text in texts:
                 self._refuse_by_length(text, max_tokens)
@@ -177,10 +177,11 @@ class Tokenizer:
     def _refuse_by_length(self, text: str, max_tokens: int) -> None:
         max_chars = self.max_chars(max_tokens)
         if max_chars is not None and len(text) > max_chars:
-            raise BadRequest(
+            raise ContextExceeded(
                 f"This model's maximum context length is {max_tokens} tokens. However, your "
                 f"prompt contains {len(text)} characters, more than the {max_chars} that could "
-                "fit. Please reduce the length of the input prompt."
+                "fit. Please reduce the length of the input prompt.",
+                limit_tokens=max_tokens,
             )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -206,12 +207,14 @@ def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
     return kind in ("NFC", "NFD", "NFKC", "NFKD", "Prepend")
 
 
-def prompt_too_long(num_tokens: int, max_tokens: int) -> BadRequest:
+def prompt_too_long(num_tokens: int, max_tokens: int) -> ContextExceeded:
     """The text is the one that clients of such servers recognise."""
-    return BadRequest(
+    return ContextExceeded(
         f"This model's maximum context length is {max_tokens} tokens. However, your prompt "
         f"contains {num_tokens} input tokens, which exceeds this limit even without any output "
-        "tokens. Please reduce the length of the input prompt."
+        "tokens. Please reduce the length of the input prompt.",
+        limit_tokens=max_tokens,
+        prompt_tokens=num_tokens,
     )
 
 

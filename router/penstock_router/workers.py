@@ -33,6 +33,7 @@ from aiohttp import web
 from penstock_client import Fleet, Patience
 from penstock_client.audit import AuditLog
 from penstock_router.config import RouterConfig
+from penstock_router.response_store import StoreUnusable, store_file
 
 if TYPE_CHECKING:
     from penstock_router.metrics import Metrics
@@ -62,6 +63,16 @@ def run(config: RouterConfig) -> int:
     except OSError as error:
         reason = error.strerror or str(error)
         return _refuse(f"cannot listen on {config.host}:{config.port}: {reason}")
+    try:
+        with store_file(
+            config.response_store or None, max_bytes=config.response_store_bytes
+        ) as path:
+            return _serve_all(dataclasses.replace(config, response_store=path), listener)
+    except StoreUnusable as error:
+        return _refuse(str(error))
+
+
+def _serve_all(config: RouterConfig, listener: socket.socket) -> int:
     if config.workers == 1:
         return asyncio.run(serve(config, listener))
     try:

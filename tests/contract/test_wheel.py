@@ -123,6 +123,7 @@ def test_a_file_that_does_not_belong_is_found(
         "penstock_client/py.typed",
         "penstock_shard/wire.py",
         "penstock_shard/models/kernels/cpu.c",
+        "penstock_router/static/docs.html",
     ],
 )
 def test_a_file_that_is_missing_is_found(wheel: zipfile.ZipFile, missing: str) -> None:
@@ -134,7 +135,7 @@ def content_problems(names: Iterable[str]) -> list[str]:
     required = ["penstock_proto/shard.proto", "penstock_proto/shard_pb2.pyi"]
     required += [f"{package}/py.typed" for package in PACKAGES]
     required += ["penstock_client/_wire.py", "penstock_shard/wire.py"]
-    required += ["penstock_shard/models/kernels/cpu.c"]
+    required += ["penstock_shard/models/kernels/cpu.c", "penstock_router/static/docs.html"]
     problems = [f"{name} is missing" for name in required if name not in names]
     for name in names:
         top, _, rest = name.partition("/")

@@ -56,7 +56,7 @@ class Service(ABC):
         self._log_file = log_file
         # Children that were ever looked at: they may outlive the process, which would be a defect.
         self._seen: set[psutil.Process] = set()
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.environment(log_file)}
         if python_path:
             environment["PYTHONPATH"] = python_path
         with log_file.open("ab") as log:
@@ -83,6 +83,10 @@ class Service(ABC):
         """The engine process of a shard."""
         wait_until(lambda: bool(self.children), timeout_s=10, what="an engine process")
         return self.children[0]
+
+    def environment(self, log_file: Path) -> dict[str, str]:
+        """Its variables beyond this process's own."""
+        return {}
 
     @abstractmethod
     def healthy(self) -> bool:
@@ -139,6 +143,10 @@ class Router(Service):
         port = free_port()
         arguments = ["--shards", ",".join(shards), "--port", str(port), *flags]
         super().__init__("penstock_router", arguments, port, log_file)
+
+    def environment(self, log_file: Path) -> dict[str, str]:
+        # One that is killed leaves its temporary files behind: here they go with the test's.
+        return {"TMPDIR": str(log_file.parent)}
 
     def healthy(self) -> bool:
         return self.status("/ready") == 200

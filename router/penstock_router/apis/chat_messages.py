@@ -92,10 +92,10 @@ _PART_SCHEMA: JsonObject = {
     "anyOf": [
         {
             "type": "object",
-            "properties": {"type": {"enum": [kind]}, key: {"type": "string"}},
+            "properties": {"type": {"enum": kinds}, key: {"type": "string"}},
             "required": ["type", key],
         }
-        for kind, key in (("text", "text"), ("refusal", "refusal"))
+        for kinds, key in ((list(_TEXT_PARTS[:-1]), "text"), (["refusal"], "refusal"))
     ]
 }
 _PARTS_SCHEMA: JsonObject = {
@@ -113,18 +113,28 @@ def _read_text(name: str, value: Any) -> str:
 
 # A text, or parts that join to one.
 TEXT = Kind(_read_text, _PARTS_SCHEMA)
-MESSAGES = Kind(
-    read_messages,
-    {
-        "type": "array",
-        "minItems": 1,
-        "items": {
-            "type": "object",
-            "properties": {
-                "role": {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS},
-                "content": _PARTS_SCHEMA,
-            },
-            "required": ["role", "content"],
-        },
-    },
-)
+_ROLE_SCHEMA: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS}
+_CALLS_SCHEMA: JsonObject = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"function": {"type": "object"}}},
+}
+
+
+def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> JsonObject:
+    properties = {"role": role, **more}
+    return {"type": "object", "properties": properties, "required": ["role", *required]}
+
+
+def messages_schema(role: JsonObject) -> JsonObject:
+    """Messages of these roles: with content, or with calls, or the assistant's with neither."""
+    nothing: JsonObject = {"type": "null"}
+    calls: JsonObject = {"anyOf": [_CALLS_SCHEMA, nothing]}
+    forms = [
+        _message_schema("content", role=role, content=_PARTS_SCHEMA, tool_calls=calls),
+        _message_schema("tool_calls", role=role, content=nothing, tool_calls=_CALLS_SCHEMA),
+        _message_schema(role={"enum": ["assistant"]}, content=nothing, tool_calls=nothing),
+    ]
+    return {"type": "array", "minItems": 1, "items": {"anyOf": forms}}
+
+
+MESSAGES = Kind(read_messages, messages_schema(_ROLE_SCHEMA))

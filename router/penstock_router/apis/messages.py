@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from penstock_router.apis.base import Api, Envelope, ErrorForm, event_frame
-from penstock_router.apis.chat_messages import MESSAGES, TEXT
+from penstock_router.apis.chat_messages import TEXT, messages_schema, read_messages
 from penstock_router.choice import Delta
 from penstock_router.errors import ApiError, BadRequest
 from penstock_router.fields import (
@@ -19,6 +19,7 @@ from penstock_router.fields import (
     STRING,
     Field,
     JsonObject,
+    Kind,
     array_of,
     integer,
     not_served,
@@ -28,13 +29,24 @@ from penstock_router.fields import (
     table,
 )
 from penstock_router.job import Job
-from penstock_router.request import ChatRequest
+from penstock_router.request import ChatRequest, Message
 
 _MAX_STOPS = 16
+_ROLES = ("user", "assistant")
 
+
+def _read_turns(name: str, value: Any) -> list[Message]:
+    turns = read_messages(name, value)
+    for index, turn in enumerate(turns):
+        if turn["role"] not in _ROLES:
+            raise BadRequest(f"{name}[{index}].role: must be user or assistant", param=name)
+    return turns
+
+
+_TURNS = Kind(_read_turns, messages_schema({"enum": list(_ROLES)}))
 _PROMPT_FIELDS = (
     Field("model", STRING, "One of /v1/models.", required=True),
-    Field("messages", MESSAGES, "The chat so far; the last may be to continue.", required=True),
+    Field("messages", _TURNS, "The chat so far; the last may be to continue.", required=True),
     Field("system", TEXT, "What comes before the chat: a text, or text blocks."),
     not_served("tools", ARRAY, []),
     not_served("tool_choice", OBJECT, {"type": "none"}, {"type": "auto"}),
@@ -82,9 +94,6 @@ def parse_count(body: JsonObject) -> ChatRequest:
 
 
 def _chat(values: JsonObject) -> list[dict[str, Any]]:
-    for index, message in enumerate(values["messages"]):
-        if message["role"] not in ("user", "assistant"):
-            raise BadRequest(f"messages[{index}].role: must be user or assistant", param="messages")
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     return [*system, *values["messages"]]
 

@@ -24,7 +24,7 @@ from penstock_router.fields import (
     ANYTHING,
     ARRAY,
     BOOLEAN,
-    FLOAT_MAX,
+    FLOAT32_MAX,
     INT32_MAX,
     INT64,
     OBJECT,
@@ -58,6 +58,7 @@ MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
+MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 
@@ -80,13 +81,18 @@ def _read_stops(name: str, value: Any) -> tuple[str, ...]:
 
 def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
     """Ids come as strings, since JSON has no other keys; biases are cut to -100..100."""
+    given = read_object(name, value)
+    if len(given) > MAX_LOGIT_BIASES:
+        text = f"{name}: at most {MAX_LOGIT_BIASES} ids; given: {len(given)}"
+        raise BadRequest(text, param=name)
     biases: dict[int, float] = {}
-    for key, bias in read_object(name, value).items():
+    for key, bias in given.items():
         is_id = key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**32
         if not is_id:
             raise refusal(name, "an object whose keys are token ids", key)
-        given = ANY_NUMBER.read(f"{name}[{key}]", bias)
-        biases[int(key)] = max(-100.0, min(100.0, given))
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise refusal(name, "an object of token ids and numbers", bias)
+        biases[int(key)] = float(max(-100.0, min(100.0, bias)))
     return biases
 
 
@@ -146,6 +152,7 @@ _LOGIT_BIAS = Kind(
     _read_logit_bias,
     {
         "type": "object",
+        "maxProperties": MAX_LOGIT_BIASES,
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {"type": "number"},
     },
@@ -178,7 +185,7 @@ SAMPLING = (
     Field("top_p", number(0, 1, above_low=True), "Draw from the likeliest that add up to this."),
     Field("top_k", integer(-1, INT32_MAX), "Draw from so many; 0 and -1: from all."),
     Field("min_p", number(0, 1), "Draw from those at least so likely, relative to the likeliest."),
-    Field("repetition_penalty", number(0, FLOAT_MAX, above_low=True), "1 is none."),
+    Field("repetition_penalty", number(0, FLOAT32_MAX, above_low=True), "1 is none."),
     Field("presence_penalty", number(-2, 2), "On each token that the answer has already."),
     Field("frequency_penalty", number(-2, 2), "The same for each time it has it."),
     Field("seed", INT64, "The same request with the same seed gets the same answer."),
@@ -228,7 +235,7 @@ _COMMON = (
     # Lower runs first, and who speaks HTTP may only stand back: else anybody could put all others
     # down.
     Field("priority", integer(0, 1000), "Lower runs first."),
-    Field("slo", number(0, FLOAT_MAX, above_low=True), "Seconds between tokens to aim for."),
+    Field("slo", number(1e-6, 86_400), "Seconds between tokens to aim for."),
     Field("is_latency_sensitive", WORD_OR_BOOLEAN, "Goes before requests that are not."),
     Field(
         "cache_salt",
@@ -368,8 +375,11 @@ def common_options(values: JsonObject) -> JsonObject:
         common["continuous_usage"] = bool(stream_options.get("continuous_usage_stats"))
     if stream and common.get("prompt_logprobs"):
         raise BadRequest("prompt_logprobs: not in streams", param="prompt_logprobs")
-    if common.get("logprob_token_ids") and common.get("logprobs") is None:
-        raise BadRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
+    if requested := common.get("logprob_token_ids"):
+        if common.get("logprobs") is None:
+            raise BadRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
+        # A position shows each id once.
+        common["logprob_token_ids"] = tuple(dict.fromkeys(requested))
     return common
 
 

@@ -339,6 +339,8 @@ class ChatShape(_OpenAIShape):
                 "finish_reason": None,
             }
             frames.append(self._full_chunk([choice], **more))
+            # All choices have one prompt, which may be long: it is shown once.
+            more = {}
         return frames
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from aiohttp import web
 from penstock_router.admission import Admission
 from penstock_router.apis.base import ERRORS, ErrorForm
 from penstock_router.backend import Fleet
+from penstock_router.background import Background
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge
 from penstock_router.fields import JsonObject, Table, decode_object
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
 
 VERSION = version("penstock")
@@ -39,6 +41,8 @@ class Router:
     metrics: Metrics
     cursors: CursorCodec
     live_streams: LiveStreams
+    responses: ResponseStore
+    background: Background
 
 
 ROUTER = web.AppKey("router", Router)
@@ -59,6 +63,10 @@ class Route:
     summary: str
     # Of a JSON body.
     fields: Table | None = None
+    # At least one of these fields must be there.
+    needs_one_of: tuple[str, ...] = ()
+    # Of a JSON body that has one of several forms.
+    bodies: tuple[Table, ...] = ()
     # Read by its handler, and described here.
     query: Table = field(default_factory=dict)
     headers: Table = field(default_factory=dict)
@@ -69,6 +77,8 @@ class Route:
     # Of the events of a stream.
     event: Any = None
     errors: ErrorForm = ERRORS
+    # Of requests that turn out to be of another API.
+    other_errors: tuple[ErrorForm, ...] = ()
     # Served without an API key.
     is_open: bool = False
 

@@ -19,7 +19,7 @@ from penstock_router import sse
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
-from penstock_router.fields import JsonObject
+from penstock_router.fields import STRING, Field, JsonObject, one_of, string, table
 from penstock_router.generation import Generation, collect
 from penstock_router.job import Job, prepare
 from penstock_router.request import Options
@@ -36,6 +36,23 @@ from penstock_router.routes.base import (
 )
 
 _MAX_SESSION_CHARACTERS = 256
+
+# What each route that generates reads besides its body: described here, read below.
+HEADERS = table(
+    [
+        Field(
+            "x-penstock-exact",
+            one_of("0", "1"),
+            "1: rather fail than go on at a shard whose tokens might be others.",
+        ),
+        Field(
+            "x-penstock-session",
+            string(0, _MAX_SESSION_CHARACTERS),
+            "Requests that should meet the same shard's cache.",
+        ),
+        Field("x-penstock-shard", STRING, "HOST:PORT of the shard that is to serve the request."),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from penstock_router import sse
 from penstock_router.apis.base import Shape
 from penstock_router.apis.openai_answers import failed
 from penstock_router.errors import BadRequest
-from penstock_router.generation import Generation
+from penstock_router.fields import STRING, Field, one_of, table
+from penstock_router.generation import Generation, spaced
 from penstock_router.resumption import (
     MAX_SEQUENCES,
     Cursor,
@@ -27,6 +28,21 @@ from penstock_router.resumption import (
 )
 from penstock_router.routes.base import REQUEST_ID, ROUTER, flag_header
 from penstock_router.routes.generate import Call, make_shape, prepared
+
+HEADERS = table(
+    [
+        Field(
+            "x-penstock-resumable",
+            one_of("0", "1"),
+            "1: give the stream's events ids, after which it can be taken up again.",
+        ),
+        Field(
+            "Last-Event-ID",
+            STRING,
+            "Of the last event that arrived, beside x-penstock-resumable and the same body.",
+        ),
+    ]
+)
 
 
 async def resumable(call: Call[Any]) -> web.StreamResponse | None:
@@ -137,7 +153,7 @@ async def _put_events(
             cursor, numerics=generation.numerics, choices=progress.choices
         )
 
-    async for delta in generation:
+    async for delta in spaced(generation):
         for frame in opening[:-1]:
             live.put(Event(frame))
         for frame in opening[-1:]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_router.apis import embeddings, messages
+from penstock_router.apis import embeddings, messages, tgi, tgi_answers
 from penstock_router.apis.base import Api
 from penstock_router.apis.openai import CHATS, COMPLETIONS
-from penstock_router.routes import info, text
+from penstock_router.apis.responses import RESPONSES
+from penstock_router.apis.responses_answers import DeletedAnswer, ItemList, ResponseAnswer
+from penstock_router.routes import docs, generate, info, invocations, responses, resume, text
+from penstock_router.routes import tgi as tgi_routes
 from penstock_router.routes.base import Route
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Detour, generates
@@ -21,6 +24,7 @@ def _generation(path: str, api: Api[Any], summary: str, detour: Detour | None = 
         handler=generates(api, detour),
         summary=summary,
         fields=api.fields,
+        headers={**generate.HEADERS, **(resume.HEADERS if api.resumable else {})},
         answer=api.answer,
         event=api.event,
         errors=api.errors,
@@ -48,6 +52,71 @@ ROUTES: tuple[Route, ...] = (
         answer=messages.TokenCount,
         errors=messages.ERRORS,
     ),
+    _generation("/v1/responses", RESPONSES, "Answer, and keep the answer.", responses.respond),
+    Route(
+        method="GET",
+        path="/v1/responses/{id}",
+        handler=responses.retrieve,
+        summary="A response that is kept.",
+        query=responses.RETRIEVE_QUERY,
+        answer=ResponseAnswer,
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        handler=responses.delete,
+        summary="Keep a response no longer.",
+        answer=DeletedAnswer,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        handler=responses.cancel,
+        summary="Stop what is made in the background.",
+        answer=ResponseAnswer,
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        handler=responses.input_items,
+        summary="The conversation that a response answers.",
+        query=responses.ITEMS_QUERY,
+        answer=ItemList,
+    ),
+    _generation("/generate", tgi.GENERATE, "Go on after a text, as text-generation-inference."),
+    _generation("/generate_stream", tgi.GENERATE_STREAM, "The same, with events as tokens come."),
+    _generation("/", tgi.COMPAT, "The same in an array, or with events."),
+    # Until something better stands there.
+    Route(method="GET", path="/", handler=info.health, summary="As /health.", is_open=True),
+    Route(
+        method="GET",
+        path="/info",
+        handler=tgi_routes.show_info,
+        summary="The model and the bounds of requests, as text-generation-inference has them.",
+        answer=tgi_routes.InfoAnswer,
+        errors=tgi_answers.ERRORS,
+        is_open=True,
+    ),
+    Route(
+        method="POST",
+        path="/chat_tokenize",
+        handler=tgi_routes.chat_tokenize,
+        summary="The prompt of a chat and its tokens.",
+        fields=text.CHAT_TO_TOKENIZE_FIELDS,
+        answer=tgi_routes.ChatTokens,
+        errors=tgi_answers.ERRORS,
+    ),
+    Route(
+        method="POST",
+        path="/invocations",
+        handler=invocations.invoke,
+        summary="As another route, by the body: one with messages, prompt, input or inputs.",
+        bodies=(CHATS.fields, COMPLETIONS.fields, embeddings.FIELDS, tgi.COMPAT.fields),
+        headers={**generate.HEADERS, **resume.HEADERS},
+        answer=CHATS.answer | COMPLETIONS.answer | embeddings.EmbeddingAnswer | tgi.COMPAT.answer,
+        event=CHATS.event | COMPLETIONS.event | tgi.COMPAT.event,
+        other_errors=(tgi_answers.ERRORS,),
+    ),
     Route(
         method="GET",
         path="/v1/models",
@@ -69,7 +138,9 @@ ROUTES: tuple[Route, ...] = (
         handler=text.tokenize,
         summary="The token ids of a prompt or a chat.",
         fields=text.TOKENIZE_FIELDS,
+        needs_one_of=("prompt", "messages", "inputs"),
         answer=text.TokenizeAnswer,
+        other_errors=(tgi_answers.ERRORS,),
     ),
     Route(
         method="POST",
@@ -84,6 +155,7 @@ ROUTES: tuple[Route, ...] = (
         path="/tokenizer_info",
         handler=text.tokenizer_info,
         summary="The tokenizer's configuration and its chat template.",
+        query=text.TOKENIZER_INFO_QUERY,
         answer=dict[str, Any],
     ),
     Route(
@@ -123,6 +195,23 @@ ROUTES: tuple[Route, ...] = (
         path="/metrics",
         handler=info.metrics,
         summary="What is counted, for Prometheus.",
+        media_type="text/plain",
+        is_open=True,
+    ),
+    Route(
+        method="GET",
+        path="/openapi.json",
+        handler=docs.document,
+        summary="This document.",
+        answer=dict[str, Any],
+        is_open=True,
+    ),
+    Route(
+        method="GET",
+        path="/docs",
+        handler=docs.page,
+        summary="A page that shows this document and sends requests.",
+        media_type="text/html",
         is_open=True,
     ),
 )

@@ -11,6 +11,8 @@ from aiohttp import web
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.apis.messages import TokenCount, parse_count
 from penstock_router.apis.openai import template_kwargs
+from penstock_router.apis.tgi import INPUTS
+from penstock_router.apis.tgi_answers import ERRORS as TGI_ERRORS
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     BOOLEAN,
@@ -28,32 +30,42 @@ from penstock_router.fields import (
 from penstock_router.job import chat_prompt
 from penstock_router.models import ServedModel
 from penstock_router.request import ChatRequest
-from penstock_router.routes.base import ROUTER, json_response, read_object
+from penstock_router.routes.base import ERROR_FORM, ROUTER, json_response, read_object
 
 # More ids than any context has, and as many as a thread decodes in a second or so.
 _MAX_IDS = 4_000_000
 
+_MODEL = Field("model", STRING, "One of /v1/models; the served one where there is only one.")
+_MESSAGES_HELP = "A chat, rendered by the model's template first."
+_CHAT = (
+    Field("add_special_tokens", BOOLEAN, "Default true, for messages false."),
+    Field("add_generation_prompt", BOOLEAN, "Of messages; default true."),
+    Field("continue_final_message", BOOLEAN, "Of messages."),
+    Field("chat_template", STRING, "Only where the operator trusts those of requests."),
+    Field("chat_template_kwargs", OBJECT, "More variables of the template."),
+)
+
 TOKENIZE_FIELDS = table(
     [
-        Field("model", STRING),
+        _MODEL,
         Field("prompt", string(1), "A text: this, messages or inputs."),
-        Field("messages", MESSAGES, "A chat, rendered by the model's template first."),
-        Field("inputs", string(1), "A text, as text-generation-inference has it."),
+        Field("inputs", INPUTS, "A text, as text-generation-inference has it."),
         Field("parameters", OBJECT, "Accepted beside inputs, and nothing comes of it."),
-        Field("add_special_tokens", BOOLEAN, "Default true, for messages false."),
         Field("return_token_strs", BOOLEAN, "Show each token's text too."),
-        Field("add_generation_prompt", BOOLEAN, "Of messages; default true."),
-        Field("continue_final_message", BOOLEAN, "Of messages."),
-        Field("chat_template", STRING, "Only where the operator trusts those of requests."),
-        Field("chat_template_kwargs", OBJECT, "More variables of the template."),
+        *_CHAT,
+        Field("messages", MESSAGES, _MESSAGES_HELP),
     ]
+)
+CHAT_TO_TOKENIZE_FIELDS = table(
+    [_MODEL, Field("messages", MESSAGES, _MESSAGES_HELP, required=True), *_CHAT]
 )
 DETOKENIZE_FIELDS = table(
     [
-        Field("model", STRING),
+        _MODEL,
         Field("tokens", array_of(TOKEN_ID, at_most=_MAX_IDS, unit="ids"), "Ids.", required=True),
     ]
 )
+TOKENIZER_INFO_QUERY = table([_MODEL])
 
 
 class PromptTokens(TypedDict):
@@ -86,13 +98,18 @@ class DetokenizeAnswer(TypedDict):
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize"""
-    values = read_fields(TOKENIZE_FIELDS, await read_object(request))
+    given = await read_object(request)
+    if given.get("inputs") is not None:
+        request[ERROR_FORM] = TGI_ERRORS
+    values = read_fields(TOKENIZE_FIELDS, given)
     router = request.app[ROUTER]
     with router.admission.places(1) as limit:
         async with limit.scope():
             model = await router.models.get(values.get("model", ""))
             if "inputs" in values:
-                return json_response(await _text_tokens(model, values))
+                add_special_tokens = values.get("add_special_tokens", True)
+                tokens = await text_tokens(model, values["inputs"], add_special_tokens)
+                return json_response(tokens)
             answer = await _prompt_tokens(request, model, values)
             return json_response(answer)
 
@@ -135,11 +152,9 @@ def chat_to_tokenize(values: JsonObject) -> ChatRequest:
     )
 
 
-async def _text_tokens(model: ServedModel, values: JsonObject) -> list[TextToken]:
-    text = values["inputs"]
-    places = await model.tokenizer.places(
-        text, add_special_tokens=values.get("add_special_tokens", True)
-    )
+async def text_tokens(model: ServedModel, text: str, add_special_tokens: bool) -> list[TextToken]:
+    """The tokens of a text, and where each stands in it."""
+    places = await model.tokenizer.places(text, add_special_tokens=add_special_tokens)
     # Where each character begins, in bytes.
     begins = [0]
     for character in text:

@@ -52,6 +52,7 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", "a:1", "--port", "70000"], "not a port"),
         (["--shards", "a:1", "--port", "x"], "--port: 'x' is not a port"),
         (["--shards", "a:1", "--workers", "0"], "below 1"),
+        (["--shards", "a:1", "--response-store-bytes", "4096"], "4096 is below 1048576"),
         (["--shards", "a:1", "--keep-alive-s", "nan"], "not a positive number"),
         (["--shards", "a:1", "--chat-template", "/no/such/file"], "No such file"),
         (["--shards", "a:1", "--unknown"], "--unknown"),

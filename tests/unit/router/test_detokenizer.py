@@ -156,6 +156,10 @@ def test_bytes_that_never_become_a_character_at_the_end_are_not_shown(
     for tokenizer in (byte_level, sentencepiece):
         ids = encode(tokenizer, "ab👾")[:-1]
         assert "".join(incremental(tokenizer, [], [ids])).strip() == "ab"
+    # Nor those of a surrogate, which is no character of UTF-8.
+    surrogate = [id_of(sentencepiece, "<0xED>"), id_of(sentencepiece, "<0xB4>")]
+    assert "".join(incremental(sentencepiece, [], [surrogate])) == ""
+    assert "".join(incremental(sentencepiece, [], [[*surrogate, ids[0]]])) != ""
 
 
 def test_a_broken_character_in_the_middle_is_shown_as_it_is_decoded_at_once(
@@ -173,6 +177,65 @@ def test_a_character_that_the_prompt_began_belongs_to_the_prompt(byte_level: Tok
     for cut in range(1, 4):
         shown = incremental(byte_level, ids[:cut], [[token_id] for token_id in ids[cut:]])
         assert "".join(shown) == " then"
+
+
+def test_a_character_that_the_prompt_began_can_be_opened_again_for_an_echo(
+    byte_level: Tokenizer, sentencepiece: Tokenizer
+) -> None:
+    tables = [
+        make_detokenizers(byte_level, decoder_of(byte_level)),
+        make_detokenizers(sentencepiece, decoder_of(sentencepiece)),
+        WindowTable(sentencepiece, has_bytes=True),
+    ]
+    for table, tokenizer in zip(tables, (byte_level, sentencepiece, sentencepiece), strict=True):
+        ids = encode(tokenizer, "a👾 b")
+        for cut in range(1, len(ids)):
+            before = tokenizer.decode(ids[:cut])
+            detokenizer = table.start(ids[:cut], skip_special_tokens=True)
+            opened = detokenizer.reopen_prompt()
+            assert before.endswith(REPLACEMENT * opened)
+            text = before[: len(before) - opened] + detokenizer.feed(ids[cut:])
+            assert text == "a👾 b"
+
+
+def test_a_window_shows_long_runs_of_byte_tokens_as_the_table_of_bytes_does(
+    sentencepiece: Tokenizer,
+) -> None:
+    """Byte fallback in a decoder of no known shape, in a script that the vocabulary lacks."""
+    window = WindowTable(sentencepiece, has_bytes=True)
+    table = make_detokenizers(sentencepiece, decoder_of(sentencepiece))
+    rng = seeded("window")
+    ids = encode(sentencepiece, "the " + "ไม่มีคำนี้" * 3 + "👾👾 fox " + "ไทย" * 5)
+    assert len(ids) > 100
+    # Prompts end within characters, and within runs.
+    for cut in range(len(ids)):
+        prompt, out = ids[:cut], ids[cut:]
+        shown = window.start(prompt, skip_special_tokens=True)
+        wanted = table.start(prompt, skip_special_tokens=True).feed(out)
+        assert "".join(shown.feed(piece) for piece in split(out, rng)) == wanted, cut
+        assert REPLACEMENT not in wanted
+
+
+def test_special_tokens_stand_side_by_side_where_no_spaces_are_wanted(
+    wordpiece: Tokenizer, byte_level: Tokenizer
+) -> None:
+    first, second = id_of(wordpiece, "[CLS]"), id_of(wordpiece, "[SEP]")
+    word = encode(wordpiece, "the")
+    ids = [*word, first, second, 10**6, first, *word, second]
+
+    def shown(tokenizer: Tokenizer, ids: Sequence[int], *, spaces: bool) -> str:
+        factory = make_detokenizers(tokenizer, decoder_of(tokenizer))
+        detokenizer = factory.start(
+            word, skip_special_tokens=False, spaces_between_special_tokens=spaces
+        )
+        return detokenizer.feed(ids)
+
+    assert shown(wordpiece, ids, spaces=True) == " the [CLS] [SEP] [CLS] the [SEP]"
+    assert shown(wordpiece, ids, spaces=False) == " the [CLS][SEP][CLS] the [SEP]"
+    # These put no spaces there anyway.
+    special = id_of(byte_level, "<ü b>")
+    for spaces in (True, False):
+        assert shown(byte_level, [special, special], spaces=spaces) == "<ü b><ü b>"
 
 
 def test_the_first_word_after_a_prompt_keeps_its_space(tokenizer: Tokenizer) -> None:

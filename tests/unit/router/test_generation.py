@@ -12,9 +12,8 @@ from router_doubles import INFO, FakeFleet, FakeShard, model_files
 from tokenizers import Tokenizer
 
 from penstock_client.errors import NoShardAvailable, ShardFailed
-from penstock_client.types import FinishReason, Logprobs, Output
+from penstock_client.types import FinishReason, Output
 from penstock_router.apis.openai import parse_completion
-from penstock_router.choice import first_rows
 from penstock_router.config import RouterConfig
 from penstock_router.errors import NotFound, Unavailable
 from penstock_router.generation import Generation, collect
@@ -45,11 +44,6 @@ def test_the_seeds_of_choices_never_change() -> None:
     assert choice_seed(7, 2) == 0x3E839419DA5EB9E3
     assert choice_seed(-1, 0) == 2**64 - 1
     assert len({choice_seed(seed, choice) for seed in range(50) for choice in range(50)}) == 2500
-
-
-def test_first_rows_cut_every_column() -> None:
-    columns = Logprobs([-1.0, -2.0], [1, 2], 2, [5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4])
-    assert first_rows(columns, 1) == Logprobs([-1.0], [1], 2, [5, 6], [-0.1, -0.2])
 
 
 async def test_leaving_early_aborts_exactly_what_is_unfinished(

@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.synchronize import Barrier
@@ -226,13 +227,16 @@ async def test_what_expired_is_cleared_away_at_the_start(path: str, clock: Clock
 async def test_the_oldest_finished_are_evicted_first(path: str, clock: Clock) -> None:
     async with make_store(path, max_bytes=MIN_BYTES, clock=clock) as store:
         await put(store, "running", status="in_progress", size=10_000)
-        ids = [f"{number:05}" for number in range(30)]
-        await put(store, *ids[:10], size=10_000)
-        await put(store, ids[0], size=10_000)  # again: no longer the oldest
-        await put(store, *ids[10:], size=10_000)
-        left = await kept(store, *ids)
-        assert 12 < len(left) < 20
-        assert left == ids[-len(left) :]
+        first, *rest = [f"{number:05}" for number in range(25)]
+        await put(store, first, *rest[:10], size=10_000)
+        # Again: it is no longer the oldest.
+        await put(store, first, size=10_000)
+        await put(store, *rest[10:], size=10_000)
+        by_age = [*rest[:10], first, *rest[10:]]
+        left = await kept(store, *by_age)
+        assert first in left
+        assert len(left) < 20
+        assert left == by_age[-len(left) :]
         assert await status_of(store, "running") == "in_progress"
 
 
@@ -246,6 +250,9 @@ async def test_what_is_being_made_is_evicted_where_there_is_nothing_else(
         left = await kept(store, "done", *ids)
         assert len(left) > 12
         assert left == ids[-len(left) :]
+        # What has just come is not what goes, though it is the one that is finished.
+        await put(store, "done", size=10_000)
+        assert await kept(store, "done", *ids) == ["done", *left[1:]]
 
 
 async def test_one_put_makes_room_for_all_of_itself(path: str, clock: Clock) -> None:
@@ -280,6 +287,19 @@ async def test_the_file_stays_within_its_bound_whatever_the_sizes(path: str) -> 
             assert bytes_on_disk(path) <= max_bytes * 1.25 + wal_bytes + 1024 * 1024
         assert await kept(store, f"{number}") == [f"{number}"]
     assert max_bytes / 2 < file_bytes(path) == bytes_on_disk(path)
+
+
+async def test_the_log_beside_the_file_shrinks_once_nobody_reads_an_old_state(
+    store: ResponseStore, path: str
+) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM responses").fetchone()
+        await put(store, *"abcdefghij", size=1_000_000)
+        assert file_bytes(path + "-wal") > 8_000_000
+    await put(store, "k")
+    assert file_bytes(path + "-wal") < 1_000_000
+    assert await kept(store, *"abcdefghijk") == [*"abcdefghijk"]
 
 
 async def test_a_file_shrinks_when_its_bound_is_lowered(path: str, clock: Clock) -> None:
@@ -527,6 +547,15 @@ async def test_a_store_that_is_locked_for_too_long_says_so(
         assert await kept(store, "resp_1") == ["resp_1"]
 
 
+async def test_a_file_that_went_away_is_the_store_s_trouble_and_no_defect(
+    store: ResponseStore, path: str
+) -> None:
+    await put(store, "resp_1")
+    os.unlink(path + "-wal")
+    with pytest.raises(StoreUnavailable, match=r"responses\.sqlite: .*No such file"):
+        await put(store, "resp_2")
+
+
 async def test_no_more_calls_wait_for_the_disk_than_there_is_room_for(
     store: ResponseStore, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -694,7 +723,27 @@ def test_a_file_that_cannot_be_written_ends_the_start_with_a_line(
         store_file(path, max_bytes=MIN_BYTES).__enter__()
 
 
-async def test_a_store_that_cannot_be_opened_says_so_and_leaves_no_thread(path: str) -> None:
-    not_a_database(Path(path))
-    with pytest.raises(StoreUnusable, match="file is not a database"):
-        await make_store(path).open()
+def test_a_file_system_without_shared_memory_ends_the_start_with_a_line(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # SQLite then keeps the journal it had, and says so where one asks.
+    monkeypatch.setattr("sqlite3.connect", lambda name, **_: sqlite3.Connection(":memory:"))
+    with pytest.raises(StoreUnusable, match=r"can keep no write-ahead log there; it has to be"):
+        store_file(path, max_bytes=MIN_BYTES).__enter__()
+
+
+async def test_no_thread_is_left_of_a_store_that_was_closed_or_never_opened(
+    path: str, tmp_path: Path
+) -> None:
+    stores = [make_store(path), make_store(str(tmp_path))]
+    await stores[0].open()
+    assert threads() == 1
+    await stores[0].close()
+    assert threads() == 0
+    with pytest.raises(StoreUnusable, match="is no regular file"):
+        await stores[1].open()
+    assert threads() == 0
+
+
+def threads() -> int:
+    return sum(thread.name.startswith("response store") for thread in threading.enumerate())

@@ -203,6 +203,7 @@ async def _all_events(
         {"echo": True, "logprobs": 1},
         {"stop": ["e", "qu"]},
         {"stream_options": {"include_usage": True}},
+        {"stream_interval": 4, "n": 2, "logprobs": 1, "echo": True},
     ],
 )
 async def test_from_every_event_on_the_rest_is_the_rest(more: dict[str, Any]) -> None:

@@ -97,6 +97,40 @@ def test_any_split_of_any_text_gives_what_the_whole_text_gives(include: bool) ->
         )
 
 
+def test_text_that_must_not_stop_is_shown_and_still_begins_what_may() -> None:
+    matcher = StopMatcher(["aba"])
+    assert matcher.feed("xaba", may_stop=False) == "xab"
+    assert matcher.stopped_by is None
+    assert matcher.feed("ba.") == ""
+    assert matcher.stopped_by == "aba"
+
+
+def test_stops_count_from_a_place_on_as_if_the_text_before_had_been_searched_by_hand() -> None:
+    rng = seeded("may stop")
+    for _ in range(budget(2_000, 100_000)):
+        text = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 25)))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randrange(1, 5))) for _ in range(3)]
+        start = rng.randrange(len(text) + 1)
+        matcher, shown = StopMatcher(stops), ""
+        for position, letter in enumerate(text):
+            shown += matcher.feed(letter, may_stop=position >= start)
+            if matcher.stopped_by is not None:
+                break
+        ends = [
+            (end, order)
+            for end in range(start + 1, len(text) + 1)
+            for order, stop in enumerate(stops)
+            if text[:end].endswith(stop)
+        ]
+        if ends:
+            end, order = min(ends)
+            assert shown == text[: end - len(stops[order])], (text, stops, start)
+            assert matcher.stopped_by == stops[order], (text, stops, start)
+        else:
+            assert shown + matcher.flush() == text, (text, stops, start)
+            assert matcher.stopped_by is None
+
+
 def test_what_is_held_back_always_begins_a_stop() -> None:
     rng = seeded("held")
     for _ in range(budget(1_000, 50_000)):

@@ -1,0 +1,307 @@
+"""text-generation-inference's own API: bodies -> requests. The shapes are in `tgi_answers`.
+
+It is frozen, so bounds and their words are its own, also where this server could do more: clients
+know them by heart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock_router.apis.base import Api
+from penstock_router.apis.tgi_answers import (
+    ERRORS,
+    GenerateAnswer,
+    GenerateRequest,
+    GenerateShape,
+    StreamEvent,
+)
+from penstock_router.errors import BadRequest
+from penstock_router.fields import (
+    ANY_NUMBER,
+    BOOLEAN,
+    FLOAT_MAX,
+    INT32_MAX,
+    STRING,
+    UINT32_MAX,
+    Field,
+    JsonObject,
+    Kind,
+    Table,
+    array_of,
+    body_schema,
+    integer,
+    not_served,
+    number,
+    read_array,
+    read_fields,
+    read_object,
+    string,
+    table,
+)
+
+MAX_BEST_OF = 16384
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_TOP_N_TOKENS = 5
+UINT64_MAX = 2**64 - 1
+
+
+# ---- Fields ------------------------------------------------------------------------------------
+
+
+def _worded(any_kind: Kind, kind: Kind, text: str) -> Kind:
+    """`kind`, whose bounds have these words; `any_kind` is the same without bounds."""
+
+    def read(name: str, value: Any) -> Any:
+        given = any_kind.read(name, value)
+        try:
+            return kind.read(name, given)
+        except BadRequest:
+            raise BadRequest(text.format(given), param=name) from None
+
+    return Kind(read, kind.schema)
+
+
+_ANY_INTEGER = integer(-(2**127), 2**127)
+
+
+def _integer(low: int, high: int, text: str) -> Kind:
+    return _worded(_ANY_INTEGER, integer(low, high), text)
+
+
+def _positive_number(text: str) -> Kind:
+    return _worded(ANY_NUMBER, number(0, FLOAT_MAX, above_low=True), text)
+
+
+def _proportion(text: str) -> Kind:
+    return _worded(ANY_NUMBER, number(0, 1, above_low=True, below_high=True), text)
+
+
+def _refused(text: str) -> Kind:
+    def read(name: str, value: Any) -> Any:
+        raise BadRequest(text, param=name)
+
+    return Kind(read, {})
+
+
+_STOPS = array_of(string(1, MAX_STOP_CHARS), at_most=MAX_STOPS, unit="stop sequences")
+
+
+def _read_stops(name: str, value: Any) -> tuple[str, ...]:
+    given = len(read_array(name, value))
+    if given > MAX_STOPS:
+        text = f"`stop` supports up to {MAX_STOPS} stop sequences. Given: {given}"
+        raise BadRequest(text, param=name)
+    stops: tuple[str, ...] = _STOPS.read(name, value)
+    return stops
+
+
+PARAMETERS = table(
+    [
+        Field(
+            "best_of",
+            _integer(1, MAX_BEST_OF, f"`best_of` must be > 0 and <= {MAX_BEST_OF}. Given: {{}}"),
+            "Generate so many and show the likeliest; needs sampling, no seed, no stream.",
+        ),
+        Field(
+            "temperature",
+            _positive_number("`temperature` must be strictly positive"),
+            "Like top_k, top_p and typical_p it asks for sampling.",
+        ),
+        Field(
+            "repetition_penalty",
+            _positive_number("`repetition_penalty` must be strictly positive"),
+            "1 is none.",
+        ),
+        Field(
+            "frequency_penalty",
+            _worded(ANY_NUMBER, number(-2, 2), "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+            "For each time that the answer has a token already.",
+        ),
+        Field(
+            "top_k",
+            _integer(1, INT32_MAX, "`top_k` must be strictly positive"),
+            "Draw from so many of the likeliest.",
+        ),
+        Field(
+            "top_p",
+            _proportion("`top_p` must be > 0.0 and < 1.0"),
+            "Draw from the likeliest that add up to this.",
+        ),
+        Field(
+            "typical_p",
+            _proportion("`typical_p` must be > 0.0 and < 1.0"),
+            "Draw from the most typical that add up to this.",
+        ),
+        Field("do_sample", BOOLEAN, "Draw tokens; default: only where there are no parameters."),
+        Field(
+            "max_new_tokens",
+            _integer(1, UINT32_MAX, "`max_new_tokens` must be strictly positive"),
+            "Default: up to the end of the context.",
+        ),
+        Field(
+            "stop",
+            Kind(_read_stops, _STOPS.schema),
+            "Strings that end the text, and stay in it.",
+        ),
+        Field(
+            "truncate",
+            _integer(
+                1,
+                UINT32_MAX,
+                "`truncate` must be strictly positive and less than the model's context. Given: {}",
+            ),
+            "Keep the last so many tokens of the inputs.",
+        ),
+        not_served("watermark", BOOLEAN, False),
+        Field("details", BOOLEAN, "Show the tokens, how the text ended, and the seed."),
+        Field("decoder_input_details", BOOLEAN, "Show the inputs' tokens; no streams."),
+        Field(
+            "seed",
+            integer(0, UINT64_MAX),
+            "The same request with the same seed gets the same answer.",
+        ),
+        Field(
+            "top_n_tokens",
+            _integer(
+                0,
+                MAX_TOP_N_TOKENS,
+                f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {{}}",
+            ),
+            "Show so many of the likeliest beside each token.",
+        ),
+        Field("grammar", _refused("grammar is not supported"), "Not served.", works=False),
+        Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
+        not_served("adapter_id", STRING),
+    ]
+)
+
+
+def _read_parameters(name: str, value: Any) -> JsonObject:
+    return read_fields(PARAMETERS, read_object(name, value))
+
+
+INPUTS = _worded(STRING, string(1), "`inputs` cannot be empty")
+FIELDS = table(
+    [
+        Field("inputs", INPUTS, "The text to go on after.", required=True),
+        Field("parameters", Kind(_read_parameters, body_schema(PARAMETERS)), "How."),
+    ]
+)
+COMPAT_FIELDS = table(
+    [*FIELDS.values(), Field("stream", BOOLEAN, "Answer with events as tokens come.")]
+)
+
+
+# ---- Bodies -> requests ------------------------------------------------------------------------
+
+
+# Any of them asks for sampling.
+_SAMPLERS = ("temperature", "top_k", "top_p", "typical_p")
+# In full: what a model's own configuration says does not count in this API.
+_NEUTRAL_SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def parse_generate(body: JsonObject) -> GenerateRequest:
+    """A body of /generate."""
+    return _request(read_fields(FIELDS, body), stream=False)
+
+
+def parse_generate_stream(body: JsonObject) -> GenerateRequest:
+    """A body of /generate_stream."""
+    return _request(read_fields(FIELDS, body), stream=True)
+
+
+def parse_compat(body: JsonObject) -> GenerateRequest:
+    """A body of POST /, whose text begins with the inputs if it does not say otherwise."""
+    values = read_fields(COMPAT_FIELDS, body)
+    stream = values.get("stream", False)
+    return _request(values, stream=stream, full_text=True, as_list=True)
+
+
+def _request(
+    values: JsonObject, *, stream: bool, full_text: bool = False, as_list: bool = False
+) -> GenerateRequest:
+    parameters = values.get("parameters", {})
+    do_sample = parameters.get("do_sample", "parameters" not in values)
+    samples = do_sample or any(name in parameters for name in _SAMPLERS)
+    best_of = parameters.get("best_of", 1)
+    _check(parameters, best_of, samples=samples, stream=stream)
+    prefill = parameters.get("decoder_input_details", False)
+    details = parameters.get("details", False) or prefill
+    top_n = parameters.get("top_n_tokens", 0)
+    full_text = parameters.get("return_full_text", full_text)
+    sampling = {name: parameters.get(name, off) for name, off in _NEUTRAL_SAMPLING.items()}
+    if not samples:
+        sampling["temperature"] = 0.0
+    return GenerateRequest(
+        prompts=(values["inputs"],),
+        n=best_of,
+        best_of=best_of,
+        max_tokens=parameters.get("max_new_tokens"),
+        seed=parameters.get("seed"),
+        stop=parameters.get("stop", ()),
+        include_stop_str_in_output=True,
+        logprobs=top_n if details or stream or best_of > 1 else None,
+        prompt_logprobs=0 if prefill else None,
+        truncate_prompt_tokens=parameters.get("truncate"),
+        truncation_side="left",
+        stream=stream,
+        samples=samples,
+        details=details,
+        full_text_of=values["inputs"] if full_text else "",
+        as_list=as_list,
+        **sampling,
+    )
+
+
+def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool) -> None:
+    """What does not go together."""
+    if stream and parameters.get("decoder_input_details"):
+        text = "`decoder_input_details` == true is not supported when streaming tokens"
+        raise BadRequest(text, param="decoder_input_details")
+    if best_of == 1:
+        return
+    if stream:
+        text = "`best_of` != 1 is not supported when streaming tokens"
+        raise BadRequest(text, param="best_of")
+    if not samples:
+        raise BadRequest("you must use sampling when `best_of` is > 1", param="best_of")
+    if "seed" in parameters:
+        raise BadRequest("`seed` must not be set when `best_of` > 1", param="seed")
+
+
+# ---- The APIs ----------------------------------------------------------------------------------
+
+
+def _api(
+    fields: Table,
+    parse: Callable[[JsonObject], GenerateRequest],
+    answer: Any,
+    event: Any,
+) -> Api[GenerateRequest]:
+    return Api(
+        fields=fields,
+        parse=parse,
+        make_shape=GenerateShape,
+        name_answer=lambda request_id, named_by_client: request_id,
+        errors=ERRORS,
+        answer=answer,
+        event=event,
+    )
+
+
+GENERATE = _api(FIELDS, parse_generate, GenerateAnswer, None)
+GENERATE_STREAM = _api(FIELDS, parse_generate_stream, None, StreamEvent)
+COMPAT = _api(COMPAT_FIELDS, parse_compat, list[GenerateAnswer], StreamEvent)

@@ -1,0 +1,94 @@
+"""Responses that are made while nobody waits for them: their tasks, and how each of them ends.
+
+What is to be cancelled is asked of the store, which all workers share: the one that is told need
+not be the one that makes it. Knows no HTTP, no models and no answer's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+
+from penstock_router.response_store import ResponseStore, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+_ASK_EVERY_S = 0.25
+# A full disk: until then the response is in progress.
+_TRY_AGAIN_S = 1.0
+# For writing the ends of what was stopped with the router.
+_LAST_WORDS_S = 2.0
+
+# Told how it ended: None, a cancellation or an error. May raise `StoreUnavailable`.
+Keep = Callable[[BaseException | None], Awaitable[None]]
+
+
+class Background:
+    """What one worker makes in the background."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._keeping: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(
+        self,
+        response_id: str,
+        make: Coroutine[None, None, None],
+        scope: AsyncExitStack,
+        keep: Keep,
+    ) -> None:
+        """Run `make` to its end, then `keep` until the store has taken it; then leave `scope`."""
+        making = self._making[response_id] = asyncio.create_task(make)
+        keeping = asyncio.create_task(self._keep(making, scope, keep))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+        making.add_done_callback(lambda _: self._making.pop(response_id))
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+
+    def cancel(self, response_id: str) -> None:
+        """At once, if it is made here."""
+        making = self._making.get(response_id)
+        if making is not None:
+            making.cancel()
+
+    async def _keep(self, making: asyncio.Task[None], scope: AsyncExitStack, keep: Keep) -> None:
+        # Left here and not in `making`: a task that is cancelled before its first step never
+        # enters anything.
+        async with scope:
+            try:
+                await asyncio.wait((making,))
+            finally:
+                making.cancel()
+            ended = asyncio.CancelledError() if making.cancelled() else making.exception()
+            while True:
+                try:
+                    return await keep(ended)
+                except StoreUnavailable as error:
+                    logger.warning("%s", error)
+                    await asyncio.sleep(_TRY_AGAIN_S)
+
+    async def _watch(self) -> None:
+        """Cancel what any worker was asked to cancel, while there is something to cancel."""
+        while self._making:
+            await asyncio.sleep(_ASK_EVERY_S)
+            try:
+                requested = await self._store.cancel_requested(list(self._making))
+            except StoreUnavailable as error:
+                logger.warning("%s", error)
+                continue
+            for response_id in requested:
+                self.cancel(response_id)
+
+    async def close(self) -> None:
+        """Wait until all ends are stored, for a while. What is left the store calls failed."""
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=_LAST_WORDS_S)
+        tasks = [*self._keeping, *([self._watching] if self._watching else ())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,52 @@
+"""GET /openapi.json and /docs: what the API is, for programs and for people.
+
+The page is one file that loads nothing but the document, and a policy holds it to that.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+from aiohttp import web
+
+# The document, encoded. It describes the table of routes, which names the handlers here: hence
+# from the application, not from an import.
+DOCUMENT = web.AppKey("document", bytes)
+
+_PAGE = files("penstock_router").joinpath("static/docs.html").read_bytes()
+
+
+def _policy(page: bytes) -> str:
+    """Allows what stands in the page, by its hashes, and requests to where it came from."""
+    sources = {}
+    for tag in ("script", "style"):
+        inlined = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), page, re.DOTALL)
+        hashes = (base64.b64encode(hashlib.sha256(text).digest()).decode() for text in inlined)
+        sources[tag] = " ".join(f"'sha256-{value}'" for value in hashes)
+    return (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": _policy(_PAGE),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+async def document(request: web.Request) -> web.Response:
+    """GET /openapi.json"""
+    return web.Response(body=request.app[DOCUMENT], content_type="application/json")
+
+
+async def page(request: web.Request) -> web.Response:
+    """GET /docs"""
+    return web.Response(
+        body=_PAGE, content_type="text/html", charset="utf-8", headers=_PAGE_HEADERS
+    )

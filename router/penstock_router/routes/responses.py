@@ -1,0 +1,275 @@
+"""OpenAI's Responses: kept, gone on from, made in the background, asked for and cancelled.
+
+What is kept of a response is its answer, and the conversation up to and with it. An answer that
+cannot be kept still goes out, and says `store: false`. One that fails, or whose client leaves, is
+not kept unless it is made in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from penstock_router.admission import TimeLimit
+from penstock_router.apis.base import Shape
+from penstock_router.apis.responses_answers import (
+    CANCELLED,
+    COMPLETED,
+    INCOMPLETE,
+    DeletedAnswer,
+    ItemList,
+    ResponseAnswer,
+    ResponseShape,
+    lost,
+)
+from penstock_router.apis.responses_request import Item, ResponsesRequest
+from penstock_router.errors import BadRequest, NotFound, Unavailable, noted
+from penstock_router.fields import STRING, Field, integer, one_of, short, table
+from penstock_router.generation import Generation
+from penstock_router.response_store import (
+    UNFINISHED,
+    ResponseTooLarge,
+    Stored,
+    StoreUnavailable,
+)
+from penstock_router.routes.base import REQUEST_ID, ROUTER, json_response
+from penstock_router.routes.generate import Call, answer, make_shape, prepared
+
+logger = logging.getLogger(__name__)
+
+# How long a cancellation waits for the worker that makes the response, and how often it looks.
+_CANCEL_WAIT_S = 5.0
+_LOOK_EVERY_S = 0.05
+
+_PAGE_ITEMS = 20
+_LIMIT = integer(1, 100)
+_ORDER = one_of("asc", "desc")
+RETRIEVE_QUERY = table([Field("stream", one_of("false"), "Stored responses are not streamed.")])
+ITEMS_QUERY = table(
+    [
+        Field("limit", _LIMIT, f"Items of a page; default {_PAGE_ITEMS}."),
+        Field("order", _ORDER, "Default desc: the last one first."),
+        Field("after", STRING, "The id of the item that the page comes after."),
+    ]
+)
+
+
+# ---- POST /v1/responses ------------------------------------------------------------------------
+
+
+async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
+    """Answer, with what a previous response said before it, and keep the answer."""
+    repeated = call.asked.repeated
+    previous = repeated["previous_response_id"]
+    if previous is not None:
+        earlier = await _conversation(call.request, previous)
+        call = dataclasses.replace(call, asked=call.asked.after(earlier))
+    if repeated["background"]:
+        # Not cancelled with its client: what the store was told of must come to an end.
+        return await asyncio.shield(_begin(call))
+    return await answer(call, functools.partial(_keep, call) if repeated["store"] else None)
+
+
+async def _conversation(request: web.Request, previous: str) -> list[Item]:
+    stored = await _find(request, previous)
+    if stored is None:
+        text = f"Previous response with id {short(previous)} not found."
+        raise NotFound(text, param="previous_response_id")
+    if stored.status not in (COMPLETED, INCOMPLETE):
+        text = f"previous_response_id: that response is {stored.status}; nothing can follow it"
+        raise BadRequest(text, param="previous_response_id")
+    items: list[Item] = msgspec.json.decode(stored.messages)
+    return items
+
+
+async def _keep(call: Call[ResponsesRequest], shape: Shape) -> None:
+    assert isinstance(shape, ResponseShape)
+    shape.finish()
+    try:
+        await _put(call, shape)
+    except (ResponseTooLarge, StoreUnavailable) as error:
+        logger.warning("request %s: not stored: %s", call.request[REQUEST_ID], error)
+        shape.answer["store"] = False
+
+
+async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> None:
+    encode = msgspec.json.encode
+    await call.request.app[ROUTER].responses.put(
+        call.response_id,
+        encode(shape.answer),
+        encode(shape.conversation),
+        status=shape.answer["status"],
+    )
+
+
+# ---- background --------------------------------------------------------------------------------
+
+
+async def _begin(call: Call[ResponsesRequest]) -> web.Response:
+    """Hand it to a shard, and answer. What is wrong with it is found before."""
+    router = call.request.app[ROUTER]
+    async with AsyncExitStack() as scope:
+        limit = scope.enter_context(router.admission.places(*call.asked.places))
+        job = await prepared(call, call.asked, limit)
+        generation = await scope.enter_async_context(Generation(job, router.fleet, router.metrics))
+        shape = make_shape(call, job, generation, int(time.time()))
+        assert isinstance(shape, ResponseShape)
+        with _store_errors():
+            await _put(call, shape)
+        begun = json_response(shape.answer)
+        router.background.start(
+            call.response_id,
+            _make(generation, shape, limit),
+            scope.pop_all(),
+            functools.partial(_keep_end, call, shape),
+        )
+    return begun
+
+
+async def _make(generation: Generation, shape: ResponseShape, limit: TimeLimit) -> None:
+    try:
+        async with limit.scope():
+            async for delta in generation:
+                shape.take(delta)
+    except asyncio.CancelledError:
+        generation.abandon(None)
+        raise
+    except Exception as error:
+        generation.abandon(error)
+        raise
+    shape.finish()
+
+
+async def _keep_end(
+    call: Call[ResponsesRequest], shape: ResponseShape, ended: BaseException | None
+) -> None:
+    if isinstance(ended, Exception):
+        shape.fail(noted(ended, call.request[REQUEST_ID]))
+    elif ended is not None:
+        shape.cancel()
+    try:
+        await _put(call, shape)
+    except ResponseTooLarge as error:
+        shape.fail(BadRequest(str(error)), show_output=False)
+        await _put(call, shape)
+
+
+# ---- what is stored ----------------------------------------------------------------------------
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """GET /v1/responses/{id}"""
+    if request.query.get("stream", "false") != "false":
+        text = "stream: stored responses are not streamed; ask again until it is finished"
+        raise BadRequest(text, param="stream")
+    return json_response(_shown(await _get(request)))
+
+
+async def delete(request: web.Request) -> web.Response:
+    """DELETE /v1/responses/{id}; what is being made is cancelled."""
+    response_id = request.match_info["id"]
+    with _store_errors():
+        if not await request.app[ROUTER].responses.delete(response_id):
+            raise _not_found(response_id)
+    deleted: DeletedAnswer = {"id": response_id, "object": "response", "deleted": True}
+    return json_response(deleted)
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """POST /v1/responses/{id}/cancel, whichever worker makes it."""
+    router, response_id = request.app[ROUTER], request.match_info["id"]
+    shown = _shown(await _get(request))
+    if not shown["background"]:
+        raise BadRequest("Cannot cancel a response that is not made in the background.")
+    if shown["status"] == CANCELLED:
+        return json_response(shown)
+    if shown["status"] not in UNFINISHED:
+        raise BadRequest(f"Cannot cancel a {shown['status']} response.")
+    with _store_errors():
+        await router.responses.request_cancel(response_id)
+    router.background.cancel(response_id)
+    until_s = time.monotonic() + _CANCEL_WAIT_S
+    while shown["status"] in UNFINISHED and time.monotonic() < until_s:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        shown = _shown(await _get(request))
+    return json_response(shown)
+
+
+async def input_items(request: web.Request) -> web.Response:
+    """GET /v1/responses/{id}/input_items: the conversation that the response answers."""
+    limit = _limit(request.query.get("limit"))
+    order = _ORDER.read("order", request.query.get("order", "desc"))
+    stored = await _get(request)
+    answered = {item["id"] for item in _shown(stored)["output"]}
+    items = [item for item in msgspec.json.decode(stored.messages) if item["id"] not in answered]
+    if order == "desc":
+        items.reverse()
+    after = request.query.get("after")
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise BadRequest(f"after: no item has the id {short(after)}", param="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    listed: ItemList = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(items) > limit,
+    }
+    return json_response(listed)
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return _PAGE_ITEMS
+    is_number = given.isascii() and given.isdecimal() and len(given) < 10
+    limit: int = _LIMIT.read("limit", int(given) if is_number else given)
+    return limit
+
+
+async def _get(request: web.Request) -> Stored:
+    response_id = request.match_info["id"]
+    stored = await _find(request, response_id)
+    if stored is None:
+        raise _not_found(response_id)
+    return stored
+
+
+async def _find(request: web.Request, response_id: str) -> Stored | None:
+    with _store_errors():
+        return await request.app[ROUTER].responses.get(response_id)
+
+
+def _not_found(response_id: str) -> NotFound:
+    return NotFound(f"Response with id {short(response_id)} not found.")
+
+
+def _shown(stored: Stored) -> ResponseAnswer:
+    shown: Any = msgspec.json.decode(stored.response)
+    if shown["status"] != stored.status:
+        lost(shown)
+    answered: ResponseAnswer = shown
+    return answered
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except ResponseTooLarge as error:
+        raise BadRequest(str(error), param="store") from None
+    except StoreUnavailable as error:
+        logger.warning("%s", error)
+        raise Unavailable("responses cannot be stored at present; try again shortly") from None

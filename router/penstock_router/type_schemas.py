@@ -1,0 +1,87 @@
+"""Python's types -> JSON schemas: TypedDicts by name, and what they are made of.
+
+msgspec describes types too, but no union of two TypedDicts, which answers have: their parts come
+in several forms. Knows no OpenAPI.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import (
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+JsonObject = dict[str, Any]
+
+_SIMPLE: dict[Any, JsonObject] = {
+    Any: {},
+    object: {},
+    None: {"type": "null"},
+    type(None): {"type": "null"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    dict: {"type": "object"},
+    list: {"type": "array"},
+}
+
+
+class TypeSchemas:
+    """Schemas of types. Each TypedDict is described once, in `components`, and referred to."""
+
+    def __init__(self, prefix: str) -> None:
+        """`prefix` is where `components` will stand, as references say it."""
+        self.components: dict[str, JsonObject] = {}
+        self._prefix = prefix
+        self._names: dict[Any, str] = {}
+
+    def schema(self, given: Any) -> JsonObject:
+        """Of one type; raises `TypeError` where it has none."""
+        if given in _SIMPLE:
+            return dict(_SIMPLE[given])
+        if is_typeddict(given):
+            return {"$ref": self._prefix + self._component(given)}
+        origin, arguments = get_origin(given), get_args(given)
+        if origin in (Union, types.UnionType):
+            return {"anyOf": [self.schema(argument) for argument in arguments]}
+        if origin is Literal:
+            return {"enum": list(arguments)}
+        if origin is list:
+            return {"type": "array", "items": self.schema(arguments[0])}
+        if origin is dict and arguments[0] is str:
+            return {"type": "object", "additionalProperties": self.schema(arguments[1])}
+        raise TypeError(f"{given!r} has no JSON schema here")
+
+    def _component(self, given: Any) -> str:
+        if given in self._names:
+            return self._names[given]
+        # Two modules may each have a Usage.
+        taken = given.__name__ in self.components
+        name = f"{given.__module__}.{given.__qualname__}" if taken else given.__name__
+        self._names[given] = name
+        # Noted before it is described: it may hold others of itself.
+        self.components[name] = {}
+        self.components[name] = self._object(given)
+        return name
+
+    def _object(self, given: Any) -> JsonObject:
+        properties, required = {}, []
+        for name, hint in get_type_hints(given, include_extras=True).items():
+            wrapper = get_origin(hint)
+            inner = get_args(hint)[0] if wrapper in (NotRequired, Required) else hint
+            properties[name] = self.schema(inner)
+            # Annotations kept as text hide their wrappers from __required_keys__.
+            expected = wrapper is not NotRequired and name in given.__required_keys__
+            if expected or wrapper is Required:
+                required.append(name)
+        described: JsonObject = {"type": "object", "properties": properties, "required": required}
+        return {"description": given.__doc__, **described} if given.__doc__ else described

@@ -1,0 +1,54 @@
+"""A fleet whose requests go all the way to what a shard's engine gets: message, checks, Submit."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from router_doubles import INFO, FakeFleet
+from support.engines import runner_info
+
+from penstock_client import _wire
+from penstock_client.errors import PenstockError
+from penstock_client.stream import GenerationStream
+from penstock_client.types import GenerationRequest
+from penstock_proto import shard_pb2 as pb
+from penstock_shard import wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.link import Output, Submit
+from penstock_shard.validation import Refusal, check
+
+RUNNER_INFO = dataclasses.replace(
+    runner_info(max_model_len=INFO.max_model_len),
+    vocab_size=INFO.vocab_size,
+    eos_token_ids=INFO.eos_token_ids,
+)
+CONFIG = ShardConfig(served_model_names=(INFO.model, *INFO.model_aliases))
+
+
+def at_the_engine(request: GenerationRequest) -> Submit:
+    """Over the wire and through the shard's checks; raises what the client raises."""
+    message = _wire.generate_request(request, "id")
+    incoming = wire.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
+    try:
+        return check(incoming, RUNNER_INFO, CONFIG)
+    except Refusal as refusal:
+        [response] = wire.responses([Output("id", 0, 0, [], error=refusal.error)])
+        error = _wire.output(response.outputs[0])
+        assert isinstance(error, PenstockError)
+        raise error from None
+
+
+@dataclass
+class CheckedFleet(FakeFleet):
+    """Answers from its script what a real shard would take, and refuses what it would refuse."""
+
+    submits: list[Submit] = field(default_factory=list)
+
+    async def _feed(self, request: GenerationRequest, stream: GenerationStream) -> None:
+        try:
+            self.submits.append(at_the_engine(request))
+        except PenstockError as error:
+            stream.fail(error)
+            return
+        await super()._feed(request, stream)

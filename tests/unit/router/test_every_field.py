@@ -1,0 +1,606 @@
+"""No field of a completion or a chat is lost: each reaches the engine or changes the answer.
+
+A field that a table has and this file does not fails a test here, so none is added without its
+proof; and a bound that a field's schema states needs its two values, one that is taken and one
+that is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from checked_fleet import CheckedFleet
+from router_doubles import (
+    INFO,
+    Answer,
+    byte_level_tokenizer,
+    id_of,
+    memory_router,
+    model_files,
+    random_text,
+    wordpiece_tokenizer,
+)
+from support.budget import budget, seeded
+from tokenizers import Tokenizer, processors
+
+from penstock_client.types import GenerationRequest
+from penstock_router.apis.openai import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    parse_chat,
+    parse_completion,
+)
+from penstock_router.fields import Field, JsonObject
+from penstock_shard.link import Submit
+
+ROUTES = {
+    "completion": ("/v1/completions", COMPLETION_FIELDS),
+    "chat": ("/v1/chat/completions", CHAT_FIELDS),
+}
+PARSERS: dict[str, Callable[[JsonObject], object]] = {
+    "completion": parse_completion,
+    "chat": parse_chat,
+}
+NEEDED: dict[str, JsonObject] = {
+    "completion": {"prompt": "The lazy fox", "seed": 5, "max_tokens": 12},
+    "chat": {"messages": [{"role": "user", "content": "The fox"}], "seed": 5, "max_tokens": 12},
+}
+# Shows every variable that a field can set.
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{{ mood }}{{ reasoning_effort }}"
+    "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAID = "The quick brown fox<|im_end|> jumps over the lazy dog and stops there"
+
+
+def bos_tokenizer() -> Tokenizer:
+    """A byte-level one that begins a text with a special token."""
+    tokenizer = byte_level_tokenizer()
+    bos = id_of(tokenizer, "<|im_start|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    return tokenizer
+
+
+BYTE_LEVEL = bos_tokenizer()
+WORDPIECE = wordpiece_tokenizer()
+IDS = {text: BYTE_LEVEL.encode(text, add_special_tokens=False).ids for text in (SAID, "fox")}
+
+
+@dataclass
+class Seen:
+    """What a request led to: the answer, what the router submitted, what engines got."""
+
+    answer: Answer
+    requests: list[GenerationRequest]
+    submits: list[Submit]
+
+    @property
+    def engine(self) -> Submit:
+        return self.submits[0]
+
+    @property
+    def prompt(self) -> str:
+        ids = self.requests[0].prompt_token_ids
+        return BYTE_LEVEL.decode(list(ids), skip_special_tokens=False)
+
+    @property
+    def choice(self) -> Any:
+        return self.answer.json()["choices"][0]
+
+    @property
+    def text(self) -> Any:
+        return self.choice["text"] if "text" in self.choice else self.choice["message"]["content"]
+
+
+@dataclass
+class Proof:
+    """With the field `view` shows `wanted`; without it something else."""
+
+    value: Any
+    view: Callable[[Seen], Any]
+    wanted: Any
+    # Other fields, there with the field and without it.
+    beside: JsonObject = field(default_factory=dict)
+    # For a field of which nothing may come.
+    inert: bool = False
+    tokenizer: Tokenizer = BYTE_LEVEL
+    said: Sequence[int] = tuple(IDS[SAID])
+
+
+def sampling(name: str, value: Any, wanted: Any = None, **beside: Any) -> Proof:
+    """Reaches the engine among what tokens are drawn by."""
+    expected = value if wanted is None else wanted
+    return Proof(value, lambda seen: getattr(seen.engine.sampling, name), expected, beside)
+
+
+def engine(name: str, value: Any, wanted: Any = None, **beside: Any) -> Proof:
+    """Reaches the engine."""
+    expected = value if wanted is None else wanted
+    return Proof(value, lambda seen: getattr(seen.engine, name), expected, beside)
+
+
+def objective(name: str, value: Any, wanted: Any = None) -> Proof:
+    """Reaches the scheduler."""
+    expected = value if wanted is None else wanted
+    return Proof(value, lambda seen: getattr(seen.engine.objective, name), expected)
+
+
+def inert(value: Any) -> Proof:
+    """Is taken, and the engine gets the same."""
+    return Proof(value, lambda seen: (seen.answer.status, seen.engine), None, inert=True)
+
+
+def event_sizes(seen: Seen) -> list[int]:
+    """Tokens that each event carries."""
+    chunks = [event for event in seen.answer.events if event != "[DONE]"]
+    counts = [0, *(chunk["usage"]["completion_tokens"] for chunk in chunks)]
+    return [later - earlier for earlier, later in pairwise(counts)]
+
+
+def joins(seen: Seen) -> list[list[int]]:
+    return [list(word) for word in seen.engine.sampling.bad_words]
+
+
+ASSISTANT_LAST = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Well"}]
+FOX_STOP = "The quick brown "
+USAGE: JsonObject = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+
+COMMON: dict[str, Proof] = {
+    "model": Proof("another", lambda seen: seen.answer.status, 404),
+    "n": Proof(3, lambda seen: len(seen.answer.json()["choices"]), 3),
+    "temperature": sampling("temperature", 0.5),
+    "top_p": sampling("top_p", 0.25),
+    "top_k": sampling("top_k", 7),
+    "min_p": sampling("min_p", 0.125),
+    "repetition_penalty": sampling("repetition_penalty", 1.5),
+    "presence_penalty": sampling("presence_penalty", -0.5),
+    "frequency_penalty": sampling("frequency_penalty", 0.75),
+    "seed": sampling("seed", 77),
+    "logit_bias": sampling("logit_bias", {"7": 1.5, "3": -101}, ((3, -100.0), (7, 1.5))),
+    "allowed_token_ids": sampling("allowed_token_ids", [4, 5], (4, 5)),
+    "bad_words": Proof(["fox"], lambda seen: IDS["fox"] in joins(seen), True),
+    "stop": Proof("fox", lambda seen: seen.text, FOX_STOP),
+    "stop_token_ids": Proof([44], lambda seen: 44 in seen.engine.stop_token_ids, True),
+    "include_stop_str_in_output": Proof(
+        True, lambda seen: seen.text, FOX_STOP + "fox", {"stop": "fox"}
+    ),
+    "ignore_eos": Proof(True, lambda seen: seen.engine.stop_token_ids, []),
+    "min_tokens": engine("min_tokens", 3),
+    "skip_special_tokens": Proof(False, lambda seen: "<|im_end|>" in seen.text, True),
+    "spaces_between_special_tokens": Proof(
+        False,
+        lambda seen: seen.text,
+        " [CLS][SEP]",
+        {"skip_special_tokens": False},
+        tokenizer=WORDPIECE,
+        said=(id_of(WORDPIECE, "[CLS]"), id_of(WORDPIECE, "[SEP]")),
+    ),
+    "prompt_logprobs": engine("prompt_logprobs", 2),
+    "logprob_token_ids": engine("logprob_token_ids", [4, 9], (4, 9), logprobs=1),
+    "truncate_prompt_tokens": Proof(3, lambda seen: len(seen.requests[0].prompt_token_ids), 3),
+    "truncation_side": Proof(
+        "left",
+        lambda seen: seen.prompt[-3:],
+        "fox",
+        {"truncate_prompt_tokens": 3, "add_special_tokens": True},
+    ),
+    "return_token_ids": Proof(True, lambda seen: seen.choice.get("token_ids"), IDS[SAID][:12]),
+    "return_tokens_as_token_ids": Proof(
+        True, lambda seen: "token_id:" in json.dumps(seen.choice), True, {"logprobs": 1}
+    ),
+    "stream": Proof(
+        True, lambda seen: seen.answer.headers["content-type"].split(";")[0], "text/event-stream"
+    ),
+    "stream_options": Proof(
+        {"include_usage": True},
+        lambda seen: seen.answer.events[-2].get("usage", {}).get("completion_tokens"),
+        12,
+        {"stream": True},
+    ),
+    "stream_interval": Proof(
+        5, lambda seen: [size for size in event_sizes(seen) if size], [1, 5, 5, 1], USAGE
+    ),
+    "priority": objective("priority", 3),
+    "slo": objective("seconds_between_tokens", 0.0625),
+    "is_latency_sensitive": objective("latency_sensitive", "True", True),
+    "cache_salt": engine("cache_salt", "sea"),
+    "request_id": Proof("mine", lambda seen: "mine" in seen.answer.json()["id"], True),
+    "session_id": Proof("ours", lambda seen: seen.requests[0].session, "ours"),
+    "user": inert("somebody"),
+    # Works for its neutral value only, and has a bound that says so.
+    "length_penalty": inert(1.0),
+}
+
+COMPLETION: dict[str, Proof] = {
+    **COMMON,
+    "prompt": Proof("over", lambda seen: seen.prompt, "<|im_start|>over"),
+    "max_tokens": engine("max_tokens", 9),
+    "best_of": Proof(
+        4, lambda seen: (len(seen.submits), len(seen.answer.json()["choices"])), (4, 1)
+    ),
+    "logprobs": engine("logprobs", 3),
+    "echo": Proof(True, lambda seen: seen.text.startswith("The lazy foxThe quick"), True),
+    "add_special_tokens": Proof(False, lambda seen: seen.prompt, "The lazy fox"),
+}
+
+CHAT: dict[str, Proof] = {
+    **COMMON,
+    "logprob_token_ids": engine("logprob_token_ids", [4, 9], (4, 9), logprobs=True),
+    "return_tokens_as_token_ids": Proof(
+        True, lambda seen: "token_id:" in json.dumps(seen.choice), True, {"logprobs": True}
+    ),
+    "truncation_side": Proof(
+        "left",
+        lambda seen: seen.prompt,
+        "assistant\n",
+        {"truncate_prompt_tokens": len(BYTE_LEVEL.encode("assistant\n").ids) - 1},
+    ),
+    "messages": Proof(
+        [{"role": "user", "content": "over"}], lambda seen: "user\nover" in seen.prompt, True
+    ),
+    "max_tokens": engine("max_tokens", 9),
+    "max_completion_tokens": engine("max_tokens", 8, max_tokens=9),
+    "logprobs": Proof(True, lambda seen: seen.engine.logprobs, 0),
+    "top_logprobs": engine("logprobs", 3, logprobs=True),
+    "echo": Proof(
+        True,
+        lambda seen: seen.text.startswith("WellThe quick"),
+        True,
+        {"messages": ASSISTANT_LAST, "continue_final_message": True},
+    ),
+    "add_special_tokens": Proof(
+        True, lambda seen: seen.prompt.startswith("<|im_start|>" * 2), True
+    ),
+    "add_generation_prompt": Proof(
+        False, lambda seen: seen.prompt.endswith("<|im_start|>assistant\n"), False
+    ),
+    "continue_final_message": Proof(
+        True,
+        lambda seen: seen.prompt[-5:],
+        "\nWell",
+        {"messages": ASSISTANT_LAST},
+    ),
+    "chat_template": Proof("{{ messages[0].content }}", lambda seen: seen.prompt, "The fox"),
+    "chat_template_kwargs": Proof(
+        {"mood": "cheerful"}, lambda seen: "cheerful" in seen.prompt, True
+    ),
+    "documents": Proof([{"text": "a deed"}], lambda seen: "a deed" in seen.prompt, True),
+    "reasoning_effort": Proof("high", lambda seen: "high" in seen.prompt, True),
+    "include_reasoning": inert(False),
+}
+PROOFS: dict[str, dict[str, Proof]] = {"completion": COMPLETION, "chat": CHAT}
+
+
+async def all_seen(
+    route: str, bodies: Sequence[Mapping[str, Any]], proof: Proof = COMMON["user"]
+) -> list[Seen]:
+    """What comes of each body."""
+    fleet = CheckedFleet(
+        model_files(proof.tokenizer, TEMPLATE),
+        script=lambda request: list(proof.said)[: request.max_tokens],
+    )
+    seen = []
+    async with memory_router(fleet, trust_request_chat_template=True) as router:
+        for body in bodies:
+            fleet.requests, fleet.submits = [], []
+            answer = await router.post(ROUTES[route][0], body)
+            seen.append(Seen(answer, fleet.requests, fleet.submits))
+    return seen
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_field_has_a_proof(route: str) -> None:
+    served = {name for name, entry in ROUTES[route][1].items() if entry.works}
+    proofs = PROOFS[route].keys()
+    assert served - proofs == set(), "a field without a proof that it acts"
+    assert proofs - ROUTES[route][1].keys() == set(), "a proof of a field that is not there"
+
+
+@pytest.mark.parametrize(
+    ("route", "name"), [(route, name) for route, proofs in PROOFS.items() for name in proofs]
+)
+async def test_a_field_acts(route: str, name: str) -> None:
+    proof = PROOFS[route][name]
+    without = {**NEEDED[route], **proof.beside}
+    given = {**without, name: proof.value}
+    seen, plain = await all_seen(route, [given, without], proof)
+    assert seen.answer.status == (404 if name == "model" else 200), seen.answer.body
+    assert plain.answer.status == 200, plain.answer.body
+    if proof.inert:
+        assert proof.view(seen) == proof.view(plain)
+    else:
+        assert proof.view(seen) == proof.wanted
+        assert proof.view(plain) != proof.wanted
+
+
+# Values of fields that are not served, by which clients say that they do not want them.
+ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1.0,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "vllm_xargs": ({},),
+    "suffix": ("",),
+    "best_of": (1,),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+}
+NOT_SERVED = [
+    (route, entry)
+    for route, (_, fields) in ROUTES.items()
+    for entry in fields.values()
+    if not entry.works
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "entry"), NOT_SERVED, ids=lambda case: getattr(case, "name", case)
+)
+async def test_a_field_that_is_not_served_asks_for_nothing_or_is_refused(
+    route: str, entry: Field
+) -> None:
+    assert entry.neutral == ASKS_FOR_NOTHING.get(entry.name, ())
+    nothing = [NEEDED[route]]
+    nothing += [{**NEEDED[route], entry.name: neutral} for neutral in (None, *entry.neutral)]
+    plain, *same = await all_seen(route, nothing)
+    assert plain.answer.status == 200
+    for seen in same:
+        assert (seen.answer.status, seen.engine) == (200, plain.engine)
+    values = [True, False, 2, 0.5, "some", ["some"], [{"a": 1}], {"a": 1}]
+    asking = [value for value in values if value not in entry.neutral]
+    bodies = [{**NEEDED[route], entry.name: value} for value in asking]
+    for value, seen in zip(asking, await all_seen(route, bodies), strict=True):
+        assert (seen.answer.status, seen.answer.error["param"]) == (400, entry.name), value
+        assert seen.submits == []
+
+
+# ---- Bounds ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bound:
+    """`inside` is taken, `outside` is refused in words that name the bound."""
+
+    name: str
+    inside: Any
+    outside: Any
+    words: str
+    beside: JsonObject = field(default_factory=dict)
+    # What is inside asks for more than one router does at a time.
+    only_read: bool = False
+
+
+def range_of(name: str, low: float, high: float, step: float = 1, **beside: Any) -> list[Bound]:
+    """Both bounds belong to it."""
+    return [
+        Bound(name, low, low - step, f"at least {low:g}", beside),
+        Bound(name, high, high + step, f"at most {high:.20g}", beside),
+    ]
+
+
+def ids_of(name: str, **beside: Any) -> list[Bound]:
+    """Ids of the vocabulary, and not too many of them."""
+    last = INFO.vocab_size - 1
+    return [
+        Bound(name, [last], [last + 1], f"0..{last} (the vocabulary)", beside),
+        Bound(name, [0], [-1], "at least 0", beside),
+        Bound(name, [4] * 1024, [4] * 1025, "at most 1024 ids; given: 1025", beside),
+    ]
+
+
+INT32_MAX = 2**31 - 1
+COMMON_BOUNDS = [
+    Bound("n", 1, 0, "at least 1"),
+    Bound("n", 16384, 16385, "at most 16384", only_read=True),
+    *range_of("temperature", 0, 2, 0.001),
+    Bound("top_p", 0.001, 0, "above 0"),
+    Bound("top_p", 1, 1.001, "at most 1"),
+    *range_of("top_k", -1, INT32_MAX),
+    *range_of("min_p", 0, 1, 0.001),
+    Bound("repetition_penalty", 0.001, 0, "above 0"),
+    Bound("repetition_penalty", 3.4e38, 3.5e38, "at most 3.40282e+38"),
+    *range_of("presence_penalty", -2, 2, 0.001),
+    *range_of("frequency_penalty", -2, 2, 0.001),
+    Bound("seed", -(2**63), -(2**63) - 1, f"at least {-(2**63)} (greater_than_equal)"),
+    Bound("seed", 2**63 - 1, 2**63, f"at most {2**63 - 1} (less_than_equal)"),
+    Bound("logit_bias", {"499": 1}, {"500": 1}, "0..499 (the vocabulary)"),
+    Bound(
+        "logit_bias",
+        {str(key): 1 for key in range(500)},
+        {str(key): 1 for key in range(1025)},
+        "at most 1024 ids",
+    ),
+    Bound("logit_bias", {"4": -1e300}, {"4": "much"}, "numbers"),
+    *ids_of("allowed_token_ids")[:2],
+    Bound("allowed_token_ids", [4], [], "at least 1"),
+    Bound("allowed_token_ids", [4] * 1024, [4] * 1025, "at most 1024 ids", only_read=True),
+    Bound("bad_words", ["fox"] * 128, ["fox"] * 129, "at most 128"),
+    Bound("bad_words", ["x"], [""], "1 to"),
+    Bound("stop", ["x"] * 4, ["x"] * 5, "at most 4"),
+    Bound("stop", "x", "", "1 to 1024"),
+    Bound("stop", "x" * 1024, "x" * 1025, "1 to 1024"),
+    *ids_of("stop_token_ids"),
+    Bound("min_tokens", 0, -1, "at least 0"),
+    Bound("min_tokens", 12, 13, "12"),
+    *range_of("prompt_logprobs", 0, 20),
+    Bound("truncate_prompt_tokens", -1, -2, "at least -1"),
+    Bound("truncate_prompt_tokens", 512, 513, "at most 512"),
+    Bound("truncation_side", "left", "middle", "one of left, right"),
+    Bound("stream_options", {"include_usage": False}, {"include_usage": 1}, "", {"stream": True}),
+    Bound("stream_interval", 1, 0, "at least 1"),
+    *range_of("priority", 0, 1000),
+    Bound("slo", 1e-6, 9e-7, "at least 1e-06"),
+    Bound("slo", 86_400, 86_400.1, "at most 86400"),
+    Bound("is_latency_sensitive", "False", "maybe", "true or false"),
+    Bound("cache_salt", "x", "", "1 to 128"),
+    Bound("cache_salt", "é" * 128, "é" * 129, "1 to 128"),
+    *(Bound("cache_salt", "a b", f"a{bad}b", repr(bad)) for bad in "@/\\\0"),
+    Bound("session_id", "x" * 256, "x" * 257, "0 to 256"),
+]
+CHAT_PROMPT = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
+CHAT_ROOM = INFO.max_model_len - len(BYTE_LEVEL.encode(CHAT_PROMPT, add_special_tokens=False).ids)
+LENGTH = f"maximum context length is {INFO.max_model_len} tokens"
+BOUNDS: dict[str, list[Bound]] = {
+    "completion": [
+        *COMMON_BOUNDS,
+        *ids_of("logprob_token_ids", logprobs=1),
+        Bound("logprob_token_ids", [4], [], "at least 1", {"logprobs": 1}),
+        Bound("max_tokens", 1, 0, "at least 1 without echo"),
+        Bound("max_tokens", 0, -1, "at least 0", {"echo": True}),
+        Bound("max_tokens", 12, 13, LENGTH, {"prompt": [5] * 500}),
+        Bound("best_of", 1, 0, "at least 1"),
+        Bound("best_of", 16384, 16385, "at most 16384", only_read=True),
+        Bound("best_of", 2, 1, "at least n (2)", {"n": 2}),
+        *range_of("logprobs", 0, 20),
+        Bound("prompt", [499], [500], "Token id 500 is out of vocabulary"),
+        Bound("prompt", [0], [-1], "Token id -1 is out of vocabulary"),
+        Bound("prompt", "x", "", "non-empty"),
+        Bound("prompt", [[5]], [], "non-empty"),
+        Bound("prompt", ["x"] * 1024, ["x"] * 1025, "at most 1024", only_read=True),
+    ],
+    "chat": [
+        *COMMON_BOUNDS,
+        *ids_of("logprob_token_ids", logprobs=True),
+        Bound("logprob_token_ids", [4], [], "at least 1", {"logprobs": True}),
+        Bound("max_tokens", 1, 0, "at least 1"),
+        Bound("max_tokens", CHAT_ROOM, CHAT_ROOM + 1, LENGTH),
+        Bound("max_completion_tokens", 1, 0, "at least 1"),
+        *range_of("top_logprobs", 0, 20, logprobs=True),
+        Bound("documents", [{}] * 1000, [{}] * 1001, "at most 1000"),
+        Bound("messages", [{"role": "user", "content": ""}], [], "at least one message"),
+    ],
+}
+
+
+def bounded_ends(schema: JsonObject) -> int:
+    """How many ends of a range a schema states; the numbers' widths on the wire are none."""
+    limits = (
+        *("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minItems", "maxItems"),
+        *("minLength", "maxLength", "maxProperties", "pattern", "enum"),
+    )
+    technical = (0, INT32_MAX, 2**32 - 1, "boolean")
+    count = 0
+    for part in (schema, *schema.get("anyOf", ())):
+        count += sum(1 for name in limits if part.get(name, 0) not in technical)
+    return count
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_stated_bound_is_tried_from_both_sides(route: str) -> None:
+    for name, entry in ROUTES[route][1].items():
+        if entry.works:
+            tried = [bound for bound in BOUNDS[route] if bound.name == name]
+            assert len(tried) >= bounded_ends(entry.kind.schema), name
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [(route, name) for route in ROUTES for name in dict.fromkeys(b.name for b in BOUNDS[route])],
+)
+async def test_the_bounds_of_a_field_are_where_they_are_said_to_be(route: str, name: str) -> None:
+    bounds = [bound for bound in BOUNDS[route] if bound.name == name]
+    taken, refused = [], []
+    for bound in bounds:
+        base = {**NEEDED[route], **bound.beside}
+        refused.append({**base, name: bound.outside})
+        if bound.only_read:
+            PARSERS[route]({**base, name: bound.inside})
+        else:
+            taken.append({**base, name: bound.inside})
+    for seen in await all_seen(route, taken):
+        assert seen.answer.status == 200, seen.answer.body[:300]
+    for bound, seen in zip(bounds, await all_seen(route, refused), strict=True):
+        error = seen.answer.error
+        assert seen.answer.status == 400, bound
+        assert error["param"].split(".")[0] == name
+        assert bound.words in error["message"]
+        assert name in error["message"] or name in ("prompt", "max_tokens")
+        # What only the model knows the shard says, before its engine hears of it.
+        assert seen.submits == []
+        assert seen.requests == [] or "the vocabulary" in bound.words
+        assert len(seen.answer.body) < 500
+
+
+# ---- Nonsense ----------------------------------------------------------------------------------
+
+MANY = 1_000_000
+HUGE: list[Any] = [
+    "x" * MANY,
+    "\U0001f98a" * (MANY // 4),
+    "\x01" * (MANY // 6),
+    ["x" * MANY],
+    ["x"] * (MANY // 4),
+    [7] * (MANY // 2),
+    [-1] * (MANY // 3),
+    [[7] * 1000] * 500,
+    {"x" * MANY: 1},
+    {str(key): 1 for key in range(MANY // 10)},
+    {"x": "y" * MANY},
+    [{"role": "x" * MANY, "content": "y"}],
+    [{"role": "user", "content": [{"type": "x" * MANY}]}],
+    int("9" * 4000),
+]
+
+
+HUGE_JSON = [json.dumps(value).encode() for value in HUGE]
+HUGE_JSON.append(b"[" * 500 + b"]" * 500)
+
+
+def with_field(base: JsonObject, name: str, value: bytes) -> bytes:
+    """A body; of a field that is there twice the last counts."""
+    return json.dumps(base).encode()[:-1] + b',"%b":%b}' % (name.encode(), value)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_megabyte_in_any_field_is_not_sent_back_in_an_error(route: str) -> None:
+    rng = seeded("a megabyte in any field")
+    path, fields = ROUTES[route]
+    fleet = CheckedFleet(model_files(BYTE_LEVEL, TEMPLATE))
+    async with memory_router(fleet, trust_request_chat_template=True) as router:
+        headers = {"Content-Type": "application/json"}
+        for name in fields:
+            for value in rng.sample(HUGE_JSON, budget(4, len(HUGE_JSON))):
+                body = with_field(NEEDED[route], name, value)
+                answer = await router.request("POST", path, body, headers)
+                assert answer.status in (200, 400, 404, 413), (name, answer.body[:300])
+                assert answer.status == 200 or len(answer.body) < 2000, (name, len(answer.body))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_nonsense_in_any_field_is_never_a_500(route: str) -> None:
+    rng = seeded("nonsense over HTTP")
+    path, fields = ROUTES[route]
+    values: list[Any] = [
+        *(None, True, False, 0, 1, -1, 0.5, 1e308, -1e308, 5e-324, 2**31, 2**32, 2**63, -(2**63)),
+        *("", "x", "\x00", "\ufffd", "\u202e", "True", "left", [], {}, [1], ["x"], [[1]], [[]]),
+        *([None], [{}], {"a": None}, {"type": "text"}, {"type": "json_object"}, {"5": 1e308}),
+        *([{"role": "assistant"}], [{"role": "user", "content": None}], {"x": {}}, [2**32 - 1]),
+        *([{"role": "tool", "content": "x", "tool_call_id": 3}], ASSISTANT_LAST),
+        *("{{ 1 / 0 }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ messages.x.y }}", "{%"),
+        *({"mood": [[[]]], "namespace": 3}, {"range": None}, {"self": 1, "loop": 2, "": 3}),
+        random_text(rng, 3),
+    ]
+    fleet = CheckedFleet(model_files(BYTE_LEVEL, TEMPLATE))
+    async with memory_router(fleet, trust_request_chat_template=True) as router:
+        for _ in range(budget(800, 50_000)):
+            names = rng.sample(sorted(fields), rng.randrange(1, 5))
+            body = {**NEEDED[route], **{name: rng.choice(values) for name in names}}
+            async with asyncio.timeout(20):
+                answer = await router.post(path, body)
+            assert answer.status in (200, 400, 404), (body, answer.body[:300])
