@@ -248,6 +248,23 @@ def one_of(*values: str) -> Kind:
     return Kind(read, {"type": "string", "enum": list(values)})
 
 
+def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
+    """Ids of tokens, as a tuple; there may be very many."""
+
+    def read(name: str, value: Any) -> tuple[int, ...]:
+        ids = read_array(name, value)
+        if not at_least <= len(ids) <= at_most:
+            bound = f"at least {at_least}" if len(ids) < at_least else f"at most {at_most}"
+            raise BadRequest(f"{name}: {bound} ids; given: {len(ids)}", param=name)
+        # `set(map(type, ...))` and `min` go over a hundred thousand in a millisecond or two.
+        if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > UINT32_MAX):
+            return tuple([TOKEN_ID.read(name, item) for item in ids])
+        return tuple(ids)
+
+    schema = {"type": "array", "items": TOKEN_ID.schema, "minItems": at_least, "maxItems": at_most}
+    return Kind(read, schema)
+
+
 def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
     """An array of one kind, as a tuple."""
 

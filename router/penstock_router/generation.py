@@ -1,7 +1,7 @@
 """The story of a request: the file to read first.
 
-    body = schema.parse_completion(...)              # fields, types, bounds
-    job = await job.prepare_completion(body, ...)    # template, tokens, lengths, seeds
+    request = api.parse(body)                        # fields, types, bounds: `apis/`
+    job = await prepare(request, models)             # template, tokens, lengths, seeds: `job.py`
     async with Generation(job, fleet, metrics) as generation:
         async for delta in generation: ...           # what a choice has gained, as it comes
 
@@ -25,7 +25,7 @@ from penstock_client.errors import ShardFailed
 from penstock_client.types import Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
-from penstock_router.errors import SlowReader, TimedOut, Unavailable
+from penstock_router.errors import BadRequest, SlowReader, TimedOut, Unavailable
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
 
@@ -293,10 +293,30 @@ class _Spaced:
 # ---- Everything at once ------------------------------------------------------------------------
 
 
-async def collect(generation: Generation) -> list[Delta]:
-    """All of a generation: one delta for each choice of the answer, in the answer's order."""
+# What a log-probability takes in an answer, with its token's text.
+LOGPROB_BYTES = 64
+
+
+async def collect(generation: Generation, max_bytes: int) -> list[Delta]:
+    """All of a generation: one delta for each choice of the answer, in the answer's order.
+
+    Raises `BadRequest` once its log-probabilities take more than `max_bytes`.
+    """
     whole: dict[int, Delta] = {}
+    options, num_bytes = generation.job.options, 0
+    if options.logprobs is not None:
+        columns = 1 + options.logprobs + len(options.logprob_token_ids)
+        token_bytes = LOGPROB_BYTES * columns
+    else:
+        token_bytes = 0
     async for delta in generation:
+        num_bytes += token_bytes * len(delta.token_ids)
+        if num_bytes > max_bytes:
+            raise BadRequest(
+                f"logprobs: those of this answer are more than {max_bytes} bytes by now; stream "
+                "it, or ask for fewer of them or of tokens",
+                param="logprobs",
+            )
         if delta.index in whole:
             whole[delta.index].extend(delta)
         else:

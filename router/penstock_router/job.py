@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from penstock_client.types import GenerationRequest, Objective, SamplingParams, random_seed
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.errors import BadRequest, ContextExceeded
+from penstock_router.fields import INT32_MAX
 from penstock_router.models import Models, ServedModel
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 from penstock_router.tokenizer import INLINE_CHARS, Truncation, prompt_too_long
 
 # What an item of a message costs a template, in characters of text.
 _ITEM_CHARS = 10
+# As shards have it.
+_MAX_BAD_WORD_IDS = 64
 # Up to so many ids are decoded on the event loop (about 0.2 us each).
 _INLINE_IDS = 1000
 
@@ -137,8 +140,13 @@ async def _bad_words(model: ServedModel, request: Options) -> list[list[int]]:
     words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
     if not words:
         return []
-    limit = model.info.max_model_len
-    encoded = await model.tokenizer.encode(words, add_special_tokens=False, max_tokens=limit)
+    encoded = await model.tokenizer.encode(words, add_special_tokens=False, max_tokens=INT32_MAX)
+    longest = max(map(len, encoded))
+    if longest > _MAX_BAD_WORD_IDS:
+        raise BadRequest(
+            f"bad_words: a word may have {_MAX_BAD_WORD_IDS} tokens; one has {longest}",
+            param="bad_words",
+        )
     return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
 
 
@@ -305,7 +313,7 @@ def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
             limit_tokens=limit,
             prompt_tokens=given,
             wanted_tokens=wanted,
-            param="max_tokens",
+            param=options.max_tokens_field,
         )
     return wanted
 

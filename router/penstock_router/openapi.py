@@ -101,8 +101,8 @@ def _body(route: Route) -> JsonObject:
 
 def _name(route: Route) -> str:
     """As generated clients name their methods: get_v1_models."""
-    words = re.findall(r"\w+", f"{route.method.lower()} {route.canonical_path}")
-    return "_".join(words)
+    words = re.findall(r"\w+", route.canonical_path) or ["root"]
+    return "_".join([route.method.lower(), *words])
 
 
 def _parameters(route: Route) -> Iterable[JsonObject]:

@@ -22,6 +22,8 @@ class Options:
     n: int = 1
     # None: up to the end of the context.
     max_tokens: int | None = None
+    # The field it came in, which a refusal names.
+    max_tokens_field: str = "max_tokens"
     # Where `max_tokens` is None: so many, or up to the end of the context.
     default_max_tokens: int | None = None
     min_tokens: int | None = None

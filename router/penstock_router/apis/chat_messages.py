@@ -22,6 +22,8 @@ from penstock_router.fields import (
 from penstock_router.request import Message
 
 MAX_ROLE_CHARS = 64
+# Each takes a microsecond or more to read, while nothing else runs.
+MAX_PIECES = 16_384
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -30,7 +32,19 @@ def read_messages(name: str, value: Any) -> list[Message]:
     messages = read_array(name, value)
     if not messages:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
+    if (count := _count_pieces(messages)) > MAX_PIECES:
+        text = f"{name}: at most {MAX_PIECES} messages, parts and tool calls; given: {count}"
+        raise BadRequest(text, param=name)
     return [_message(f"{name}[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _count_pieces(messages: list[Any]) -> int:
+    pieces = len(messages)
+    for message in messages if pieces <= MAX_PIECES else ():
+        for key in ("content", "tool_calls"):
+            value = message.get(key) if isinstance(message, dict) else None
+            pieces += len(value) if isinstance(value, list) else 0
+    return pieces
 
 
 def _message(name: str, value: Any) -> JsonObject:

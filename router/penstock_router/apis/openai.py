@@ -48,6 +48,7 @@ from penstock_router.fields import (
     short,
     string,
     table,
+    token_ids,
 )
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 
@@ -58,6 +59,8 @@ MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
+# More than any vocabulary has.
+MAX_ALLOWED_TOKEN_IDS = 1_000_000
 MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
@@ -198,7 +201,7 @@ _COMMON = (
     Field("logit_bias", _LOGIT_BIAS, "Added to the logits of tokens by id, cut to -100..100."),
     Field(
         "allowed_token_ids",
-        array_of(TOKEN_ID, at_least=1, at_most=MAX_STOP_TOKEN_IDS, unit="ids"),
+        token_ids(at_least=1, at_most=MAX_ALLOWED_TOKEN_IDS),
         "Draw from these only.",
     ),
     Field(
@@ -209,7 +212,7 @@ _COMMON = (
     Field("stop", STOPS, "Strings that end a choice; they are cut off."),
     Field(
         "stop_token_ids",
-        array_of(TOKEN_ID, at_most=MAX_STOP_TOKEN_IDS, unit="ids"),
+        token_ids(at_most=MAX_STOP_TOKEN_IDS),
         "Tokens that end a choice.",
     ),
     Field("include_stop_str_in_output", BOOLEAN, "Show what ended the choice."),
@@ -221,7 +224,7 @@ _COMMON = (
     Field("prompt_logprobs", integer(0, MAX_LOGPROBS), "Log-probabilities of the prompt's tokens."),
     Field(
         "logprob_token_ids",
-        array_of(TOKEN_ID, at_least=1, at_most=MAX_STOP_TOKEN_IDS, unit="ids"),
+        token_ids(at_least=1, at_most=MAX_STOP_TOKEN_IDS),
         "Report these besides the best; needs logprobs.",
     ),
     Field("truncate_prompt_tokens", integer(-1, INT32_MAX), "-1: to what fits the context."),
@@ -341,6 +344,8 @@ def parse_chat(body: JsonObject) -> ChatRequest:
     """A body of /v1/chat/completions."""
     values = read_fields(CHAT_FIELDS, body)
     values["max_tokens"] = values.get("max_completion_tokens", values.get("max_tokens"))
+    if "max_completion_tokens" in values:
+        values["max_tokens_field"] = "max_completion_tokens"
     values["logprobs"] = _chat_logprobs(values)
     common = common_options(values)
     common.setdefault("add_special_tokens", False)

@@ -219,6 +219,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
     truncates = values.get("truncation") == "auto"
     renamed = {
         "max_tokens": values.get("max_output_tokens"),
+        "max_tokens_field": "max_output_tokens",
         "logprobs": _logprobs(values),
         "session_id": values.get("session_id", values.get("prompt_cache_key", "")),
         "truncate_prompt_tokens": -1 if truncates else None,

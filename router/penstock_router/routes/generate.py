@@ -6,12 +6,15 @@ policy in here.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from penstock_client.membership import check_address
@@ -20,7 +23,7 @@ from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, JsonObject, one_of, string, table
-from penstock_router.generation import Generation, collect
+from penstock_router.generation import LOGPROB_BYTES, Generation, collect
 from penstock_router.job import Job, prepare
 from penstock_router.request import Options
 from penstock_router.routes.base import (
@@ -30,12 +33,13 @@ from penstock_router.routes.base import (
     ROUTER,
     Handler,
     flag_header,
-    json_response,
     read_object,
     usable_request_id,
 )
 
 _MAX_SESSION_CHARACTERS = 256
+
+_Result = TypeVar("_Result")
 
 # What each route that generates reads besides its body: described here, read below.
 HEADERS = table(
@@ -122,14 +126,24 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
                     before_end=None if before_end is None else lambda: before_end(shape),
                 )
             async with limit.scope():
-                body = shape.whole(await collect(generation))
+                deltas = await collect(generation, router.config.max_answer_bytes)
+                body = await _run(call, functools.partial(shape.whole, deltas))
                 if before_end is not None:
                     await before_end(shape)
-            response = json_response(body)
+                data = await _run(call, functools.partial(msgspec.json.encode, body))
+            response = web.Response(body=data, content_type="application/json")
             response.headers.update(shape.headers())
             if generation.usage.approximate:
                 response.headers["x-penstock-continued"] = "approximate"
             return response
+
+
+async def _run(call: Call[Any], work: Callable[[], _Result]) -> _Result:
+    """Here, or in a thread where log-probabilities may make it long."""
+    if call.asked.logprobs is None and call.asked.prompt_logprobs is None:
+        return work()
+    executor = call.request.app[ROUTER].models.executor
+    return await asyncio.get_running_loop().run_in_executor(executor, work)
 
 
 def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created: int) -> Shape:
@@ -144,6 +158,7 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, limit: TimeLimit) 
     router = call.request.app[ROUTER]
     async with limit.scope():
         job = await prepare(asked, router.models)
+    _check_size(job, router.config.max_answer_bytes)
     # Its last shard may have left meanwhile; the fleet would call the model unknown.
     model = router.models.info(job.model.info.model).model
     for shard in router.fleet.shards:
@@ -151,6 +166,21 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, limit: TimeLimit) 
         if shard.address == asked.shard and shard.info is not None and shard.info.model != model:
             raise BadRequest(f"x-penstock-shard: {shard.address} does not serve {model}")
     return job
+
+
+def _check_size(job: Job, max_bytes: int) -> None:
+    """Log-probabilities of prompts are held whole until they are shown."""
+    num_bytes = sum(
+        LOGPROB_BYTES * (1 + request.prompt_logprobs) * len(request.prompt_token_ids)
+        for request in job.requests
+        if request.prompt_logprobs is not None
+    )
+    if num_bytes > max_bytes:
+        raise BadRequest(
+            f"prompt_logprobs: log-probabilities of so many tokens are about {num_bytes} bytes; "
+            f"an answer may have {max_bytes}",
+            param="prompt_logprobs",
+        )
 
 
 # ---- What headers ask for ----------------------------------------------------------------------

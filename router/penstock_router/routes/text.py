@@ -19,13 +19,12 @@ from penstock_router.fields import (
     INT32_MAX,
     OBJECT,
     STRING,
-    TOKEN_ID,
     Field,
     JsonObject,
-    array_of,
     read_fields,
     string,
     table,
+    token_ids,
 )
 from penstock_router.job import chat_prompt
 from penstock_router.models import ServedModel
@@ -62,7 +61,7 @@ CHAT_TO_TOKENIZE_FIELDS = table(
 DETOKENIZE_FIELDS = table(
     [
         _MODEL,
-        Field("tokens", array_of(TOKEN_ID, at_most=_MAX_IDS, unit="ids"), "Ids.", required=True),
+        Field("tokens", token_ids(at_most=_MAX_IDS), "Ids.", required=True),
     ]
 )
 TOKENIZER_INFO_QUERY = table([_MODEL])

@@ -24,6 +24,7 @@ from support.budget import budget, seeded
 from tokenizers import Tokenizer
 
 from penstock_client.types import GenerationRequest, Logprobs, Output
+from penstock_router.apis.chat_messages import MAX_PIECES
 from penstock_router.chat_template import ChatTemplate
 from penstock_router.job import choice_seed
 
@@ -478,3 +479,45 @@ def test_the_fakes_columns_are_well_formed() -> None:
     columns = fake_logprobs([50, 51], 2, [60, 50])
     assert columns.requested == [-80.0, -0.5, -80.0, -70.0]
     assert isinstance(columns, Logprobs)
+
+
+# ---- bounds of what there may be many of -------------------------------------------------------
+
+
+async def test_a_bad_word_of_too_many_tokens_is_refused_by_name(router: MemoryRouter) -> None:
+    assert (await router.complete(bad_words=["zq" * 15], max_tokens=2)).status == 200
+    refused = await router.complete(bad_words=["zq" * 500], max_tokens=2)
+    assert (refused.status, refused.error["param"]) == (400, "bad_words")
+    assert "64 tokens" in refused.error["message"]
+
+
+async def test_a_chat_has_a_bounded_number_of_pieces(router: MemoryRouter) -> None:
+    part = {"type": "text", "text": ""}
+    most = [{"role": "user", "content": [part] * (MAX_PIECES - 1)}]
+    assert (await router.post("/v1/chat/completions", {"messages": most})).status == 400  # length
+    for messages in (
+        [{"role": "user", "content": [part] * MAX_PIECES}],
+        [{"role": "user", "content": ""}] * (MAX_PIECES + 1),
+        [{"role": "assistant", "tool_calls": [{}] * MAX_PIECES}],
+    ):
+        refused = await router.post("/v1/chat/completions", {"messages": messages})
+        assert refused.status == 400
+        assert f"at most {MAX_PIECES} messages, parts" in refused.error["message"]
+
+
+async def test_as_many_ids_may_be_allowed_as_a_vocabulary_has(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    ids = list(range(INFO.vocab_size))
+    assert (await router.complete(allowed_token_ids=ids, max_tokens=2)).status == 200
+    assert len(fleet.requests[0].sampling.allowed_token_ids) == INFO.vocab_size
+    started = time.process_time()
+    refused = await router.complete(allowed_token_ids=[1] * 1_000_001, max_tokens=2)
+    assert (refused.status, refused.error["param"]) == (400, "allowed_token_ids")
+    assert time.process_time() - started < 1
+
+
+async def test_the_field_that_asks_for_too_many_tokens_is_named(router: MemoryRouter) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        refused = await router.chat(**{name: 100_000})
+        assert (refused.status, refused.error["param"]) == (400, name)

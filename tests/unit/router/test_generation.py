@@ -79,7 +79,7 @@ async def test_a_stream_that_ends_without_a_reason_is_an_error(
         fleet.running["r1"].cancel()
         generation._choices[0].stream.cancel()
         with pytest.raises(ShardFailed, match="without saying why"):
-            await collect(generation)
+            await collect(generation, 2**28)
 
 
 async def test_an_aborted_sequence_is_an_error_not_a_short_answer(
@@ -258,7 +258,7 @@ async def test_a_merged_output_is_one_gap_between_tokens(fleet: FakeFleet, model
     bundles = iter([1, 50, 50])
     fleet.bundle = lambda: next(bundles)
     async with Generation(job, fleet, metrics) as generation:
-        await collect(generation)
+        await collect(generation, 2**28)
     text = metrics.exposition().decode()
     assert "penstock_router_output_tokens_total 101.0" in text
     assert "penstock_router_between_tokens_seconds_count 2.0" in text

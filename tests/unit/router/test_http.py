@@ -1086,3 +1086,31 @@ async def test_a_shard_of_another_model_is_refused_and_not_waited_for() -> None:
         answer = await router.post("/v1/completions", body, **{"x-penstock-shard": "fake:1"})
         assert answer.status == 200
         assert len(fleet.requests) == 1
+
+
+# ---- answers that would be too long ------------------------------------------------------------
+
+
+async def test_log_probabilities_beyond_the_bound_end_the_answer_but_not_a_stream(
+    fleet: FakeFleet,
+) -> None:
+    async with memory_router(fleet, max_answer_bytes=64 * 6 * 30) as router:
+        assert (await router.complete(max_tokens=30, logprobs=5)).status == 200
+        refused = await router.complete(max_tokens=31, logprobs=5)
+        assert (refused.status, refused.error["param"]) == (400, "logprobs")
+        assert (await router.complete(max_tokens=31, logprobs=5, stream=True)).status == 200
+        assert (await router.complete(max_tokens=31)).status == 200
+
+
+async def test_log_probabilities_of_prompts_beyond_the_bound_are_refused_before_any_work(
+    fleet: FakeFleet,
+) -> None:
+    ids = [5] * 20
+    async with memory_router(fleet, max_answer_bytes=64 * 3 * 20) as router:
+        assert (await router.complete(ids, max_tokens=2, prompt_logprobs=2)).status == 200
+        count = len(fleet.requests)
+        refused = await router.complete([*ids, 5], max_tokens=2, prompt_logprobs=2)
+        assert (refused.status, refused.error["param"]) == (400, "prompt_logprobs")
+        refused = await router.complete(ids, max_tokens=2, prompt_logprobs=2, n=2)
+        assert refused.status == 400
+        assert len(fleet.requests) == count

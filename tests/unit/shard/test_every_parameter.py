@@ -33,7 +33,7 @@ CONFIG = ShardConfig(served_model_names=("one", "two"))
 # Of a fleet's own: where a request goes. No shard hears of them.
 OF_THE_FLEET = {"tokenizer_hash", "exact", "numerics", "session", "shard"}
 # Only in the message: for logs and traces, and to be refused where it is not served.
-OF_THE_MESSAGE = {
+OF_THE_MESSAGE: dict[str, Any] = {
     "label": "mine",
     "traceparent": "00-ab-cd-01",
     "adapter": "lora",
