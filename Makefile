@@ -13,6 +13,12 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Released clients that tests talk to penstock with; they do not install together.
+SDKS := .venv-clients/sdks
+HARNESSES := .venv-clients/harnesses
+CLIENTS := $(SDKS)/.done $(HARNESSES)/.done
+# Most of their modules are never imported: compiling them all takes a third of the time.
+CLIENT_PIP := -m pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test soak lint type proto bench clean
@@ -24,10 +30,10 @@ help: ## List the targets
 serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve: MODEL=, PORT=, FAKE=1, ARGS=
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
 
-test: $(VENV)/.dev ## Run the tests, each property at a small fixed budget
+test: $(VENV)/.dev $(CLIENTS) ## Run the tests, each property at a small fixed budget
 	@$(BIN)/python -m pytest $(ARGS)
 
-soak: $(VENV)/.dev ## Run the tests at the size of their claims (ten minutes or so)
+soak: $(VENV)/.dev $(CLIENTS) ## Run the tests at the size of their claims (ten minutes or so)
 	@PENSTOCK_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and format
@@ -45,8 +51,8 @@ proto: $(VENV)/.dev ## Generate the stubs from shard.proto
 bench: $(VENV)/.dev ## Measure the engine beside transformers, on this machine
 	@$(BIN)/python benchmarks/offline.py --versus transformers $(ARGS)
 
-clean: ## Remove the environment and all caches
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
+clean: ## Remove the environments and all caches
+	@rm -rf $(VENV) .venv-clients .mypy_cache .ruff_cache .pytest_cache build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
@@ -73,4 +79,19 @@ $(VENV)/.shard: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "Installing penstock and its development tools into $(VENV): about 150 MB more."
 	@$(PIP) install --quiet -e '.[router,shard,dev]'
+	@touch $@
+
+$(SDKS)/.done: tests/clients/sdks.txt | $(BIN)/python
+	@echo "Installing released clients into $(SDKS): about 110 MB to download."
+	@$(BIN)/python -m venv --clear $(SDKS)
+	@$(SDKS)/bin/python $(CLIENT_PIP) -r $<
+	@touch $@
+
+# Sees the packages of .venv, as system site packages are seen: there is no second torch.
+$(HARNESSES)/.done: tests/clients/harnesses.txt | $(VENV)/.dev
+	@echo "Installing released harnesses into $(HARNESSES): about 150 MB to download."
+	@$(BIN)/python -m venv --clear $(HARNESSES)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$packages" > $$($(HARNESSES)/bin/python -c "$$packages")/dev.pth
+	@$(HARNESSES)/bin/python $(CLIENT_PIP) -r $<
 	@touch $@

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypedDict, TypeVar
 import msgspec
 
 from penstock_router.choice import Delta
-from penstock_router.errors import ApiError
+from penstock_router.errors import ApiError, ContextExceeded
 from penstock_router.fields import JsonObject, Table
 from penstock_router.generation import Usage
 from penstock_router.job import Job
@@ -104,7 +104,7 @@ class ErrorObject(TypedDict):
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorAnswer(TypedDict):
@@ -119,7 +119,8 @@ def error_answer(error: ApiError) -> JsonObject:
         "message": error.message,
         "type": error.type,
         "param": error.param,
-        "code": error.status,
+        # The one code that clients look at: langchain tells by it what to cut and ask again.
+        "code": "context_length_exceeded" if isinstance(error, ContextExceeded) else error.status,
     }
     return {"error": shown}
 

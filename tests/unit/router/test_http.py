@@ -1114,3 +1114,11 @@ async def test_log_probabilities_of_prompts_beyond_the_bound_are_refused_before_
         refused = await router.complete(ids, max_tokens=2, prompt_logprobs=2, n=2)
         assert refused.status == 400
         assert len(fleet.requests) == count
+
+
+async def test_a_context_that_is_exceeded_has_the_code_that_clients_look_for(
+    router: MemoryRouter,
+) -> None:
+    for refused in (await router.complete([5] * 600), await router.complete(max_tokens=600)):
+        assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+        assert refused.error["message"].startswith("This model's maximum context length is")

@@ -1,0 +1,65 @@
+"""Where released clients are installed, and running a script or a program there.
+
+The Makefile makes the environments. A script is a module of `clients.scripts`; what it observes
+comes back as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+ENVIRONMENTS = TESTS.parent / ".venv-clients"
+TIMEOUT_S = 100.0
+
+# What a test run may have set and a user would not: huggingface_hub's client, for one, refuses to
+# talk to any server in its offline mode.
+_TELLTALE = ("PYTHONPATH", "HF_HUB_OFFLINE")
+# litellm's prices come with it, and would be looked up anew.
+_NO_DOWNLOADS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def python_of(environment: str) -> Path:
+    """`dev` is the environment that tests run in.
+
+    Skips the test without that environment, or fails it where all must run: CI sets CI.
+    """
+    if environment == "dev":
+        return Path(sys.executable)
+    if not (ENVIRONMENTS / environment / ".done").exists():
+        missing = f"no clients to test with; make them: make .venv-clients/{environment}/.done"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return ENVIRONMENTS / environment / "bin" / "python"
+
+
+def observe(environment: str, script: str, *arguments: str) -> Any:
+    """What a script printed on its last line."""
+    module = f"clients.scripts.{script}"
+    output = run(environment, "-m", module, *arguments, folder=TESTS)
+    return json.loads(output.splitlines()[-1])
+
+
+def run(environment: str, *arguments: str, folder: Path, **variables: str) -> str:
+    """What Python with these arguments printed, knowing nothing of penstock."""
+    known = {name: value for name, value in os.environ.items() if name not in _TELLTALE}
+    ended = subprocess.run(
+        [python_of(environment), *arguments],
+        cwd=folder,
+        env={**known, **_NO_DOWNLOADS, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{arguments}: {ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+    return ended.stdout
