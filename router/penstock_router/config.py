@@ -28,7 +28,7 @@ class RouterConfig:
     port: int = 8000
     workers: int = 1
 
-    # Asked of clients as a Bearer key on /v1, when set.
+    # Asked of clients, when set, on all routes but probes and what describes the server.
     api_key: str | None = None
     # Shown to the shards.
     shard_api_key: str | None = None
@@ -146,12 +146,12 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="penstock router",
-        description="Serve the OpenAI HTTP API in front of penstock shards.",
+        description="Serve the HTTP API in front of penstock shards.",
         allow_abbrev=False,
     )
     _add_serving_flags(parser.add_argument_group("serving"))
     _add_fleet_flags(parser.add_argument_group("shards"))
-    _add_recording_flags(parser.add_argument_group("taking up, recording and verifying answers"))
+    _add_recording_flags(parser.add_argument_group("resuming, recording and verifying answers"))
     _add_storing_flags(parser.add_argument_group("keeping responses"))
     _add_limits(parser.add_argument_group("limits"))
     return parser
@@ -165,7 +165,11 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     add("--host", default="127.0.0.1", help=f"address to listen on {_DEFAULT}")
     add("--port", type=_port, default=8000, help=f"0 takes a free one {_DEFAULT}")
     add("--workers", default=1, help=f"processes that share the port {_DEFAULT}", **_COUNT)
-    add("--api-key", metavar="KEY", help="asked of clients on /v1 (default: PENSTOCK_API_KEY)")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="asked of clients, not of probes (default: PENSTOCK_API_KEY)",
+    )
     add("--admin-key", metavar="KEY", help="asked of callers of /admin, closed without one")
     add("--chat-template", metavar="FILE", help="a jinja file instead of the models' own")
     add(

@@ -158,7 +158,7 @@ def integer(low: int, high: int) -> Kind:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise refusal(name, "an integer", value)
-        # The words in parentheses are what a validator of the field's peers calls the bound.
+        # In parentheses: pydantic's name of the bound, which tests of vLLM's clients look for.
         if value < low:
             raise refusal(name, f"at least {low} (greater_than_equal)", value)
         if value > high:

@@ -12,6 +12,8 @@ from typing import Any
 
 # A message as chat templates expect it: no nulls, its text as one string.
 Message = dict[str, Any]
+# Of `Options.session`, however it was given.
+MAX_SESSION_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

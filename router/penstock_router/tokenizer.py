@@ -50,7 +50,6 @@ class Truncation:
 class _ModelPart(msgspec.Struct):
     type: str = ""
     byte_fallback: bool | None = False
-    fuse_unk: bool | None = False
 
 
 class _TokenizerFile(msgspec.Struct):

@@ -19,7 +19,7 @@ from typing import (
     is_typeddict,
 )
 
-JsonObject = dict[str, Any]
+from penstock_router.fields import JsonObject
 
 _SIMPLE: dict[Any, JsonObject] = {
     Any: {},

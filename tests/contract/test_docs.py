@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from contract.sources import imports, product_modules
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "router/penstock_router",
@@ -25,11 +27,29 @@ def _modules(package: str) -> set[str]:
 
 
 def test_structure_has_a_line_for_each_module_and_for_nothing_else():
-    text = (ROOT / "docs" / "structure.md").read_text()
     for package in PACKAGES:
-        section = text.partition(f"### {package}\n")[2].partition("\n### ")[0]
-        listed = set(re.findall(r"^\| `([^`]+)`", section, re.MULTILINE))
-        assert {name for name in listed if name.endswith(".py")} == _modules(package)
+        assert {name for name in _listed(package) if name.endswith(".py")} == _modules(package)
+
+
+def _listed(package: str) -> list[str]:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    section = text.partition(f"### {package}\n")[2].partition("\n### ")[0]
+    return re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
+
+
+def test_the_router_imports_down_its_table_in_structure():
+    modules = product_modules()
+    names = [
+        f"penstock_router.{path.removesuffix('.py').replace('/', '.')}"
+        for path in _listed("router/penstock_router")
+    ]
+    upwards = [
+        f"{name} imports {target}"
+        for place, name in enumerate(names)
+        for target in imports(modules[name], modules)
+        if target in names[:place]
+    ]
+    assert upwards == []
 
 
 def test_every_dependency_has_its_reason():

@@ -21,6 +21,8 @@ ALLOWED_PACKAGES = {
     "penstock_router": ("penstock_client",),
     "penstock_shard": ("penstock_proto",),
 }
+# Of the router, besides routes/.
+HTTP_USERS = ("penstock_router.app", "penstock_router.sse", "penstock_router.workers")
 # Below runner/ and models/ of the shard, these stay free of torch: what runs without it needs them.
 FREE_OF_TENSORS = (
     "penstock_shard.runner",
@@ -46,6 +48,10 @@ def test_torch_is_imported_only_where_tensors_live() -> None:
 
 def test_the_router_never_imports_grpc() -> None:
     assert list(grpc_violations(product_modules())) == []
+
+
+def test_http_is_the_business_of_routes_and_of_what_serves_them() -> None:
+    assert list(http_violations(product_modules())) == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -139,6 +145,12 @@ def test_an_import_of_grpc_in_the_router_is_found(source: str) -> None:
     assert len(list(grpc_violations(doctored(penstock_router__app=source)))) == 1
 
 
+@pytest.mark.parametrize("module", ["generation", "fields", "apis__openai"])
+def test_an_import_of_aiohttp_elsewhere_in_the_router_is_found(module: str) -> None:
+    modules = doctored(**{f"penstock_router__{module}": "from aiohttp import web"})
+    assert len(list(http_violations(modules))) == 1
+
+
 @pytest.mark.parametrize(
     "modules",
     [
@@ -188,6 +200,14 @@ def tensor_violations(modules: Modules) -> Iterator[str]:
 def grpc_violations(modules: Modules) -> Iterator[str]:
     for module, target in _edges(modules):
         if module.package == "penstock_router" and target.startswith(("grpc", "google.protobuf")):
+            yield f"{module.name} imports {target}"
+
+
+def http_violations(modules: Modules) -> Iterator[str]:
+    for module, target in _edges(modules):
+        allowed = module.name in HTTP_USERS or module.name.startswith("penstock_router.routes.")
+        inside = module.package == "penstock_router" and not allowed
+        if inside and target.partition(".")[0] == "aiohttp":
             yield f"{module.name} imports {target}"
 
 

@@ -50,7 +50,7 @@ from penstock_router.fields import (
     table,
     token_ids,
 )
-from penstock_router.request import ChatRequest, CompletionRequest, Options
+from penstock_router.request import MAX_SESSION_CHARS, ChatRequest, CompletionRequest, Options
 
 MAX_CHOICES = 16384
 MAX_STOPS = 4
@@ -182,7 +182,7 @@ _STREAM_OPTIONS = Kind(
 
 # ---- The tables --------------------------------------------------------------------------------
 
-# Whatever asks for tokens of a model's own is sampled by these, in every API that has them.
+# Of completions, chats and responses alike.
 SAMPLING = (
     Field("temperature", number(0, 2), "Below 1e-5 the likeliest token is always taken."),
     Field("top_p", number(0, 1, above_low=True), "Draw from the likeliest that add up to this."),
@@ -246,9 +246,13 @@ _COMMON = (
         "Share cached prefixes with requests of the same salt only.",
     ),
     Field("request_id", STRING, "Of this request, where no X-Request-Id names it."),
-    Field("session_id", string(0, 256), "Requests that should meet the same shard's cache."),
+    Field(
+        "session_id",
+        string(0, MAX_SESSION_CHARS),
+        "Requests that should meet the same shard's cache.",
+    ),
     Field("user", STRING, "Accepted, and nothing comes of it."),
-    Field("length_penalty", ANY_NUMBER, "Of beam search.", works=False, neutral=(1.0,)),
+    not_served("length_penalty", ANY_NUMBER, 1.0, help="Of beam search, which is not served."),
     not_served("use_beam_search", BOOLEAN, False),
     not_served("response_format", OBJECT, {"type": "text"}),
     not_served("structured_outputs", OBJECT, {}),
@@ -260,6 +264,8 @@ _COMMON = (
     not_served("kv_transfer_params", OBJECT),
     not_served("vllm_xargs", OBJECT, {}),
 )
+
+OF_CHATS = "A field of chats, refused here."
 
 COMPLETION_FIELDS = table(
     [
@@ -276,9 +282,9 @@ COMPLETION_FIELDS = table(
         not_served("suffix", STRING, ""),
         not_served("prompt_embeds", ANYTHING),
         # Of the other route, and would change the answer: to ignore them would be a lie.
-        not_served("max_completion_tokens", POSITIVE, help="Of chats."),
-        not_served("top_logprobs", integer(0, MAX_LOGPROBS), help="Of chats."),
-        not_served("tools", ARRAY, help="Of chats."),
+        not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
+        not_served("top_logprobs", integer(0, MAX_LOGPROBS), help=OF_CHATS),
+        not_served("tools", ARRAY, help=OF_CHATS),
     ]
 )
 

@@ -14,6 +14,7 @@ from penstock_router.apis.openai import (
     CHAT_FIELDS,
     MAX_CHOICES,
     MAX_LOGPROBS,
+    OF_CHATS,
     SAMPLING,
     common_options,
     template_kwargs,
@@ -45,11 +46,11 @@ from penstock_router.fields import (
     string,
     table,
 )
+from penstock_router.request import MAX_SESSION_CHARS
 
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
-MAX_SESSION_CHARS = 256
 LOGPROBS = "message.output_text.logprobs"
 # Of tools, pictures and reasoning: without these there is nothing to include.
 _NOTHING_TO_INCLUDE = (
@@ -199,10 +200,10 @@ RESPONSES_FIELDS = table(
         not_served("moderation", OBJECT),
         not_served("n", integer(1, MAX_CHOICES), 1),
         # Of chats, and would change the answer: to ignore them would be a lie.
-        not_served("max_tokens", POSITIVE, help="Of chats."),
-        not_served("max_completion_tokens", POSITIVE, help="Of chats."),
-        not_served("messages", ARRAY, help="Of chats."),
-        not_served("response_format", OBJECT, {"type": "text"}, help="Of chats."),
+        not_served("max_tokens", POSITIVE, help=OF_CHATS),
+        not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
+        not_served("messages", ARRAY, help=OF_CHATS),
+        not_served("response_format", OBJECT, {"type": "text"}, help=OF_CHATS),
     ]
 )
 

@@ -172,7 +172,7 @@ PARAMETERS = table(
             ),
             "Show so many of the likeliest beside each token.",
         ),
-        Field("grammar", _refused("grammar is not supported"), "Not served.", works=False),
+        not_served("grammar", _refused("grammar is not supported")),
         Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
         not_served("adapter_id", STRING),
     ]

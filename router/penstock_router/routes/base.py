@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -21,7 +22,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge
 from penstock_router.fields import JsonObject, Table, decode_object
 from penstock_router.metrics import Metrics
-from penstock_router.models import Models
+from penstock_router.models import Models, ServedModel
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
 
@@ -86,6 +87,15 @@ class Route:
     def canonical_path(self) -> str:
         """The path without the patterns of its variables."""
         return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", self.path)
+
+
+@asynccontextmanager
+async def using_model(request: web.Request, name: str) -> AsyncIterator[ServedModel]:
+    """The model of that name, for text work: one place, and as long as a request may take."""
+    router = request.app[ROUTER]
+    with router.admission.places(1) as limit:
+        async with limit.scope():
+            yield await router.models.get(name)
 
 
 def usable_request_id(given: str | None) -> str:

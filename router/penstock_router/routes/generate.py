@@ -25,7 +25,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, JsonObject, one_of, string, table
 from penstock_router.generation import LOGPROB_BYTES, Generation, collect
 from penstock_router.job import Job, prepare
-from penstock_router.request import Options
+from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes.base import (
     ERROR_FORM,
     RECEIVED_S,
@@ -36,8 +36,6 @@ from penstock_router.routes.base import (
     read_object,
     usable_request_id,
 )
-
-_MAX_SESSION_CHARACTERS = 256
 
 _Result = TypeVar("_Result")
 
@@ -51,7 +49,7 @@ HEADERS = table(
         ),
         Field(
             "x-penstock-session",
-            string(0, _MAX_SESSION_CHARACTERS),
+            string(0, MAX_SESSION_CHARS),
             "Requests that should meet the same shard's cache.",
         ),
         Field("x-penstock-shard", STRING, "HOST:PORT of the shard that is to serve the request."),
@@ -208,9 +206,9 @@ def _wishes(request: web.Request) -> _Wishes:
     wishes = _Wishes(exact=flag_header(request, "x-penstock-exact"), shard=_pinned_shard(request))
     session = request.headers.get("x-penstock-session")
     if session is not None:
-        if len(session) > _MAX_SESSION_CHARACTERS:
+        if len(session) > MAX_SESSION_CHARS:
             raise BadRequest(
-                f"x-penstock-session: {len(session)} characters; at most {_MAX_SESSION_CHARACTERS}"
+                f"x-penstock-session: {len(session)} characters; at most {MAX_SESSION_CHARS}"
             )
         wishes["session"] = session
     return wishes

@@ -29,7 +29,13 @@ from penstock_router.fields import (
 from penstock_router.job import chat_prompt
 from penstock_router.models import ServedModel
 from penstock_router.request import ChatRequest
-from penstock_router.routes.base import ERROR_FORM, ROUTER, json_response, read_object
+from penstock_router.routes.base import (
+    ERROR_FORM,
+    ROUTER,
+    json_response,
+    read_object,
+    using_model,
+)
 
 # More ids than any context has, and as many as a thread decodes in a second or so.
 _MAX_IDS = 4_000_000
@@ -101,16 +107,13 @@ async def tokenize(request: web.Request) -> web.Response:
     if given.get("inputs") is not None:
         request[ERROR_FORM] = TGI_ERRORS
     values = read_fields(TOKENIZE_FIELDS, given)
-    router = request.app[ROUTER]
-    with router.admission.places(1) as limit:
-        async with limit.scope():
-            model = await router.models.get(values.get("model", ""))
-            if "inputs" in values:
-                add_special_tokens = values.get("add_special_tokens", True)
-                tokens = await text_tokens(model, values["inputs"], add_special_tokens)
-                return json_response(tokens)
-            answer = await _prompt_tokens(request, model, values)
-            return json_response(answer)
+    async with using_model(request, values.get("model", "")) as model:
+        if "inputs" in values:
+            add_special_tokens = values.get("add_special_tokens", True)
+            tokens = await text_tokens(model, values["inputs"], add_special_tokens)
+            return json_response(tokens)
+        answer = await _prompt_tokens(request, model, values)
+        return json_response(answer)
 
 
 async def _prompt_tokens(
@@ -167,32 +170,25 @@ async def text_tokens(model: ServedModel, text: str, add_special_tokens: bool) -
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize"""
     values = read_fields(DETOKENIZE_FIELDS, await read_object(request))
-    router = request.app[ROUTER]
-    with router.admission.places(1) as limit:
-        async with limit.scope():
-            model = await router.models.get(values.get("model", ""))
-            tokens = list(values["tokens"])
-            largest = max(tokens, default=0)
-            if largest >= model.info.vocab_size:
-                raise BadRequest(f"Token id {largest} is out of vocabulary", param="tokens")
-            decode = functools.partial(model.tokenizer.decode, tokens, skip_special_tokens=False)
-            loop = asyncio.get_running_loop()
-            answer: DetokenizeAnswer = {
-                "prompt": await loop.run_in_executor(router.models.executor, decode)
-            }
-            return json_response(answer)
+    async with using_model(request, values.get("model", "")) as model:
+        tokens = list(values["tokens"])
+        largest = max(tokens, default=0)
+        if largest >= model.info.vocab_size:
+            raise BadRequest(f"Token id {largest} is out of vocabulary", param="tokens")
+        decode = functools.partial(model.tokenizer.decode, tokens, skip_special_tokens=False)
+        executor = request.app[ROUTER].models.executor
+        text = await asyncio.get_running_loop().run_in_executor(executor, decode)
+        answer: DetokenizeAnswer = {"prompt": text}
+        return json_response(answer)
 
 
 async def count_message_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens"""
     chat = parse_count(await read_object(request))
-    router = request.app[ROUTER]
-    with router.admission.places(1) as limit:
-        async with limit.scope():
-            model = await router.models.get(chat.model)
-            prompt = await chat_prompt(chat, model, router.models)
-            answer: TokenCount = {"input_tokens": len(prompt.token_ids)}
-            return json_response(answer)
+    async with using_model(request, chat.model) as model:
+        prompt = await chat_prompt(chat, model, request.app[ROUTER].models)
+        answer: TokenCount = {"input_tokens": len(prompt.token_ids)}
+        return json_response(answer)
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

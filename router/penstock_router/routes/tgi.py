@@ -9,7 +9,7 @@ from aiohttp import web
 from penstock_router.apis import openai, tgi
 from penstock_router.fields import read_fields
 from penstock_router.job import rendered
-from penstock_router.routes.base import ROUTER, VERSION, json_response, read_object
+from penstock_router.routes.base import ROUTER, VERSION, json_response, read_object, using_model
 from penstock_router.routes.text import (
     CHAT_TO_TOKENIZE_FIELDS,
     TextToken,
@@ -71,12 +71,9 @@ async def show_info(request: web.Request) -> web.Response:
 async def chat_tokenize(request: web.Request) -> web.Response:
     """POST /chat_tokenize"""
     values = read_fields(CHAT_TO_TOKENIZE_FIELDS, await read_object(request))
-    router = request.app[ROUTER]
-    with router.admission.places(1) as limit:
-        async with limit.scope():
-            model = await router.models.get(values.get("model", ""))
-            chat = chat_to_tokenize(values)
-            text = await rendered(chat, model, router.models)
-            tokens = await text_tokens(model, text, chat.add_special_tokens)
-            answer: ChatTokens = {"tokenize_response": tokens, "templated_text": text}
-            return json_response(answer)
+    async with using_model(request, values.get("model", "")) as model:
+        chat = chat_to_tokenize(values)
+        text = await rendered(chat, model, request.app[ROUTER].models)
+        tokens = await text_tokens(model, text, chat.add_special_tokens)
+        answer: ChatTokens = {"tokenize_response": tokens, "templated_text": text}
+        return json_response(answer)
