@@ -361,8 +361,13 @@ def embeddings(message: pb.EmbedResponse) -> list[list[float]]:
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    present = {name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)}
-    return SamplingParams(**present)
+    present = [name for name in _SAMPLING_SCALARS if message.HasField(name)]
+    return SamplingParams(**{name: _as_written(getattr(message, name)) for name in present})
+
+
+def _as_written(value: Any) -> Any:
+    """0.3 is 0.30000001192092896 once it has been a float of 32 bits."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _limits(message: pb.Limits) -> ShardLimits:

@@ -136,14 +136,16 @@ class Fleet:
         assert info is not None  # ready implies it
         return info
 
-    async def tokenizer_files(self, model: str = "") -> dict[str, bytes]:
-        """The tokenizer's files, from a shard that serves `model`."""
-        return await self._serving(model).client.tokenizer_files()
+    async def tokenizer_files(self, model: str = "", tokenizer_hash: str = "") -> dict[str, bytes]:
+        """The tokenizer's files, from a shard that serves `model` with that tokenizer ("": any)."""
+        return await self._serving(model, tokenizer_hash).client.tokenizer_files()
 
-    def _serving(self, model: str) -> ShardState:
+    def _serving(self, model: str, tokenizer_hash: str = "") -> ShardState:
         for shard in self._shards.values():
-            if shard.serves(model):
+            if shard.serves(model, tokenizer_hash):
                 return shard
+        if any(shard.serves(model) for shard in self._shards.values()):
+            raise NoShardAvailable(f"no ready shard serves {model!r} with that tokenizer")
         served = {shard.info.model for shard in self._shards.values() if shard.ready and shard.info}
         if served:
             raise InvalidRequest(

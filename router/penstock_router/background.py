@@ -15,11 +15,11 @@ from penstock_router.response_store import ResponseStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
-_ASK_EVERY_S = 0.25
+_CANCEL_POLL_S = 0.25
 # A full disk: until then the response is in progress.
-_TRY_AGAIN_S = 1.0
+_STORE_RETRY_S = 1.0
 # For writing the ends of what was stopped with the router.
-_LAST_WORDS_S = 2.0
+_CLOSE_TIMEOUT_S = 2.0
 
 # Told how it ended: None, a cancellation or an error. May raise `StoreUnavailable`.
 Keep = Callable[[BaseException | None], Awaitable[None]]
@@ -70,12 +70,12 @@ class Background:
                     return await keep(ended)
                 except StoreUnavailable as error:
                     logger.warning("%s", error)
-                    await asyncio.sleep(_TRY_AGAIN_S)
+                    await asyncio.sleep(_STORE_RETRY_S)
 
     async def _watch(self) -> None:
         """Cancel what any worker was asked to cancel, while there is something to cancel."""
         while self._making:
-            await asyncio.sleep(_ASK_EVERY_S)
+            await asyncio.sleep(_CANCEL_POLL_S)
             try:
                 requested = await self._store.cancel_requested(list(self._making))
             except StoreUnavailable as error:
@@ -87,7 +87,7 @@ class Background:
     async def close(self) -> None:
         """Wait until all ends are stored, for a while. What is left the store calls failed."""
         if self._keeping:
-            await asyncio.wait(self._keeping, timeout=_LAST_WORDS_S)
+            await asyncio.wait(self._keeping, timeout=_CLOSE_TIMEOUT_S)
         tasks = [*self._keeping, *([self._watching] if self._watching else ())]
         for task in tasks:
             task.cancel()

@@ -8,6 +8,7 @@ the same as not given. Knows no API and no model.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -87,17 +88,18 @@ def body_schema(fields: Table) -> JsonObject:
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """Every given field that works, read."""
     values: JsonObject = {}
-    for name, value in body.items():
-        entry = fields.get(name)
-        if entry is None:
-            logger.debug("ignored unknown field %s", short(name))
-        elif value is not None:
+    # Not every name of the body, of which there may be millions.
+    for name, entry in fields.items():
+        value = body.get(name)
+        if value is not None:
             parsed = entry.kind.read(name, value)
             if entry.works:
                 values[name] = parsed
             elif parsed not in entry.neutral:
                 text = f"{name}: not served by this server; leave it out"
                 raise BadRequest(text, param=name)
+    if logger.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - fields.keys()):
+        logger.debug("ignored unknown fields: %s", ", ".join(map(short, sorted(unknown)[:20])))
     for name, entry in fields.items():
         if entry.required and name not in values:
             raise BadRequest(f"{name}: required", param=name)
@@ -110,7 +112,7 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
 def decode_object(body: bytes) -> JsonObject:
     """The JSON object in `body`: UTF-8, no NaN. Of a key given twice the last value counts."""
     try:
-        value = msgspec.json.decode(body)
+        value = decode_json(body)
     except UnicodeDecodeError:
         raise BadRequest("the body is not valid UTF-8") from None
     except RecursionError:
@@ -120,6 +122,21 @@ def decode_object(body: bytes) -> JsonObject:
     if not isinstance(value, dict):
         raise BadRequest(f"the body must be a JSON object, not {json_type(value)}")
     return value
+
+
+def decode_json(data: bytes | str) -> Any:
+    """What `msgspec.json.decode` makes of it, and raises.
+
+    Without the garbage collector, which would go over what is built again and again: where that is
+    millions of lists, for seconds.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return msgspec.json.decode(data)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def json_type(value: object) -> str:
@@ -137,13 +154,16 @@ def json_type(value: object) -> str:
 
 def short(value: object) -> str:
     """A value as a message may quote it."""
-    text = repr(value)
+    if isinstance(value, list | dict):
+        # Which may be huge, or nested deeper than `repr` can go.
+        return json_type(value)
+    text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def refusal(name: str, wanted: str, value: object) -> BadRequest:
     """A value that is not what it must be."""
-    given = short(value) if isinstance(value, str | int | float) else json_type(value)
+    given = json_type(value) if value is None else short(value)
     return BadRequest(f"{name}: must be {wanted}; given: {given}", param=name)
 
 
@@ -257,12 +277,29 @@ def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
             bound = f"at least {at_least}" if len(ids) < at_least else f"at most {at_most}"
             raise BadRequest(f"{name}: {bound} ids; given: {len(ids)}", param=name)
         # `set(map(type, ...))` and `min` go over a hundred thousand in a millisecond or two.
-        if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > UINT32_MAX):
-            return tuple([TOKEN_ID.read(name, item) for item in ids])
+        if set(map(type, ids)) - {int}:
+            ids = _whole_numbers(name, ids)
+        if ids:
+            TOKEN_ID.read(name, min(ids))
+            TOKEN_ID.read(name, max(ids))
         return tuple(ids)
 
     schema = {"type": "array", "items": TOKEN_ID.schema, "minItems": at_least, "maxItems": at_most}
     return Kind(read, schema)
+
+
+def _whole_numbers(name: str, values: list[Any]) -> list[int]:
+    """Also those that are written as 3.0; like `token_ids`, without a look at each in Python."""
+    if set(map(type, values)) <= {int, float}:
+        whole = list(map(int, values))
+        if whole == values:
+            return whole
+    wrong = (value for value in values if type(value) is not int and not _is_whole(value))
+    raise refusal(name, "an integer", next(wrong))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock_client.errors import ShardFailed
-from penstock_client.types import Output
+from penstock_client.types import GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
 from penstock_router.errors import BadRequest, SlowReader, TimedOut, Unavailable
@@ -90,7 +90,7 @@ class Generation:
             self._choices.append(choice)
             self._unfinished += 1
             self._metrics.in_flight.inc()
-            since_turn += _SUBMISSION_TOKENS + len(request.prompt_token_ids)
+            since_turn += _SUBMISSION_TOKENS + _num_ids(request)
             if since_turn >= _TOKENS_A_TURN:
                 since_turn = 0
                 await asyncio.sleep(0)
@@ -183,6 +183,15 @@ class Generation:
             gap_s = now - choice.last_arrival_s
             self._metrics.between_tokens_seconds.observe(gap_s / count)
         choice.last_arrival_s = now
+
+
+def _num_ids(request: GenerationRequest) -> int:
+    """All that a submission copies."""
+    sampling = request.sampling
+    num_ids = len(request.prompt_token_ids) + len(sampling.allowed_token_ids)
+    num_ids += len(request.stop_token_ids) + len(request.logprob_token_ids)
+    # An entry of these costs as much as several ids.
+    return num_ids + 10 * len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
 
 
 async def _next_output(choice: Choice) -> Output:
@@ -297,12 +306,11 @@ class _Spaced:
 LOGPROB_BYTES = 64
 
 
-async def collect(generation: Generation, max_bytes: int) -> list[Delta]:
-    """All of a generation: one delta for each choice of the answer, in the answer's order.
+async def bounded(generation: Generation, max_bytes: int) -> AsyncIterator[Delta]:
+    """A generation's deltas, for whoever keeps them all.
 
-    Raises `BadRequest` once its log-probabilities take more than `max_bytes`.
+    Raises `BadRequest` once their log-probabilities take more than `max_bytes`.
     """
-    whole: dict[int, Delta] = {}
     options, num_bytes = generation.job.options, 0
     if options.logprobs is not None:
         columns = 1 + options.logprobs + len(options.logprob_token_ids)
@@ -317,6 +325,16 @@ async def collect(generation: Generation, max_bytes: int) -> list[Delta]:
                 "it, or ask for fewer of them or of tokens",
                 param="logprobs",
             )
+        yield delta
+
+
+async def collect(generation: Generation, max_bytes: int) -> list[Delta]:
+    """All of a generation: one delta for each choice of the answer, in the answer's order.
+
+    Raises as `bounded`.
+    """
+    whole: dict[int, Delta] = {}
+    async for delta in bounded(generation, max_bytes):
         if delta.index in whole:
             whole[delta.index].extend(delta)
         else:

@@ -85,6 +85,7 @@ async def prepare(request: Options, models: Models) -> Job:
     else:
         assert isinstance(request, CompletionRequest)
         prompts, choices = await completion_prompts(request, model, models), request.best_of
+    _check_ids(model, request)
     bad_words = await _bad_words(model, request)
     return _job(model, request, prompts, choices, bad_words)
 
@@ -135,6 +136,19 @@ def _truncation(request: Options, model: ServedModel) -> Truncation | None:
     return Truncation(wanted, request.truncation_side or model.tokenizer.truncation_side)
 
 
+def _check_ids(model: ServedModel, request: Options) -> None:
+    # Shards refuse it too, but once for each choice that the ids were sent for.
+    if (count := len(request.allowed_token_ids)) > model.info.vocab_size:
+        text = f"allowed_token_ids: at most {model.info.vocab_size} ids; given: {count}"
+        raise BadRequest(text, param="allowed_token_ids")
+    for name in ("allowed_token_ids", "stop_token_ids", "logprob_token_ids", "logit_bias"):
+        largest = max(getattr(request, name), default=0)
+        if largest >= model.info.vocab_size:
+            allowed = f"0..{model.info.vocab_size - 1} (the vocabulary)"
+            text = f"{name}: {largest} is out of bounds; allowed: {allowed}"
+            raise BadRequest(text, param=name)
+
+
 async def _bad_words(model: ServedModel, request: Options) -> list[list[int]]:
     """The ids of each word as it begins a text, and as it stands behind another."""
     words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
@@ -153,11 +167,12 @@ async def _bad_words(model: ServedModel, request: Options) -> list[list[int]]:
 async def _prompt_of_ids(
     token_ids: list[int], model: ServedModel, request: Options, models: Models, param: str
 ) -> Prompt:
+    # First, as there may be millions of them to look at.
+    if len(token_ids) > model.info.max_model_len:
+        raise prompt_too_long(len(token_ids), model.info.max_model_len)
     largest = max(token_ids, default=0)
     if largest >= model.info.vocab_size:
         raise BadRequest(f"Token id {largest} is out of vocabulary", param=param)
-    if len(token_ids) > model.info.max_model_len:
-        raise prompt_too_long(len(token_ids), model.info.max_model_len)
     if not request.echo:
         return Prompt(token_ids)
     decode = functools.partial(

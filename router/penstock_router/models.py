@@ -95,10 +95,11 @@ class Models:
         return list(infos.values())
 
     def names_of(self, info: ShardInfo) -> list[str]:
-        """Every name that a model goes by, its own first."""
+        """Every name that leads to a model that is served, its own first."""
         names = [info.model, *info.model_aliases]
         names += [alias for alias, model in self._aliases.items() if model in names]
-        return list(dict.fromkeys(names))
+        # Two models may claim one name.
+        return [name for name in dict.fromkeys(names) if self.info(name).model == info.model]
 
     def info(self, name: str) -> ShardInfo:
         """Of the model a request names; raises `NotFound` or `Unavailable`."""
@@ -107,7 +108,10 @@ class Models:
         names = {own for info in infos for own in (info.model, *info.model_aliases)}
         name = name if name in names else self._aliases.get(name, name)
         for info in infos:
-            if name == info.model or name in info.model_aliases:
+            if name == info.model:
+                return info
+        for info in infos:
+            if name in info.model_aliases:
                 return info
         if name in self._names:
             raise Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
@@ -149,7 +153,7 @@ class Models:
     async def _load(self, key: _Key) -> tuple[Tokenizer, ChatTemplate | None]:
         loop = asyncio.get_running_loop()
         try:
-            files = await self._fleet.tokenizer_files(key[0])
+            files = await self._fleet.tokenizer_files(*key)
             return await loop.run_in_executor(self.executor, self._read, files)
         except BaseException:
             self._failed_at[key] = loop.time()

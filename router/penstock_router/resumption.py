@@ -63,7 +63,12 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
 
 def body_digest(body: object) -> bytes:
     """The same for two requests of the same JSON, whatever the order of their fields."""
-    return hashlib.blake2b(msgspec.json.encode(body, order="sorted"), digest_size=16).digest()
+    try:
+        data = msgspec.json.encode(body, order="sorted")
+    except RecursionError:
+        # It was read with less on the stack.
+        raise BadRequest("the body is nested too deeply") from None
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def job_digest(job: Job) -> bytes:

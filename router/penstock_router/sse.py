@@ -32,6 +32,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 COMMENT = b": keep-alive\n\n"
+# So many are shown on the event loop (about a microsecond each).
+_INLINE_LOGPROBS = 1000
 
 
 class EventStream:
@@ -200,6 +202,16 @@ async def _answer(
         return events.response
 
 
+async def frame_of(shape: Shape, delta: Delta) -> bytes | None:
+    """A delta as a frame, made in a thread where its log-probabilities take long to show."""
+    if delta.logprobs is None and delta.prompt_logprobs is None:
+        return shape.chunk(delta)
+    columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
+    if sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS:
+        return shape.chunk(delta)
+    return await asyncio.to_thread(shape.chunk, delta)
+
+
 async def _send_deltas(
     events: EventStream,
     deltas: AsyncIterator[Delta],
@@ -208,8 +220,8 @@ async def _send_deltas(
 ) -> None:
     delta = await first
     opening = b"".join(shape.opening())
-    await events.send(opening + ((delta and shape.chunk(delta)) or b""))
+    await events.send(opening + ((delta and await frame_of(shape, delta)) or b""))
     async for delta in deltas:
-        frame = shape.chunk(delta)
+        frame = await frame_of(shape, delta)
         if frame is not None:
             await events.send(frame)

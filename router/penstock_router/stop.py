@@ -9,6 +9,7 @@ and completes later counts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 
@@ -53,6 +54,8 @@ class _Pattern:
         return None
 
 
+# Choices of one request have the same stop strings.
+@functools.lru_cache(256)
 def _fallback_table(text: str) -> list[int]:
     """For each length of a match: the next shorter beginning of `text` that also ends it."""
     table = [0] * (len(text) + 1)

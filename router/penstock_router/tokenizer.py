@@ -20,7 +20,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
-from penstock_router.errors import ContextExceeded
+from penstock_router.errors import BadRequest, ContextExceeded
 
 # Up to here encoding takes well under half a millisecond (about 0.15 us a character).
 INLINE_CHARS = 2000
@@ -160,18 +160,19 @@ class Tokenizer:
             encoding = self._fast.post_process(encoding, None, True)
         return truncation.cut(encoding.ids)
 
-    async def places(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int, int]]:
-        """Of each token of a text its id and the characters from and up to which it stands."""
+    def places(
+        self, text: str, *, add_special_tokens: bool, at_most: int
+    ) -> list[tuple[int, int, int]]:
+        """Of each token of a text its id and the characters from and up to which it stands.
 
-        def find() -> list[tuple[int, int, int]]:
-            # The faster way to encode keeps no offsets.
-            [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-            pairs = zip(encoding.ids, encoding.offsets, strict=True)
-            return [(token_id, start, stop) for token_id, (start, stop) in pairs]
-
-        if len(text) <= INLINE_CHARS:
-            return find()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, find)
+        Takes long for a long text. Raises `BadRequest` for more than `at_most` tokens.
+        """
+        # The faster way to encode keeps no offsets.
+        [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > at_most:
+            raise BadRequest(f"the text has {len(encoding)} tokens; at most {at_most} are shown")
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return [(token_id, start, stop) for token_id, (start, stop) in pairs]
 
     def _refuse_by_length(self, text: str, max_tokens: int) -> None:
         max_chars = self.max_chars(max_tokens)

@@ -11,7 +11,6 @@ from typing import (
     Any,
     Literal,
     NotRequired,
-    Required,
     Union,
     get_args,
     get_origin,
@@ -23,15 +22,11 @@ from penstock_router.fields import JsonObject
 
 _SIMPLE: dict[Any, JsonObject] = {
     Any: {},
-    object: {},
-    None: {"type": "null"},
     type(None): {"type": "null"},
     bool: {"type": "boolean"},
     int: {"type": "integer"},
     float: {"type": "number"},
     str: {"type": "string"},
-    dict: {"type": "object"},
-    list: {"type": "array"},
 }
 
 
@@ -77,11 +72,10 @@ class TypeSchemas:
         properties, required = {}, []
         for name, hint in get_type_hints(given, include_extras=True).items():
             wrapper = get_origin(hint)
-            inner = get_args(hint)[0] if wrapper in (NotRequired, Required) else hint
+            inner = get_args(hint)[0] if wrapper is NotRequired else hint
             properties[name] = self.schema(inner)
             # Annotations kept as text hide their wrappers from __required_keys__.
-            expected = wrapper is not NotRequired and name in given.__required_keys__
-            if expected or wrapper is Required:
+            if wrapper is not NotRequired and name in given.__required_keys__:
                 required.append(name)
         described: JsonObject = {"type": "object", "properties": properties, "required": required}
         return {"description": given.__doc__, **described} if given.__doc__ else described

@@ -5,6 +5,7 @@ Templates expect text content as one string, no nulls, and arguments of tool cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock_router.fields import (
     STRING,
     JsonObject,
     Kind,
+    decode_json,
     read_array,
     read_object,
     refusal,
@@ -24,6 +26,8 @@ from penstock_router.request import Message
 MAX_ROLE_CHARS = 64
 # Each takes a microsecond or more to read, while nothing else runs.
 MAX_PIECES = 16_384
+# Of a message; templates read a handful.
+MAX_KEYS = 64
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -32,13 +36,18 @@ def read_messages(name: str, value: Any) -> list[Message]:
     messages = read_array(name, value)
     if not messages:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
-    if (count := _count_pieces(messages)) > MAX_PIECES:
-        text = f"{name}: at most {MAX_PIECES} messages, parts and tool calls; given: {count}"
-        raise BadRequest(text, param=name)
+    check_size(name, messages)
     return [_message(f"{name}[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _count_pieces(messages: list[Any]) -> int:
+def check_size(name: str, messages: Sequence[Any]) -> None:
+    """Refuses more messages, parts and tool calls than `MAX_PIECES`; `messages` may be anything."""
+    if (count := _count_pieces(messages)) > MAX_PIECES:
+        text = f"{name}: at most {MAX_PIECES} messages, parts and tool calls; given: {count}"
+        raise BadRequest(text, param=name)
+
+
+def _count_pieces(messages: Sequence[Any]) -> int:
     pieces = len(messages)
     for message in messages if pieces <= MAX_PIECES else ():
         for key in ("content", "tool_calls"):
@@ -49,8 +58,10 @@ def _count_pieces(messages: list[Any]) -> int:
 
 def _message(name: str, value: Any) -> JsonObject:
     """A message as templates expect it: no nulls, text content as one string."""
+    if len(read_object(name, value)) > MAX_KEYS:
+        raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
     # Templates tell "no content" from its being missing, not from null.
-    message = {key: item for key, item in read_object(name, value).items() if item is not None}
+    message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
     if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
         raise refusal(f"{name}.role", f"a string of 1 to {MAX_ROLE_CHARS} characters", role)
@@ -94,7 +105,7 @@ def _called_function(name: str, value: Any) -> JsonObject:
     if isinstance(arguments, str):
         # On the wire they are JSON in a string; templates expect the object.
         try:
-            parsed = msgspec.json.decode(arguments or "{}")
+            parsed = decode_json(arguments or "{}")
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return function
         if isinstance(parsed, dict):
@@ -119,6 +130,7 @@ _PARTS_SCHEMA: JsonObject = {
 
 def _read_text(name: str, value: Any) -> str:
     if isinstance(value, list):
+        check_size(name, value)
         return _joined_parts(name, value)
     if not isinstance(value, str):
         raise refusal(name, "a string or an array of parts", value)

@@ -8,15 +8,13 @@ from array import array
 from collections.abc import Sequence
 from typing import TypedDict
 
-from penstock_router.apis.openai import prompts
+from penstock_router.apis.openai import COMPLETION_FIELDS, prompts
 from penstock_router.fields import (
     BOOLEAN,
-    INT32_MAX,
     POSITIVE,
     STRING,
     Field,
     JsonObject,
-    integer,
     one_of,
     read_fields,
     table,
@@ -38,10 +36,10 @@ FIELDS = table(
         Field("dimensions", POSITIVE, "Keep the first so many values; default: all."),
         Field("normalize", BOOLEAN, "Scale vectors to length 1; default: as the model has it."),
         Field("pooling", one_of("last", "mean"), "Of which tokens; default: as the model has it."),
-        Field("truncate_prompt_tokens", integer(-1, INT32_MAX), "-1: to what fits the context."),
-        Field("truncation_side", one_of("left", "right"), "Default: the tokenizer's."),
-        Field("add_special_tokens", BOOLEAN, "Default true."),
-        Field("user", STRING, "Accepted, and nothing comes of it."),
+        *(
+            COMPLETION_FIELDS[name]
+            for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens", "user")
+        ),
     ]
 )
 

@@ -6,7 +6,6 @@ depend on a model are checked where the model is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from penstock_router.apis.base import ERRORS, Api
@@ -110,11 +109,12 @@ def prompts(at_most: int, empty: str) -> Kind:
             raise refusal(name, forms, value)
         single = isinstance(value, str) or (bool(value) and _is_integer(value[0]))
         given = [value] if single else value
-        if not given or any(prompt in ("", []) for prompt in given):
-            raise BadRequest(empty, param=name)
+        # First, as there may be millions of them to look at.
         if len(given) > at_most:
             text = f"{name}: at most {at_most} prompts; given: {len(given)}"
             raise BadRequest(text, param=name)
+        if not given or any(prompt in ("", []) for prompt in given):
+            raise BadRequest(empty, param=name)
         for prompt in given:
             if isinstance(prompt, list):
                 _check_prompt_ids(name, prompt)
@@ -188,9 +188,15 @@ SAMPLING = (
     Field("top_p", number(0, 1, above_low=True), "Draw from the likeliest that add up to this."),
     Field("top_k", integer(-1, INT32_MAX), "Draw from so many; 0 and -1: from all."),
     Field("min_p", number(0, 1), "Draw from those at least so likely, relative to the likeliest."),
-    Field("repetition_penalty", number(0, FLOAT32_MAX, above_low=True), "1 is none."),
+    Field(
+        "repetition_penalty",
+        number(0, FLOAT32_MAX, above_low=True),
+        "Above 1: what occurred already is less likely; 1 is none.",
+    ),
     Field("presence_penalty", number(-2, 2), "On each token that the answer has already."),
-    Field("frequency_penalty", number(-2, 2), "The same for each time it has it."),
+    Field(
+        "frequency_penalty", number(-2, 2), "On each token, for each time that the answer has it."
+    ),
     Field("seed", INT64, "The same request with the same seed gets the same answer."),
 )
 
@@ -217,9 +223,9 @@ _COMMON = (
     ),
     Field("include_stop_str_in_output", BOOLEAN, "Show what ended the choice."),
     Field("ignore_eos", BOOLEAN, "Go on after the model's end-of-sequence tokens."),
-    Field("min_tokens", integer(0, INT32_MAX), "Nothing ends a choice before."),
+    Field("min_tokens", integer(0, INT32_MAX), "Nothing ends a choice before so many tokens."),
     Field("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text; default true."),
-    Field("spaces_between_special_tokens", BOOLEAN, "Default true."),
+    Field("spaces_between_special_tokens", BOOLEAN, "Where those are shown; default true."),
     Field("echo", BOOLEAN, "Begin with the prompt; a chat: with a last message of the assistant."),
     Field("prompt_logprobs", integer(0, MAX_LOGPROBS), "Log-probabilities of the prompt's tokens."),
     Field(
@@ -227,13 +233,21 @@ _COMMON = (
         token_ids(at_least=1, at_most=MAX_STOP_TOKEN_IDS),
         "Report these besides the best; needs logprobs.",
     ),
-    Field("truncate_prompt_tokens", integer(-1, INT32_MAX), "-1: to what fits the context."),
-    Field("truncation_side", one_of("left", "right"), "Default: the tokenizer's."),
-    Field("add_special_tokens", BOOLEAN, "Default true, in chats false."),
+    Field(
+        "truncate_prompt_tokens",
+        integer(-1, INT32_MAX),
+        "Keep so many of a prompt; -1: as many as fit.",
+    ),
+    Field(
+        "truncation_side",
+        one_of("left", "right"),
+        "Which end is cut off; default: the tokenizer's.",
+    ),
+    Field("add_special_tokens", BOOLEAN, "The tokenizer's own; default true, in chats false."),
     Field("return_token_ids", BOOLEAN, "Show ids of the prompt and of the answer."),
     Field("return_tokens_as_token_ids", BOOLEAN, "Name tokens of log-probabilities by their ids."),
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
-    Field("stream_options", _STREAM_OPTIONS, "Only in streams."),
+    Field("stream_options", _STREAM_OPTIONS, "Only in streams: whether events tell the usage."),
     Field("stream_interval", POSITIVE, "Tokens that each event of a stream carries at least."),
     # Lower runs first, and who speaks HTTP may only stand back: else anybody could put all others
     # down.
@@ -278,7 +292,11 @@ COMPLETION_FIELDS = table(
         *_COMMON,
         Field("max_tokens", integer(0, INT32_MAX), "Default 16; 0 with echo: scores only."),
         Field("best_of", integer(1, MAX_CHOICES), "Generate so many, show the n likeliest."),
-        Field("logprobs", integer(0, MAX_LOGPROBS), "Of each token, and of so many of the best."),
+        Field(
+            "logprobs",
+            integer(0, MAX_LOGPROBS),
+            "Show those of each token, and of so many of the best.",
+        ),
         not_served("suffix", STRING, ""),
         not_served("prompt_embeds", ANYTHING),
         # Of the other route, and would change the answer: to ignore them would be a lie.
@@ -293,15 +311,21 @@ CHAT_FIELDS = table(
         Field("messages", MESSAGES, "The chat so far; text only.", required=True),
         *_COMMON,
         Field("max_tokens", POSITIVE, "Default: up to the end of the context."),
-        Field("max_completion_tokens", POSITIVE, "The same, and goes before it."),
-        Field("logprobs", BOOLEAN, "Of each token."),
-        Field("top_logprobs", integer(0, MAX_LOGPROBS), "And of so many of the best."),
+        Field("max_completion_tokens", POSITIVE, "As max_tokens, and goes before it."),
+        Field("logprobs", BOOLEAN, "Show the log-probability of each token."),
+        Field(
+            "top_logprobs",
+            integer(0, MAX_LOGPROBS),
+            "Of so many of the best beside each token; needs logprobs.",
+        ),
         Field("add_generation_prompt", BOOLEAN, "Let the template begin the answer; default true."),
         Field("continue_final_message", BOOLEAN, "Go on with the last message."),
         Field("chat_template", STRING, "Only where the operator trusts those of requests."),
         Field("chat_template_kwargs", OBJECT, "More variables of the template."),
-        Field("documents", array_of(OBJECT, at_most=1000, unit="documents"), "For the template."),
-        Field("reasoning_effort", STRING, "For the template."),
+        Field(
+            "documents", array_of(OBJECT, at_most=1000, unit="documents"), "Handed to the template."
+        ),
+        Field("reasoning_effort", STRING, "Handed to the template."),
         Field("include_reasoning", BOOLEAN, "Accepted: nothing is taken out of the text."),
         not_served("best_of", integer(1, MAX_CHOICES), 1),
         not_served("tools", ARRAY),
@@ -355,21 +379,7 @@ def parse_chat(body: JsonObject) -> ChatRequest:
     values["logprobs"] = _chat_logprobs(values)
     common = common_options(values)
     common.setdefault("add_special_tokens", False)
-    request = ChatRequest(
-        messages=values["messages"],
-        add_generation_prompt=values.get(
-            "add_generation_prompt", not values.get("continue_final_message", False)
-        ),
-        continue_final_message=values.get("continue_final_message", False),
-        documents=_documents(values),
-        chat_template=values.get("chat_template"),
-        template_kwargs=template_kwargs(values),
-        **common,
-    )
-    if request.continue_final_message and request.add_generation_prompt:
-        text = "continue_final_message: not together with add_generation_prompt"
-        raise BadRequest(text, param="continue_final_message")
-    return request
+    return ChatRequest(messages=values["messages"], **template_options(values), **common)
 
 
 def common_options(values: JsonObject) -> JsonObject:
@@ -403,8 +413,20 @@ def _chat_logprobs(values: JsonObject) -> int | None:
     return None
 
 
-def _documents(values: Mapping[str, Any]) -> list[JsonObject] | None:
-    return list(values["documents"]) if values.get("documents") else None
+def template_options(values: JsonObject) -> JsonObject:
+    """What a chat's prompt depends on besides its messages, as `ChatRequest` takes it."""
+    continues = values.get("continue_final_message", False)
+    begins = values.get("add_generation_prompt", not continues)
+    if continues and begins:
+        text = "continue_final_message: not together with add_generation_prompt"
+        raise BadRequest(text, param="continue_final_message")
+    return {
+        "add_generation_prompt": begins,
+        "continue_final_message": continues,
+        "documents": list(values["documents"]) if values.get("documents") else None,
+        "chat_template": values.get("chat_template"),
+        "template_kwargs": _template_kwargs(values),
+    }
 
 
 # Set by the router itself; a template must not see a request's idea of them.
@@ -413,7 +435,7 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
-def template_kwargs(values: Mapping[str, Any]) -> JsonObject:
+def _template_kwargs(values: JsonObject) -> JsonObject:
     """What a request adds to the variables of its template."""
     kwargs: JsonObject = dict(values.get("chat_template_kwargs", {}))
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())

@@ -17,7 +17,7 @@ from penstock_router.apis.openai import (
     OF_CHATS,
     SAMPLING,
     common_options,
-    template_kwargs,
+    template_options,
 )
 from penstock_router.apis.responses_answers import ResponseAnswer, ResponseEvent, ResponseShape
 from penstock_router.apis.responses_request import (
@@ -229,8 +229,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
     }
     request = ResponsesRequest(
         messages=messages_of(values.get("instructions"), values["input"]),
-        chat_template=values.get("chat_template"),
-        template_kwargs=template_kwargs(values),
+        **template_options(values),
         items=values["input"],
         repeated=_repeated(values),
         add_special_tokens=False,

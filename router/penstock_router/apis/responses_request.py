@@ -11,6 +11,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
+from penstock_router.apis.chat_messages import check_size
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     STRING,
@@ -100,8 +101,9 @@ class ResponsesRequest(ChatRequest):
     repeated: Repeated
 
     def after(self, earlier: list[Item]) -> ResponsesRequest:
-        """The same request behind what was said before."""
+        """The same request behind what was said before. Raises `BadRequest` for too much."""
         items = [*earlier, *self.items]
+        check_size("previous_response_id", items)
         messages = messages_of(self.repeated["instructions"], items)
         return dataclasses.replace(self, items=items, messages=messages)
 
@@ -128,6 +130,7 @@ def read_input(name: str, value: Any) -> list[Item]:
         return [_message(f"{stem}_0", "user", _parts(name, "user", value))]
     if not isinstance(value, list):
         raise refusal(name, "a string or an array of items", value)
+    check_size(name, value)
     items = [
         _item(f"{name}[{index}]", f"{stem}_{index}", item)
         for index, item in enumerate(value)

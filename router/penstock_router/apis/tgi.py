@@ -187,7 +187,11 @@ INPUTS = _worded(STRING, string(1), "`inputs` cannot be empty")
 FIELDS = table(
     [
         Field("inputs", INPUTS, "The text to go on after.", required=True),
-        Field("parameters", Kind(_read_parameters, body_schema(PARAMETERS)), "How."),
+        Field(
+            "parameters",
+            Kind(_read_parameters, body_schema(PARAMETERS)),
+            "How to generate, and what to show.",
+        ),
     ]
 )
 COMPAT_FIELDS = table(

@@ -35,7 +35,7 @@ _encode = msgspec.json.encode
 # ---- Errors ------------------------------------------------------------------------------------
 
 
-class ErrorAnswer(TypedDict):
+class GenerateError(TypedDict):
     """What went wrong; clients choose their exception by `error_type`."""
 
     error: str
@@ -69,7 +69,7 @@ def error_answer(error: ApiError) -> JsonObject:
         text = f"Model is overloaded: {text}"
     elif isinstance(error, GenerationFailed):
         text = f"Request failed during generation: {text}"
-    shown: ErrorAnswer = {"error": text, "error_type": error_type}
+    shown: GenerateError = {"error": text, "error_type": error_type}
     return {**shown}
 
 
@@ -96,7 +96,7 @@ def _refusal_text(error: BadRequest) -> str:
     )
 
 
-ERRORS = ErrorForm(error_answer, ErrorAnswer, error_status)
+ERRORS = ErrorForm(error_answer, GenerateError, error_status)
 
 
 # ---- What is to be shown -----------------------------------------------------------------------

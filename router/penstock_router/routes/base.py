@@ -20,7 +20,7 @@ from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge
-from penstock_router.fields import JsonObject, Table, decode_object
+from penstock_router.fields import JsonObject, Table, decode_object, short
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
 from penstock_router.response_store import ResponseStore
@@ -127,7 +127,7 @@ async def read_object(request: web.Request) -> JsonObject:
     """The request's JSON object."""
     given = request.headers.get("Content-Type")
     if given is not None and not _is_json(request.content_type):
-        raise BadRequest(f"Content-Type must be application/json, not {given[:100]}")
+        raise BadRequest(f"Content-Type must be application/json, not {short(given)}")
     try:
         body = await request.read()
     except web.HTTPRequestEntityTooLarge:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import msgspec
 from aiohttp import web
@@ -14,7 +15,7 @@ from penstock_router.fields import JsonObject
 from penstock_router.job import completion_prompts
 from penstock_router.models import ServedModel
 from penstock_router.request import CompletionRequest
-from penstock_router.routes.base import REQUEST_ID, ROUTER, read_object
+from penstock_router.routes.base import REQUEST_ID, ROUTER, Router, read_object
 
 # What a number of a vector takes in an answer, at most.
 _FLOAT_BYTES = 24
@@ -32,8 +33,14 @@ async def embed_object(request: web.Request, given: JsonObject) -> web.Response:
     with router.admission.places(len(asked.prompts), "input") as limit:
         async with limit.scope():
             model = await router.models.get(asked.model)
-            _check_served(model, asked, values, router.config.max_answer_bytes)
+            _check_served(router, model, asked, values)
+            if asked.truncate_prompt_tokens == -1:
+                # Nothing follows: the whole context is the input's.
+                limit_tokens = model.info.max_model_len
+                asked = dataclasses.replace(asked, truncate_prompt_tokens=limit_tokens)
             prompts = await completion_prompts(asked, model, router.models, "input")
+            if not all(prompt.token_ids for prompt in prompts):
+                raise BadRequest("input: one of the inputs has no tokens", param="input")
             vectors = await router.fleet.embed(
                 EmbeddingRequest(
                     inputs=[prompt.token_ids for prompt in prompts],
@@ -60,9 +67,13 @@ async def embed_object(request: web.Request, given: JsonObject) -> web.Response:
 
 
 def _check_served(
-    model: ServedModel, asked: CompletionRequest, values: JsonObject, max_answer_bytes: int
+    router: Router, model: ServedModel, asked: CompletionRequest, values: JsonObject
 ) -> None:
-    defaults = model.info.embedding
+    # Any of the model's shards will do: not each of them need make embeddings.
+    infos = (shard.info for shard in router.fleet.shards if shard.ready and shard.info is not None)
+    served = [info.embedding for info in infos if info.model == model.info.model]
+    defaults = next((embedding for embedding in served if embedding is not None), None)
+    max_answer_bytes = router.config.max_answer_bytes
     if defaults is None:
         raise BadRequest(
             f"the model {model.info.model} makes no embeddings; a shard started with --embeddings "

@@ -7,6 +7,7 @@ from typing import TypedDict
 from aiohttp import web
 
 from penstock_client.types import ShardInfo
+from penstock_router.apis import openai, tgi
 from penstock_router.errors import NotFound, Unavailable
 from penstock_router.metrics import CONTENT_TYPE
 from penstock_router.routes.base import ROUTER, VERSION, json_response
@@ -50,6 +51,25 @@ class LoadAnswer(TypedDict):
     server_load: int
 
 
+class InfoAnswer(TypedDict):
+    """The model and the bounds of requests. With several workers they are one worker's."""
+
+    model_id: str
+    model_sha: str | None
+    model_pipeline_tag: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: None
+    docker_label: None
+
+
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models"""
     models = request.app[ROUTER].models
@@ -85,6 +105,30 @@ def _card(name: str, info: ShardInfo, created: int) -> ModelCard:
         "max_model_len": info.max_model_len,
         "permission": [],
     }
+
+
+async def show_info(request: web.Request) -> web.Response:
+    """GET /info, as text-generation-inference has it."""
+    router = request.app[ROUTER]
+    info, config = router.models.info(""), router.config
+    answer: InfoAnswer = {
+        "model_id": info.model,
+        "model_sha": info.revision or None,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": config.max_concurrent_requests,
+        "max_best_of": min(tgi.MAX_BEST_OF, config.max_concurrent_requests),
+        "max_stop_sequences": tgi.MAX_STOPS,
+        # One token has to follow.
+        "max_input_tokens": info.max_model_len - 1,
+        "max_total_tokens": info.max_model_len,
+        "validation_workers": config.tokenizer_threads,
+        "max_client_batch_size": openai.MAX_PROMPTS,
+        "router": "penstock",
+        "version": VERSION,
+        "sha": None,
+        "docker_label": None,
+    }
+    return json_response(answer)
 
 
 async def health(request: web.Request) -> web.Response:

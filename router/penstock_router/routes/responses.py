@@ -35,7 +35,7 @@ from penstock_router.apis.responses_answers import (
 from penstock_router.apis.responses_request import Item, ResponsesRequest
 from penstock_router.errors import BadRequest, NotFound, Unavailable, noted
 from penstock_router.fields import STRING, Field, integer, one_of, short, table
-from penstock_router.generation import Generation
+from penstock_router.generation import Generation, bounded
 from penstock_router.response_store import (
     UNFINISHED,
     ResponseTooLarge,
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 # How long a cancellation waits for the worker that makes the response, and how often it looks.
 _CANCEL_WAIT_S = 5.0
-_LOOK_EVERY_S = 0.05
+_CANCEL_POLL_S = 0.05
 
 _PAGE_ITEMS = 20
 _LIMIT = integer(1, 100)
@@ -120,7 +120,8 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
     router = call.request.app[ROUTER]
     async with AsyncExitStack() as scope:
         limit = scope.enter_context(router.admission.places(*call.asked.places))
-        job = await prepared(call, call.asked, limit)
+        # As for a stream: what was said is there also when it ends early.
+        job = await prepared(call, dataclasses.replace(call.asked, stream=True), limit)
         generation = await scope.enter_async_context(Generation(job, router.fleet, router.metrics))
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
@@ -129,17 +130,19 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
         begun = json_response(shape.answer)
         router.background.start(
             call.response_id,
-            _make(generation, shape, limit),
+            _make(generation, shape, limit, router.config.max_answer_bytes),
             scope.pop_all(),
             functools.partial(_keep_end, call, shape),
         )
     return begun
 
 
-async def _make(generation: Generation, shape: ResponseShape, limit: TimeLimit) -> None:
+async def _make(
+    generation: Generation, shape: ResponseShape, limit: TimeLimit, max_bytes: int
+) -> None:
     try:
         async with limit.scope():
-            async for delta in generation:
+            async for delta in bounded(generation, max_bytes):
                 shape.take(delta)
     except asyncio.CancelledError:
         generation.abandon(None)
@@ -161,7 +164,11 @@ async def _keep_end(
         await _put(call, shape)
     except ResponseTooLarge as error:
         shape.fail(BadRequest(str(error)), show_output=False)
-        await _put(call, shape)
+        try:
+            await _put(call, shape)
+        except ResponseTooLarge:
+            # By its error alone: better unknown than in progress for ever.
+            await call.request.app[ROUTER].responses.delete(call.response_id)
 
 
 # ---- what is stored ----------------------------------------------------------------------------
@@ -200,7 +207,7 @@ async def cancel(request: web.Request) -> web.Response:
     router.background.cancel(response_id)
     until_s = time.monotonic() + _CANCEL_WAIT_S
     while shown["status"] in UNFINISHED and time.monotonic() < until_s:
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_CANCEL_POLL_S)
         shown = _shown(await _get(request))
     return json_response(shown)
 

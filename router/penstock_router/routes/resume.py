@@ -161,7 +161,7 @@ async def _put_events(
             live.put(Event(frame, here()))
         opening = []
         progress.add(delta)
-        chunk = shape.chunk(delta)
+        chunk = await sse.frame_of(shape, delta)
         if chunk is not None:
             live.put(Event(chunk, here()))
     for frame in shape.closing():

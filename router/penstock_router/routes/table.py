@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_router.apis import embeddings, messages, tgi, tgi_answers
+from penstock_router.apis import embeddings, messages, tgi, tgi_answers, tokens
 from penstock_router.apis.base import Api
 from penstock_router.apis.openai import CHATS, COMPLETIONS
 from penstock_router.apis.responses import RESPONSES
 from penstock_router.apis.responses_answers import DeletedAnswer, ItemList, ResponseAnswer
-from penstock_router.routes import docs, generate, info, invocations, responses, resume, text
-from penstock_router.routes import tgi as tgi_routes
+from penstock_router.routes import docs, generate, info, invocations, responses, resume
+from penstock_router.routes import tokens as token_routes
 from penstock_router.routes.base import Route
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Detour, generates
@@ -46,7 +46,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/v1/messages/count_tokens",
-        handler=text.count_message_tokens,
+        handler=token_routes.count_message_tokens,
         summary="How many tokens the prompt of such a chat has.",
         fields=messages.COUNT_FIELDS,
         answer=messages.TokenCount,
@@ -91,19 +91,19 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="GET",
         path="/info",
-        handler=tgi_routes.show_info,
+        handler=info.show_info,
         summary="The model and the bounds of requests, as text-generation-inference has them.",
-        answer=tgi_routes.InfoAnswer,
+        answer=info.InfoAnswer,
         errors=tgi_answers.ERRORS,
         is_open=True,
     ),
     Route(
         method="POST",
         path="/chat_tokenize",
-        handler=tgi_routes.chat_tokenize,
+        handler=token_routes.chat_tokenize,
         summary="The prompt of a chat and its tokens.",
-        fields=text.CHAT_TO_TOKENIZE_FIELDS,
-        answer=tgi_routes.ChatTokens,
+        fields=tokens.CHAT_TOKENIZE_FIELDS,
+        answer=tokens.ChatTokens,
         errors=tgi_answers.ERRORS,
     ),
     Route(
@@ -135,27 +135,27 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/tokenize",
-        handler=text.tokenize,
+        handler=token_routes.tokenize,
         summary="The token ids of a prompt or a chat.",
-        fields=text.TOKENIZE_FIELDS,
+        fields=tokens.TOKENIZE_FIELDS,
         needs_one_of=("prompt", "messages", "inputs"),
-        answer=text.TokenizeAnswer,
+        answer=tokens.TokenizeAnswer,
         other_errors=(tgi_answers.ERRORS,),
     ),
     Route(
         method="POST",
         path="/detokenize",
-        handler=text.detokenize,
+        handler=token_routes.detokenize,
         summary="The text of token ids.",
-        fields=text.DETOKENIZE_FIELDS,
-        answer=text.DetokenizeAnswer,
+        fields=tokens.DETOKENIZE_FIELDS,
+        answer=tokens.DetokenizeAnswer,
     ),
     Route(
         method="GET",
         path="/tokenizer_info",
-        handler=text.tokenizer_info,
+        handler=token_routes.tokenizer_info,
         summary="The tokenizer's configuration and its chat template.",
-        query=text.TOKENIZER_INFO_QUERY,
+        query=tokens.TOKENIZER_INFO_QUERY,
         answer=dict[str, Any],
     ),
     Route(

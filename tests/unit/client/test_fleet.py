@@ -57,6 +57,8 @@ async def test_a_model_that_no_ready_shard_serves_is_named_with_those_that_are(
         assert shard.serves("alias")
         with pytest.raises(NoShardAvailable, match="tokenizer"):
             fleet.submit(GenerationRequest([1], tokenizer_hash="two"))
+        with pytest.raises(NoShardAvailable, match="'alias' with that tokenizer"):
+            await fleet.tokenizer_files("alias", "two")
         with pytest.raises(InvalidRequest, match="'other' is not served; served: served"):
             fleet.submit(GenerationRequest([1], model="other"))
 

@@ -255,7 +255,7 @@ class FakeFleet:
                 return shard.info
         raise NoShardAvailable("no shard is ready")
 
-    async def tokenizer_files(self, model: str = "") -> dict[str, bytes]:
+    async def tokenizer_files(self, model: str = "", tokenizer_hash: str = "") -> dict[str, bytes]:
         return dict(self.files)
 
     def add(self, address: str) -> None:
@@ -281,7 +281,8 @@ class FakeFleet:
         """Vectors that depend on the ids and the pooling."""
         if self.refusal is not None and len(self.embedded) >= self.accepts:
             raise self.refusal
-        defaults = self.info(request.model).embedding
+        infos = (shard.info for shard in self.shards if shard.ready and shard.info is not None)
+        defaults = next((info.embedding for info in infos if info.embedding is not None), None)
         if defaults is None:
             raise NotServed("embed: no shard serves embeddings", field="embed")
         self.embedded.append(request)

@@ -121,3 +121,24 @@ async def test_a_model_without_sensible_embeddings_says_so(byte_level: Tokenizer
         refused = await embed(router)
         assert (refused.status, refused.error["param"]) == (400, "model")
         assert "--embeddings" in refused.error["message"]
+
+
+async def test_any_shard_of_the_model_may_be_the_one_that_makes_embeddings(
+    fleet: FakeFleet,
+) -> None:
+    fleet.shards.insert(0, FakeShard(replace(INFO, embedding=None), address="fake:2"))
+    async with memory_router(fleet) as router:
+        assert (await embed(router)).status == 200
+
+
+async def test_an_input_may_be_cut_to_the_whole_context(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    await embed(router, "the fox " * 5000, truncate_prompt_tokens=-1)
+    assert [len(ids) for ids in fleet.embedded[0].inputs] == [INFO.max_model_len]
+
+
+async def test_an_input_of_no_tokens_is_refused_by_its_field(router: MemoryRouter) -> None:
+    refused = await embed(router, "Hello", truncate_prompt_tokens=0)
+    assert (refused.status, refused.error["param"]) == (400, "input")
+    assert "has no tokens" in refused.error["message"]

@@ -12,11 +12,11 @@ from router_doubles import INFO, FakeFleet, FakeShard, model_files
 from tokenizers import Tokenizer
 
 from penstock_client.errors import NoShardAvailable, ShardFailed
-from penstock_client.types import FinishReason, Output
+from penstock_client.types import FinishReason, GenerationRequest, Output, SamplingParams
 from penstock_router.apis.openai import parse_completion
 from penstock_router.config import RouterConfig
 from penstock_router.errors import NotFound, Unavailable
-from penstock_router.generation import Generation, collect
+from penstock_router.generation import Generation, _num_ids, collect
 from penstock_router.job import Job, _is_small, choice_seed, prepare
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
@@ -122,7 +122,7 @@ async def test_loading_that_failed_is_tried_again(
 ) -> None:
     calls = 0
 
-    async def gone(model: str) -> dict[str, bytes]:
+    async def gone(model: str, tokenizer_hash: str) -> dict[str, bytes]:
         nonlocal calls
         calls += 1
         raise NoShardAvailable("gone")
@@ -144,7 +144,7 @@ async def test_one_bad_model_does_not_keep_the_others_from_being_ready(
     good, bad = model_files(byte_level), model_files(byte_level)
     bad["tokenizer_config.json"] = b'{"chat_template": [{"name": "default"}]}'
 
-    async def files(model: str) -> dict[str, bytes]:
+    async def files(model: str, tokenizer_hash: str) -> dict[str, bytes]:
         return bad if model == "bad" else good
 
     fleet.tokenizer_files = files  # type: ignore[method-assign, assignment]
@@ -283,3 +283,27 @@ async def test_models_are_found_by_name_and_alias_over_all_shards(
     assert models.info("").model == "fake-model"
     with pytest.raises(NotFound, match="third"):
         models.info("third")
+
+
+async def test_a_model_has_the_tokenizer_that_its_shard_has(
+    fleet: FakeFleet, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def files(model: str, tokenizer_hash: str) -> dict[str, bytes]:
+        asked.append((model, tokenizer_hash))
+        return dict(fleet.files)
+
+    monkeypatch.setattr(fleet, "tokenizer_files", files)
+    await models.get("")
+    assert asked == [(INFO.model, INFO.tokenizer_hash)]
+
+
+def test_all_ids_that_a_submission_copies_count_for_a_turn_of_the_loop() -> None:
+    sampling = SamplingParams(
+        allowed_token_ids=(1,) * 5, bad_words=((1, 2), (3,)), logit_bias={1: 1.0}
+    )
+    request = GenerationRequest(
+        [1] * 100, sampling=sampling, stop_token_ids=[1] * 7, logprob_token_ids=[1] * 11
+    )
+    assert _num_ids(request) == 100 + 5 + 3 + 10 + 7 + 11

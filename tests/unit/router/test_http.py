@@ -41,6 +41,7 @@ from penstock_client.errors import (
     Unauthenticated,
 )
 from penstock_client.types import GenerationRequest
+from penstock_router.apis.logprobs import CompletionLogprobs
 from penstock_router.routes.base import ROUTER
 from penstock_router.tokenizer import Tokenizer as RouterTokenizer
 
@@ -1122,3 +1123,75 @@ async def test_a_context_that_is_exceeded_has_the_code_that_clients_look_for(
     for refused in (await router.complete([5] * 600), await router.complete(max_tokens=600)):
         assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
         assert refused.error["message"].startswith("This model's maximum context length is")
+
+
+async def test_a_content_type_that_is_no_text_is_a_400(router: MemoryRouter) -> None:
+    connection = router.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/\xff\r\n"
+    connection.send_raw(head + b"Content-Length: 2\r\n\r\n{}")
+    refused = await connection.read_answer()
+    connection.close()
+    assert refused.status == 400
+    assert "Content-Type must be application/json" in refused.error["message"]
+
+
+async def test_ids_beyond_the_context_are_counted_before_they_are_looked_at(
+    router: MemoryRouter,
+) -> None:
+    refused = await router.complete([INFO.vocab_size] * (INFO.max_model_len + 1))
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_token_ids", [INFO.vocab_size]),
+        ("allowed_token_ids", [INFO.vocab_size]),
+        ("allowed_token_ids", [1] * (INFO.vocab_size + 1)),
+        ("logit_bias", {str(INFO.vocab_size): 1}),
+    ],
+)
+async def test_ids_out_of_the_vocabulary_are_refused_before_any_work(
+    router: MemoryRouter, fleet: FakeFleet, field: str, value: object
+) -> None:
+    refused = await router.complete(n=4, **{field: value})
+    assert (refused.status, refused.error["param"]) == (400, field)
+    assert not fleet.requests
+
+
+async def test_many_logprobs_of_a_stream_are_shown_off_the_loop(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    add_prompt = CompletionLogprobs.add_prompt
+
+    def noted(self: CompletionLogprobs, *args: Any) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        add_prompt(self, *args)
+
+    monkeypatch.setattr(CompletionLogprobs, "add_prompt", noted)
+    for count in (10, 100):
+        fields = {"echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
+        assert (await router.complete([5] * count, **fields)).status == 200
+    assert threads == [True, False]
+
+
+async def test_a_name_that_two_models_claim_is_the_one_s_whose_own_it_is(
+    byte_level: Tokenizer,
+) -> None:
+    shards = [
+        FakeShard(replace(INFO, model="b", model_aliases=("a", "small")), address="fake:1"),
+        FakeShard(replace(INFO, model="a", model_aliases=("small", "b")), address="fake:2"),
+    ]
+    fleet = FakeFleet(model_files(byte_level), shards=shards)
+    async with memory_router(fleet, model_aliases=(("b", "a"), ("x", "a"))) as router:
+        cards = (await router.get("/v1/models")).json()["data"]
+        assert sorted((card["id"], card["root"]) for card in cards) == [
+            ("a", "a"),
+            ("b", "b"),
+            ("small", "b"),
+            ("x", "a"),
+        ]
+        for card in cards:
+            answer = await router.complete(model=card["id"], max_tokens=1)
+            assert answer.json()["model"] == card["root"]

@@ -11,6 +11,7 @@ from router_doubles import FakeFleet, MemoryRouter, id_of, memory_router, model_
 from tokenizers import Tokenizer
 
 from penstock_client.errors import ShardFailed
+from penstock_router.apis.chat_messages import MAX_PIECES
 
 CHAT = [{"role": "user", "content": "Hello world"}]
 
@@ -190,3 +191,10 @@ async def test_a_client_that_names_its_request_finds_the_name_in_the_answer(
     answer = await unicode_router.post("/v1/messages", body, **{"X-Request-Id": "mine"})
     assert answer.json()["id"] == "msg_mine"
     assert answer.headers["x-request-id"] == "mine"
+
+
+async def test_a_system_text_has_a_bounded_number_of_blocks(router: MemoryRouter) -> None:
+    block = {"type": "text", "text": ""}
+    refused = await ask(router, system=[block] * (MAX_PIECES + 1))
+    assert refused.status == 400
+    assert f"system: at most {MAX_PIECES} messages" in refused.json()["error"]["message"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from typing import Any, NoReturn
 
 import pytest
 from router_doubles import random_text
@@ -15,7 +16,7 @@ from penstock_router.apis.openai import (
     parse_completion,
 )
 from penstock_router.errors import BadRequest
-from penstock_router.fields import decode_object
+from penstock_router.fields import decode_object, read_fields
 from penstock_router.request import ChatRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -334,3 +335,79 @@ def test_over_http_nobody_gets_in_front_of_others() -> None:
     assert parse_completion({"prompt": "x", "priority": 3}).priority == 3
     with pytest.raises(BadRequest, match="priority"):
         parse_completion({"prompt": "x", "priority": -1})
+
+
+def test_a_body_is_read_without_collecting_what_it_is_built_of() -> None:
+    collected: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(phase)
+
+    body = b'{"a": [' + b"[]," * 200_000 + b"[]]}"
+    gc.callbacks.append(note)
+    try:
+        given = decode_object(body)
+        assert not collected
+        # Whoever is refused leaves it as it was.
+        with pytest.raises(BadRequest):
+            decode_object(b"[")
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+    assert len(given["a"]) == 200_001
+
+
+def test_names_that_mean_nothing_are_not_gone_through() -> None:
+    class Body(dict[str, Any]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("went through all names")
+
+        items = keys = __iter__
+
+    values = read_fields(COMPLETION_FIELDS, Body(prompt="a", nothing=1))
+    assert values == {"prompt": ("a",)}
+
+
+def test_too_many_prompts_are_refused_before_any_of_them_is_looked_at() -> None:
+    class Prompt:
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("was looked at")
+
+    with pytest.raises(BadRequest, match="at most 1024 prompts; given: 1025"):
+        COMPLETION_FIELDS["prompt"].kind.read("prompt", [Prompt()] * 1025)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([1, "2"], "must be an integer; given: '2'"),
+        ([1, True], "must be an integer; given: True"),
+        ([1.0, 1.5], "must be an integer; given: 1.5"),
+        ([1.0, None], "must be an integer; given: null"),
+        ([1, -1], "at least 0"),
+        ([1, 2.0**40], "at most 4294967295"),
+    ],
+)
+def test_the_one_that_is_no_id_is_named(value: list[Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        parse_completion({"prompt": "x", "stop_token_ids": value})
+
+
+def test_ids_may_be_written_as_whole_floats() -> None:
+    assert parse_completion({"prompt": "x", "stop_token_ids": [1.0, 2]}).stop_token_ids == (1, 2)
+
+
+def test_what_is_nested_deeper_than_it_can_be_shown_is_refused_like_anything_else() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    messages = [{"role": "user", "content": [{"type": deep}]}]
+    with pytest.raises(BadRequest, match="parts of type an array are not served"):
+        parse_chat({"messages": messages})
+
+
+def test_a_message_has_a_bounded_number_of_keys() -> None:
+    most = {"role": "user", "content": "x", **{f"key{index}": 1 for index in range(62)}}
+    assert parse_chat({"messages": [most]}).messages == [most]
+    with pytest.raises(BadRequest, match=r"messages\[0\]: at most 64 keys; given: 65"):
+        parse_chat({"messages": [{**most, "more": 1}]})

@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 
 from penstock_client.errors import NoShardAvailable, RequestRefused, ShardFailed
 from penstock_client.types import GenerationRequest
-from penstock_router.response_store import ResponseStore, StoreUnavailable
+from penstock_router.apis import chat_messages
+from penstock_router.response_store import ResponseStore, ResponseTooLarge, StoreUnavailable
 from penstock_router.routes.base import ROUTER
 
 LOGPROBS = "message.output_text.logprobs"
@@ -667,6 +668,8 @@ async def test_a_background_response_that_is_cancelled_stops_and_stays_so(
     await asyncio.sleep(0.1)
     cancelled = await cancel(router, begun["id"])
     assert (cancelled.status, cancelled.json()["status"]) == (200, "cancelled")
+    # What was said so far stays.
+    assert text_of(cancelled.json())
     assert fleet.cancelled == ["r1"]
     again = await cancel(router, begun["id"])
     assert (again.status, again.json()) == (200, cancelled.json())
@@ -709,6 +712,19 @@ async def test_a_background_response_that_fails_says_why(
     assert final["status"] == "failed"
     assert final["error"]["code"] == "server_error"
     assert "shard failed" in final["error"]["message"]
+    assert text_of(final)
+
+
+async def test_log_probabilities_beyond_the_bound_end_a_background_response(
+    fleet: FakeFleet,
+) -> None:
+    fields: dict[str, Any] = {"include": [LOGPROBS], "top_logprobs": 20, "background": True}
+    async with memory_router(fleet, max_answer_bytes=64 * 21 * 5) as router:
+        final = await ended(router, (await answered(router, **fields))["id"])
+        assert final["status"] == "incomplete"
+        begun = await answered(router, max_output_tokens=6, **fields)
+        final = await ended(router, begun["id"])
+        assert (final["status"], final["error"]["code"]) == ("failed", "invalid_prompt")
 
 
 async def test_what_is_wrong_with_a_background_request_is_a_status(
@@ -730,7 +746,7 @@ async def test_what_is_wrong_with_a_background_request_is_a_status(
 async def test_an_end_that_the_store_does_not_take_is_offered_again(
     router: MemoryRouter, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_router.background._TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr("penstock_router.background._STORE_RETRY_S", 0.01)
     fleet.step_s = 0.02
     begun = await answered(router, background=True)
     with monkeypatch.context() as broken:
@@ -824,3 +840,43 @@ async def test_what_a_dead_worker_was_making_has_failed(
     assert "ended before" in final["error"]["message"]
     assert (await cancel(router, begun["id"])).status == 400
     await router.request("DELETE", f"/v1/responses/{begun['id']}")
+
+
+async def test_a_conversation_has_a_bounded_number_of_pieces(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_messages, "MAX_PIECES", 8)
+    part, turn = {"type": "text", "text": ""}, {"role": "user", "content": ""}
+    refused_inputs: list[Any] = [
+        [turn] * 9,
+        [{"role": "user", "content": [part] * 8}],
+        [{"type": "reasoning"}] * 9,
+    ]
+    for given in refused_inputs:
+        refused = await ask(router, given)
+        assert (refused.status, refused.error["param"]) == (400, "input")
+        assert "at most 8 messages, parts" in refused.error["message"]
+    first = await answered(router, [turn] * 3)
+    refused = await ask(router, previous_response_id=first["id"])
+    assert (refused.status, refused.error["param"]) == (400, "previous_response_id")
+
+
+async def test_a_background_response_whose_failure_cannot_be_stored_is_not_kept(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puts = 0
+    put = ResponseStore.put
+
+    async def full(self: ResponseStore, *args: Any, **kwargs: Any) -> None:
+        nonlocal puts
+        puts += 1
+        if puts > 1:
+            raise ResponseTooLarge("too large")
+        await put(self, *args, **kwargs)
+
+    monkeypatch.setattr(ResponseStore, "put", full)
+    async with memory_router(fleet) as router:
+        begun = await answered(router, background=True)
+        await until_idle(router)
+        assert (await router.get(f"/v1/responses/{begun['id']}")).status == 404
+        assert puts == 3

@@ -356,3 +356,11 @@ async def test_an_answer_that_finds_no_room_is_429_and_holds_no_place() -> None:
         assert (answer.status, answer.headers["retry-after"]) == (429, "1")
         await running
         assert (await _all_events(router, BODY))[-1][1] == "[DONE]"
+
+
+def test_a_body_that_is_nested_too_deeply_for_a_digest_is_refused() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        body_digest({"a": deep})

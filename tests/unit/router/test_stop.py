@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.stop import StopMatcher
+from penstock_router.stop import StopMatcher, _fallback_table
 
 
 def run(
@@ -145,3 +145,7 @@ def test_what_is_held_back_always_begins_a_stop() -> None:
             held = fed[len(shown) :]
             longest = max(n for n in range(len(stop)) if n == 0 or fed.endswith(stop[:n]))
             assert held == fed[len(fed) - longest :]
+
+
+def test_choices_with_the_same_stop_string_share_its_table() -> None:
+    assert _fallback_table("abab") is _fallback_table("abab")

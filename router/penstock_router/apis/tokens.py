@@ -1,0 +1,122 @@
+"""/tokenize, /detokenize and their like: bodies -> what is asked, and the JSON of the answers.
+
+Two forms of each, vLLM's and text-generation-inference's, told apart by their fields. Knows no
+tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from penstock_router.apis.chat_messages import MESSAGES
+from penstock_router.apis.openai import CHAT_FIELDS, template_options
+from penstock_router.apis.tgi import INPUTS
+from penstock_router.fields import (
+    BOOLEAN,
+    OBJECT,
+    STRING,
+    Field,
+    JsonObject,
+    string,
+    table,
+    token_ids,
+)
+from penstock_router.request import ChatRequest
+
+# More ids than any context has, and as many as a thread decodes in a second or so.
+_MAX_IDS = 4_000_000
+# A text takes a hundred times its length while it is tokenized.
+MAX_CHARS = 4_000_000
+
+_MODEL = Field("model", STRING, "One of /v1/models; the served one where there is only one.")
+_MESSAGES_HELP = "A chat, rendered by the model's template first."
+# What a chat's prompt depends on, with the same meaning and the same refusals as in chats.
+_CHAT = (
+    Field("add_special_tokens", BOOLEAN, "The tokenizer's own; default true, for messages false."),
+    *(
+        CHAT_FIELDS[name]
+        for name in (
+            *("add_generation_prompt", "continue_final_message", "chat_template"),
+            *("chat_template_kwargs", "documents", "reasoning_effort", "tools"),
+        )
+    ),
+)
+
+TOKENIZE_FIELDS = table(
+    [
+        _MODEL,
+        Field("prompt", string(1, MAX_CHARS), "A text: this, messages or inputs."),
+        Field("inputs", INPUTS, "A text, as text-generation-inference has it."),
+        Field("parameters", OBJECT, "Accepted beside inputs, and nothing comes of it."),
+        Field("return_token_strs", BOOLEAN, "Show each token's text too."),
+        *_CHAT,
+        Field("messages", MESSAGES, _MESSAGES_HELP),
+    ]
+)
+CHAT_TOKENIZE_FIELDS = table(
+    [_MODEL, Field("messages", MESSAGES, _MESSAGES_HELP, required=True), *_CHAT]
+)
+DETOKENIZE_FIELDS = table(
+    [
+        _MODEL,
+        Field("tokens", token_ids(at_most=_MAX_IDS), "Ids.", required=True),
+    ]
+)
+TOKENIZER_INFO_QUERY = table([_MODEL])
+
+
+class PromptTokens(TypedDict):
+    """The ids of a prompt, and how many fit."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None
+
+
+class TextToken(TypedDict):
+    """A token and where it stands, in bytes of the text."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+# Which, depends on whether `inputs` was given.
+TokenizeAnswer = PromptTokens | list[TextToken]
+
+
+class ChatTokens(TypedDict):
+    """A chat as the model's template renders it, and its tokens."""
+
+    tokenize_response: list[TextToken]
+    templated_text: str
+
+
+class DetokenizeAnswer(TypedDict):
+    """The text."""
+
+    prompt: str
+
+
+def chat_to_tokenize(values: JsonObject) -> ChatRequest:
+    """A chat that nothing is to be generated for."""
+    return ChatRequest(
+        messages=values["messages"],
+        add_special_tokens=values.get("add_special_tokens", False),
+        **template_options(values),
+    )
+
+
+def text_tokens(text: str, places: Iterable[tuple[int, int, int]]) -> list[TextToken]:
+    """Tokens of a text; `places` has of each its id and its characters, up to the second."""
+    # Where each character begins, in bytes.
+    begins = [0]
+    for character in text:
+        begins.append(begins[-1] + len(character.encode("utf-8", "surrogatepass")))
+    return [
+        {"id": token_id, "text": text[start:stop], "start": begins[start], "stop": begins[stop]}
+        for token_id, start, stop in places
+    ]

@@ -1,0 +1,144 @@
+"""Tokens of texts and texts of tokens: a prompt is counted as it would be generated for."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
+from tokenizers import Tokenizer
+
+from penstock_router.routes import tokens
+from penstock_router.routes.base import json_response
+
+CHAT = [{"role": "user", "content": "café 😀"}]
+# Shows what else of a request a template sees.
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}{{ mood }}{{ reasoning_effort }}"
+    "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
+    "{% if add_generation_prompt %}|{% endif %}"
+)
+
+
+async def test_a_prompt_is_tokenized_and_back(router: MemoryRouter, byte_level: Tokenizer) -> None:
+    body = {"prompt": "café 😀", "return_token_strs": True}
+    answer = (await router.post("/tokenize", body)).json()
+    ids = byte_level.encode("café 😀").ids
+    assert (answer["tokens"], answer["count"]) == (ids, len(ids))
+    assert answer["max_model_len"] == INFO.max_model_len
+    assert len(answer["token_strs"]) == len(ids)
+    back = await router.post("/detokenize", {"tokens": ids})
+    assert back.json() == {"prompt": "café 😀"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"chat_template_kwargs": {"mood": "glad"}},
+        {"documents": [{"text": "of old"}]},
+        {"reasoning_effort": "high"},
+    ],
+)
+async def test_a_chat_has_the_tokens_that_a_shard_is_sent(
+    byte_level: Tokenizer, fields: dict[str, Any]
+) -> None:
+    fleet = FakeFleet(model_files(byte_level, TEMPLATE))
+    async with memory_router(fleet) as router:
+        chat = {"messages": CHAT, **fields}
+        tokenized = (await router.post("/tokenize", chat)).json()
+        rendered = (await router.post("/chat_tokenize", chat)).json()
+        await router.post("/v1/chat/completions", {**chat, "max_tokens": 1})
+    [request] = fleet.requests
+    assert tokenized["tokens"] == list(request.prompt_token_ids)
+    assert [token["id"] for token in rendered["tokenize_response"]] == tokenized["tokens"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/chat_tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_a_chat_is_refused_for_is_refused_when_it_is_counted(
+    router: MemoryRouter, path: str, fields: dict[str, Any], named: str
+) -> None:
+    answer = await router.post(path, {"messages": CHAT, **fields})
+    assert answer.status in (400, 422)
+    assert named in str(answer.json()["error"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/tokenize", {}, "prompt: needed, or messages or inputs"),
+        ("/detokenize", {}, "tokens: required"),
+        ("/detokenize", {"tokens": [INFO.vocab_size]}, f"Token id {INFO.vocab_size} is out"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_refused_by_its_field(
+    router: MemoryRouter, path: str, body: dict[str, Any], named: str
+) -> None:
+    answer = await router.post(path, body)
+    assert (answer.status, named in answer.error["message"]) == (400, True)
+
+
+async def test_the_tokenizer_is_described(router: MemoryRouter, byte_level: Tokenizer) -> None:
+    answer = (await router.get("/tokenizer_info")).json()
+    assert "<|im_start|>" in answer["chat_template"]
+    assert answer["vocab_size"] == INFO.vocab_size
+    assert answer["model_max_length"] == INFO.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"inputs": "x" * 4_000_001}),
+        ("/tokenize", {"prompt": "x" * 4_000_001}),
+        ("/chat_tokenize", {"messages": [{"role": "user", "content": "x" * 4_000_001}]}),
+    ],
+)
+async def test_a_text_that_would_take_too_much_is_refused(
+    router: MemoryRouter, path: str, body: dict[str, Any]
+) -> None:
+    refused = await router.post(path, body)
+    assert refused.status in (400, 422)
+    assert b"4000000" in refused.body
+
+
+async def test_more_tokens_than_can_be_shown_are_refused(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "_MAX_PLACES", 10)
+    assert (await router.post("/tokenize", {"inputs": "😀" * 2})).status == 200
+    refused = await router.post("/tokenize", {"inputs": "😀" * 20})
+    assert refused.status == 422
+    assert "at most 10 are shown" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "body", [{"inputs": "the fox " * 2}, {"prompt": "the fox " * 2, "return_token_strs": True}]
+)
+async def test_a_long_text_is_taken_apart_off_the_loop(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    threads: list[bool] = []
+
+    def noted(answer: object) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return json_response(answer)
+
+    monkeypatch.setattr(tokens, "json_response", noted)
+    assert (await router.post("/tokenize", body)).status == 200
+    [(name, text), *rest] = body.items()
+    long = {name: text * 2000, **dict(rest)}
+    assert (await router.post("/tokenize", long)).status == 200
+    assert threads == [True, False]
