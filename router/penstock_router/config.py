@@ -183,7 +183,8 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=MODEL",
-        help="serve MODEL under NAME too; may be given several times",
+        help="serve MODEL under NAME too, and under `default` to requests that name none; may be "
+        "given several times",
     )
     add("--tokenizer-threads", default=2, help=f"for texts of some length {_DEFAULT}", **_COUNT)
     levels = ("debug", "info", "warning", "error")

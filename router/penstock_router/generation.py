@@ -28,6 +28,7 @@ from penstock_router.choice import Choice, Delta
 from penstock_router.errors import BadRequest, SlowReader, TimedOut, Unavailable
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
+from penstock_router.request import Options
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides. After about
 # half a millisecond of it the event loop gets a turn.
@@ -306,18 +307,20 @@ class _Spaced:
 LOGPROB_BYTES = 64
 
 
-async def bounded(generation: Generation, max_bytes: int) -> AsyncIterator[Delta]:
+async def bounded(
+    deltas: AsyncIterator[Delta], options: Options, max_bytes: int
+) -> AsyncIterator[Delta]:
     """A generation's deltas, for whoever keeps them all.
 
     Raises `BadRequest` once their log-probabilities take more than `max_bytes`.
     """
-    options, num_bytes = generation.job.options, 0
+    num_bytes = 0
     if options.logprobs is not None:
         columns = 1 + options.logprobs + len(options.logprob_token_ids)
         token_bytes = LOGPROB_BYTES * columns
     else:
         token_bytes = 0
-    async for delta in generation:
+    async for delta in deltas:
         num_bytes += token_bytes * len(delta.token_ids)
         if num_bytes > max_bytes:
             raise BadRequest(
@@ -334,7 +337,7 @@ async def collect(generation: Generation, max_bytes: int) -> list[Delta]:
     Raises as `bounded`.
     """
     whole: dict[int, Delta] = {}
-    async for delta in bounded(generation, max_bytes):
+    async for delta in bounded(generation, generation.job.options, max_bytes):
         if delta.index in whole:
             whole[delta.index].extend(delta)
         else:

@@ -184,13 +184,17 @@ async def _prompt_of_ids(
     return Prompt(token_ids, await loop.run_in_executor(models.executor, decode))
 
 
-async def chat_prompt(request: ChatRequest, model: ServedModel, models: Models) -> Prompt:
-    """A chat's messages, rendered by a template and tokenized."""
+async def chat_prompt(
+    request: ChatRequest, model: ServedModel, models: Models, max_tokens: int | None = None
+) -> Prompt:
+    """A chat's messages, rendered by a template and tokenized; refused where they have more than
+    `max_tokens`, or else than the model's context.
+    """
     text = await rendered(request, model, models)
     [token_ids] = await model.tokenizer.encode(
         [text],
         add_special_tokens=request.add_special_tokens,
-        max_tokens=model.info.max_model_len,
+        max_tokens=max_tokens or model.info.max_model_len,
         truncation=_truncation(request, model),
     )
     return Prompt(token_ids, _last_message(request) if request.echo else None)

@@ -17,13 +17,15 @@ from penstock_client.types import ShardInfo
 from penstock_router.backend import Fleet
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.config import RouterConfig
-from penstock_router.errors import NotFound, Unavailable
+from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 # Names that clients of other servers send when they have none to send.
 _ANY_MODEL = frozenset({"", "tgi", "dummy"})
+# An alias for requests that name none.
+_DEFAULT = "default"
 
 # How long a failure to load stands before files are fetched again.
 _RETRY_S = 1.0
@@ -106,7 +108,8 @@ class Models:
         infos = self.infos()
         # A shard's own name goes before an alias.
         names = {own for info in infos for own in (info.model, *info.model_aliases)}
-        name = name if name in names else self._aliases.get(name, name)
+        if name not in names:
+            name = self._aliases.get(name or _DEFAULT, name)
         for info in infos:
             if name == info.model:
                 return info
@@ -118,6 +121,9 @@ class Models:
         if not infos:
             raise Unavailable("no shard serves at present; try again shortly")
         if name in _ANY_MODEL:
+            if len(infos) > 1:
+                text = "model: needed, as several are served; see /v1/models"
+                raise BadRequest(text, param="model")
             return infos[0]
         raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
 

@@ -20,7 +20,7 @@ from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, SlowReader, noted
-from penstock_router.generation import Generation, spaced
+from penstock_router.generation import Generation
 from penstock_router.resumption import Cursor, Reader
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class EventStream:
 async def stream(
     request: web.Request,
     generation: Generation,
+    deltas: AsyncIterator[Delta],
     shape: Shape,
     *,
     request_id: str,
@@ -124,7 +125,7 @@ async def stream(
     limit: TimeLimit,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Answer with a generation's deltas as they come; `before_end` is awaited before the closing
+    """Answer with `deltas` of a generation as they come; `before_end` is awaited before the closing
     frames.
     """
 
@@ -139,7 +140,6 @@ async def stream(
             generation.abandon(error)
             raise
 
-    deltas = spaced(generation)
     first = asyncio.ensure_future(anext(deltas, None))
     try:
         async with limit.scope():

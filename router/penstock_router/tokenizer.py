@@ -25,6 +25,9 @@ from penstock_router.errors import BadRequest, ContextExceeded
 # Up to here encoding takes well under half a millisecond (about 0.15 us a character).
 INLINE_CHARS = 2000
 
+# More than contexts have. The library takes some 80 bytes a character, whatever is cut off later.
+MAX_TEXT_CHARS = 8_000_000
+
 # Unicode's composition can make one character of four.
 _COMPOSITION_FACTOR = 4
 
@@ -122,8 +125,12 @@ class Tokenizer:
         truncation: Truncation | None = None,
     ) -> list[list[int]]:
         """Ids of each text. Raises `ContextExceeded` for one of more than `max_tokens`."""
-        if truncation is None:
-            for text in texts:
+        for text in texts:
+            if len(text) > MAX_TEXT_CHARS:
+                raise BadRequest(
+                    f"a text has {len(text)} characters; at most {MAX_TEXT_CHARS} are tokenized"
+                )
+            if truncation is None:
                 self._refuse_by_length(text, max_tokens)
         encode = functools.partial(self._encode, texts, add_special_tokens, max_tokens, truncation)
         if sum(map(len, texts)) <= INLINE_CHARS:

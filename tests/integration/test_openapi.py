@@ -111,7 +111,8 @@ def test_whatever_is_sent_is_answered_as_the_document_says(
     print(sorted(statuses.items()))
     if "requestBody" in declared:
         served = statuses["small", 200]
-        assert served > 0.2 * sum(n for (manner, _), n in statuses.items() if manner == "small")
+        # Many of these are made odd on purpose.
+        assert served > 0.05 * sum(n for (manner, _), n in statuses.items() if manner == "small")
 
 
 # ---- Cases -------------------------------------------------------------------------------------

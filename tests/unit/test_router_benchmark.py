@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.router_bench.figures import curve, medians, percentile
-from benchmarks.router_bench.http_load import Answer, Connection
+from benchmarks.router_bench.http_load import Answer, Connection, ends_body
 from benchmarks.router_bench.stamping_shard import Stamps, stamp_tokens
 
 _EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
@@ -39,6 +39,19 @@ def test_an_answer_ends_with_its_last_chunk_and_not_with_a_header_that_ends_in_0
     assert (answer.status, answer.ended_s) == (200, 0.0)
     connection.data_received(b"4\r\ndata\r\n0\r\n\r\n")
     assert answer.ended_s > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "ends"),
+    [
+        (b"0\r\n\r\n", True),
+        (b"4\r\ndata\r\n0\r\n\r\n", True),
+        (b"X-Request-Id: a0\r\n\r\n", False),
+        (b"4\r\ndata\r\n", False),
+    ],
+)
+def test_a_read_that_ends_a_body_is_told_from_headers(data: bytes, ends: bool) -> None:
+    assert ends_body(data) is ends
 
 
 def test_an_answer_of_known_length_ends_with_its_last_byte() -> None:

@@ -83,6 +83,8 @@ class Api(Generic[AnyRequest]):
     event: Any
     # Whether a stream of it can be taken up again.
     resumable: bool = False
+    # Whether the end of a stream has all of the answer once more.
+    repeats_answer: bool = False
 
 
 def data_frame(payload: bytes) -> bytes:

@@ -289,4 +289,5 @@ RESPONSES = Api(
     errors=ERRORS,
     answer=ResponseAnswer,
     event=ResponseEvent,
+    repeats_answer=True,
 )

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict, TypeVar
 
@@ -21,9 +21,10 @@ from penstock_client.membership import check_address
 from penstock_router import sse
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
+from penstock_router.choice import Delta
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, JsonObject, one_of, string, table
-from penstock_router.generation import LOGPROB_BYTES, Generation, collect
+from penstock_router.generation import LOGPROB_BYTES, Generation, bounded, collect, spaced
 from penstock_router.job import Job, prepare
 from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes.base import (
@@ -117,6 +118,7 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
                 return await sse.stream(
                     call.request,
                     generation,
+                    _deltas(call, generation),
                     shape,
                     request_id=call.request[REQUEST_ID],
                     config=router.config,
@@ -134,6 +136,14 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
             if generation.usage.approximate:
                 response.headers["x-penstock-continued"] = "approximate"
             return response
+
+
+def _deltas(call: Call[Any], generation: Generation) -> AsyncIterator[Delta]:
+    deltas = spaced(generation)
+    if not call.api.repeats_answer:
+        return deltas
+    max_bytes = call.request.app[ROUTER].config.max_answer_bytes
+    return bounded(deltas, call.asked, max_bytes)
 
 
 async def _run(call: Call[Any], work: Callable[[], _Result]) -> _Result:

@@ -142,7 +142,7 @@ async def _make(
 ) -> None:
     try:
         async with limit.scope():
-            async for delta in bounded(generation, max_bytes):
+            async for delta in bounded(generation, generation.job.options, max_bytes):
                 shape.take(delta)
     except asyncio.CancelledError:
         generation.abandon(None)
@@ -201,7 +201,7 @@ async def cancel(request: web.Request) -> web.Response:
     if shown["status"] == CANCELLED:
         return json_response(shown)
     if shown["status"] not in UNFINISHED:
-        raise BadRequest(f"Cannot cancel a {shown['status']} response.")
+        raise BadRequest(f"Cannot cancel a response that is {shown['status']}.")
     with _store_errors():
         await router.responses.request_cancel(response_id)
     router.background.cancel(response_id)

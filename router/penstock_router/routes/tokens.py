@@ -77,7 +77,8 @@ async def _prompt_tokens(
 ) -> web.Response:
     if "messages" in values:
         chat = chat_to_tokenize(values)
-        tokens = (await chat_prompt(chat, model, request.app[ROUTER].models)).token_ids
+        prompt = await chat_prompt(chat, model, request.app[ROUTER].models, INT32_MAX)
+        tokens = prompt.token_ids
     elif "prompt" in values:
         [tokens] = await model.tokenizer.encode(
             [values["prompt"]],
@@ -134,7 +135,7 @@ async def count_message_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens"""
     chat = parse_count(await read_object(request))
     async with using_model(request, chat.model) as model:
-        prompt = await chat_prompt(chat, model, request.app[ROUTER].models)
+        prompt = await chat_prompt(chat, model, request.app[ROUTER].models, INT32_MAX)
         answer: TokenCount = {"input_tokens": len(prompt.token_ids)}
         return json_response(answer)
 

@@ -15,7 +15,7 @@ from penstock_client.errors import NoShardAvailable, ShardFailed
 from penstock_client.types import FinishReason, GenerationRequest, Output, SamplingParams
 from penstock_router.apis.openai import parse_completion
 from penstock_router.config import RouterConfig
-from penstock_router.errors import NotFound, Unavailable
+from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.generation import Generation, _num_ids, collect
 from penstock_router.job import Job, _is_small, choice_seed, prepare
 from penstock_router.metrics import Metrics
@@ -280,7 +280,6 @@ async def test_models_are_found_by_name_and_alias_over_all_shards(
     fleet.shards.append(FakeShard(info=replace(INFO, model="second", model_aliases=("2",))))
     assert [info.model for info in models.infos()] == ["fake-model", "second"]
     assert models.info("2").model == "second"
-    assert models.info("").model == "fake-model"
     with pytest.raises(NotFound, match="third"):
         models.info("third")
 
@@ -307,3 +306,19 @@ def test_all_ids_that_a_submission_copies_count_for_a_turn_of_the_loop() -> None
         [1] * 100, sampling=sampling, stop_token_ids=[1] * 7, logprob_token_ids=[1] * 11
     )
     assert _num_ids(request) == 100 + 5 + 3 + 10 + 7 + 11
+
+
+async def test_a_request_without_a_model_is_served_where_there_is_no_choice_or_an_alias_says_which(
+    byte_level: Tokenizer, executor: ThreadPoolExecutor
+) -> None:
+    fleet = FakeFleet(model_files(byte_level))
+    config = RouterConfig(shards="fake:1")
+    assert Models(fleet, executor, config).info("").model == INFO.model
+    other = replace(INFO, model="other", model_aliases=())
+    fleet.shards.append(FakeShard(other, address="fake:2"))
+    for name in ("", "tgi", "dummy"):
+        with pytest.raises(BadRequest, match="model: needed"):
+            Models(fleet, executor, config).info(name)
+    config = replace(config, model_aliases=(("default", "other"), ("tgi", "other")))
+    for name in ("", "tgi", "default"):
+        assert Models(fleet, executor, config).info(name).model == "other"

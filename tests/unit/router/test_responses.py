@@ -686,7 +686,7 @@ async def test_what_is_finished_or_not_in_the_background_cannot_be_cancelled(
     await ended(router, begun["id"])
     refused = await cancel(router, begun["id"])
     assert refused.status == 400
-    assert "Cannot cancel a completed response" in refused.error["message"]
+    assert "Cannot cancel a response that is completed" in refused.error["message"]
     refused = await cancel(router, (await answered(router))["id"])
     assert refused.status == 400
     assert "background" in refused.error["message"]
@@ -880,3 +880,20 @@ async def test_a_background_response_whose_failure_cannot_be_stored_is_not_kept(
         await until_idle(router)
         assert (await router.get(f"/v1/responses/{begun['id']}")).status == 404
         assert puts == 3
+
+
+async def test_a_streams_log_probabilities_are_bounded_as_its_end_repeats_them(
+    fleet: FakeFleet,
+) -> None:
+    body = {
+        "model": "fake-model",
+        "input": "Hello",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 5,
+        "stream": True,
+    }
+    async with memory_router(fleet, max_answer_bytes=64 * 6 * 30) as router:
+        fine = await router.post("/v1/responses", {**body, "max_output_tokens": 30})
+        assert b"event: response.incomplete" in fine.body
+        cut = await router.post("/v1/responses", {**body, "max_output_tokens": 31})
+        assert b"event: response.failed" in cut.body

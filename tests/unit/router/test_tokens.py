@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from penstock_router.routes import tokens
 from penstock_router.routes.base import json_response
+from penstock_router.tokenizer import MAX_TEXT_CHARS
 
 CHAT = [{"role": "user", "content": "café 😀"}]
 # Shows what else of a request a template sees.
@@ -142,3 +143,27 @@ async def test_a_long_text_is_taken_apart_off_the_loop(
     long = {name: text * 2000, **dict(rest)}
     assert (await router.post("/tokenize", long)).status == 200
     assert threads == [True, False]
+
+
+async def test_a_prompt_beyond_the_context_is_counted_all_the_same(router: MemoryRouter) -> None:
+    text = "the quick brown fox " * 300
+    counted = (await router.post("/tokenize", {"prompt": text})).json()
+    assert counted["count"] > counted["max_model_len"]
+    messages = [{"role": "user", "content": text}]
+    chat = (await router.post("/tokenize", {"messages": messages})).json()
+    assert chat["count"] > counted["count"]
+    body = {"model": "fake-model", "messages": messages}
+    message = (await router.post("/v1/messages/count_tokens", body)).json()
+    assert message["input_tokens"] == chat["count"]
+
+
+async def test_a_text_longer_than_any_context_is_refused_also_where_it_would_be_cut(
+    router: MemoryRouter,
+) -> None:
+    text = "a" * (MAX_TEXT_CHARS + 1)
+    for refused in (
+        await router.post("/tokenize", {"prompt": text}),
+        await router.complete(text, truncate_prompt_tokens=5),
+    ):
+        assert refused.status == 400
+        assert f"at most {MAX_TEXT_CHARS} are tokenized" in refused.error["message"]
