@@ -126,12 +126,12 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Ids of each text. Raises `ContextExceeded` for one of more than `max_tokens`."""
         for text in texts:
+            if truncation is None:
+                self._refuse_by_length(text, max_tokens)
             if len(text) > MAX_TEXT_CHARS:
                 raise BadRequest(
                     f"a text has {len(text)} characters; at most {MAX_TEXT_CHARS} are tokenized"
                 )
-            if truncation is None:
-                self._refuse_by_length(text, max_tokens)
         encode = functools.partial(self._encode, texts, add_special_tokens, max_tokens, truncation)
         if sum(map(len, texts)) <= INLINE_CHARS:
             return encode()

@@ -161,9 +161,6 @@ async def test_a_text_longer_than_any_context_is_refused_also_where_it_would_be_
     router: MemoryRouter,
 ) -> None:
     text = "a" * (MAX_TEXT_CHARS + 1)
-    for refused in (
-        await router.post("/tokenize", {"prompt": text}),
-        await router.complete(text, truncate_prompt_tokens=5),
-    ):
-        assert refused.status == 400
-        assert f"at most {MAX_TEXT_CHARS} are tokenized" in refused.error["message"]
+    refused = await router.complete(text, truncate_prompt_tokens=5)
+    assert refused.status == 400
+    assert f"at most {MAX_TEXT_CHARS} are tokenized" in refused.error["message"]
