@@ -76,7 +76,7 @@ def test_a_streamed_chat_is_the_same_text_and_usage(seen) -> None:
         ("bad value", "ValidationError", "`temperature` must be strictly positive"),
         ("too long", "ValidationError", "must have less than"),
         ("too long to stream", "ValidationError", "must have less than"),
-        ("a chat that is too long", "BadRequestError", "400"),
+        ("a chat that is too long", "BadRequestError", "maximum context length"),
     ],
 )
 def test_an_error_is_of_the_clients_own_class_and_says_why(seen, case, kind, words) -> None:
