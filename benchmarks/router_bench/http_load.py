@@ -1,0 +1,269 @@
+"""HTTP/1.1 over bare sockets: a load that costs a few microseconds an event.
+
+`Streams` reads many streams at once and keeps what comes, with the time of its arrival, to be
+looked at after the measurement. `Client` asks for one answer after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import select
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# The name under which shards serve.
+MODEL = "bench"
+
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_TEXT = re.compile(rb'"content": *"([^"]+)"')
+# Of a listening socket whose backlog is full.
+_CONNECT_TIMEOUT_S = 60.0
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """A request, ready to be sent."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def get(path: str) -> bytes:
+    """A request, ready to be sent."""
+    return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
+
+
+def chat(words: str = "hello", **fields: Any) -> bytes:
+    """A chat request whose answer has as many tokens as `max_tokens` says."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": words}]}
+    return post("/v1/chat/completions", {**body, "ignore_eos": True, **fields})
+
+
+def ends_body(data: bytes) -> bool:
+    """Whether a read ends with a body's last chunk. Headers may well end in 0 too."""
+    return data == _LAST_CHUNK or data.endswith(b"\n" + _LAST_CHUNK)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer as it came. Times are of `time.monotonic`; 0 is not yet."""
+
+    sent_s: float
+    status: int = 0
+    # When the first text of a stream came.
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    error: str = ""
+    chunks: list[tuple[float, bytes]] = field(default_factory=list)
+
+    def events(self) -> list[tuple[float, str]]:
+        """When each event with text was complete, and its text."""
+        found: list[tuple[float, str]] = []
+        rest = b""
+        for at_s, data in self.chunks:
+            *events, rest = (rest + data).split(b"\n\n")
+            for event in events:
+                text = _TEXT.search(event)
+                if text:
+                    found.append((at_s, text[1].decode()))
+        return found
+
+
+# ---- Many streams ------------------------------------------------------------------------------
+
+
+class Streams:
+    """One request a connection, all read by one loop around epoll."""
+
+    def __init__(self, connections: Sequence[socket.socket]) -> None:
+        self._connections = connections
+        self._epoll = select.epoll()
+        self._reads: dict[int, tuple[Callable[[int], bytes], Answer]] = {}
+        for connection in connections:
+            connection.setblocking(False)
+            self._epoll.register(connection, select.EPOLLIN)
+            self._reads[connection.fileno()] = connection.recv, Answer(time.monotonic())
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for _, answer in self._reads.values()]
+
+    def read(self, timeout_s: float | None = None, *, until_readable: int | None = None) -> None:
+        """What is there now, waited for at most so long; or until that file can be read."""
+        if until_readable is None:
+            self._take(self._epoll.poll(timeout_s))
+            return
+        self._epoll.register(until_readable, select.EPOLLIN)
+        while True:
+            events = self._epoll.poll()
+            self._take(event for event in events if event[0] != until_readable)
+            if any(fileno == until_readable for fileno, _ in events):
+                return
+
+    def _take(self, events: Iterable[tuple[int, int]]) -> None:
+        for fileno, _ in events:
+            receive, answer = self._reads[fileno]
+            try:
+                data = receive(65_536)
+            except OSError:
+                data = b""
+            now_s = time.monotonic()
+            if not data:
+                answer.ended_s = answer.ended_s or now_s
+                self._epoll.unregister(fileno)
+                continue
+            answer.chunks.append((now_s, data))
+            if ends_body(data):
+                answer.ended_s = now_s
+            elif not answer.first_s and _TEXT.search(data):
+                answer.first_s = now_s
+
+    def close(self) -> None:
+        self._epoll.close()
+        for connection in self._connections:
+            connection.close()
+
+
+def open_streams(port: int, request: bytes, count: int) -> Streams:
+    """Connect and send the request, so many times."""
+    connections = []
+    for _ in range(count):
+        connection = socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_TIMEOUT_S)
+        connection.sendall(request)
+        connections.append(connection)
+    return Streams(connections)
+
+
+# ---- One request after another -----------------------------------------------------------------
+
+
+class Connection(asyncio.Protocol):
+    """One connection; one request at a time."""
+
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[Answer] | None = None
+        self._head = b""
+        # Of a body whose length is known: bytes that are missing. None: chunks, or not yet known.
+        self._left: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, request: bytes) -> asyncio.Future[Answer]:
+        """The answer, once it is complete or the connection is lost."""
+        assert self._transport is not None
+        self._head, self._left = b"", None
+        self.answer = Answer(time.monotonic())
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return self._done
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        answer = self.answer
+        if answer is None or answer.ended_s:
+            return
+        if not answer.first_s and _TEXT.search(data):
+            answer.first_s = now_s
+        if answer.status:
+            self._take(data, now_s)
+        else:
+            self._take_head(self._head + data, now_s)
+
+    def _take_head(self, data: bytes, now_s: float) -> None:
+        assert self.answer is not None
+        head, blank_line, body = data.partition(b"\r\n\r\n")
+        if not blank_line:
+            self._head = data
+            return
+        self.answer.status = int(head[9:12])
+        length = _LENGTH.search(head)
+        self._left = int(length[1]) if length else None
+        self._take(body, now_s)
+
+    def _take(self, body: bytes, now_s: float) -> None:
+        if self._left is not None:
+            self._left -= len(body)
+            if self._left <= 0:
+                self._end(now_s)
+        elif ends_body(body):
+            self._end(now_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.answer is not None and not self.answer.ended_s:
+            self.answer.error = "cut off"
+            self._end(time.monotonic())
+
+    def _end(self, now_s: float) -> None:
+        assert self.answer is not None
+        self.answer.ended_s = now_s
+        if self._done is not None and not self._done.done():
+            self._done.set_result(self.answer)
+
+
+class Client:
+    """Connections to one port, kept for the next request. Make it inside a running loop."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
+
+    async def connect(self) -> Connection:
+        """A new connection."""
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, "127.0.0.1", self._port
+        )
+        self._all.add(connection)
+        return connection
+
+    async def ask(self, request: bytes) -> Answer:
+        """Send over a connection that is free. One that cannot be made is an answer's error."""
+        begin_s = time.monotonic()
+        self._idle = [each for each in self._idle if each.is_open]
+        try:
+            connection = self._idle.pop() if self._idle else await self.connect()
+        except OSError as error:
+            return Answer(begin_s, ended_s=time.monotonic(), error=str(error))
+        answer = await connection.send(request)
+        answer.sent_s = begin_s
+        if connection.is_open:
+            self._idle.append(connection)
+        else:
+            self._all.discard(connection)
+        return answer
+
+    def unanswered(self) -> list[Answer]:
+        """What was asked and is not answered."""
+        answers = (each.answer for each in self._all)
+        return [answer for answer in answers if answer is not None and not answer.ended_s]
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.close()
+
+
+@contextlib.asynccontextmanager
+async def client(port: int) -> AsyncIterator[Client]:
+    made = Client(port)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,67 @@
+"""What a sub-command of `router.py` is, and what all of them share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.router_bench.figures import Row
+from benchmarks.router_bench.http_load import MODEL
+
+Columns = Sequence[tuple[str, str, str]]
+
+# Shown of every case: CPU time of each part, in cores, and of whatever else ran on the machine.
+LOAD_COLUMNS = (
+    ("router_cores", "router", ".2f"),
+    ("shard_cores", "shard", ".2f"),
+    ("engine_cores", "engine", ".2f"),
+    ("load_cores", "load", ".2f"),
+    ("others_cores", "others", ".2f"),
+)
+# Enough that no stream ends while it is measured.
+ENDLESS_TOKENS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`measure` yields a row for each window; the rest gets rows of medians, and all rows."""
+
+    help: str
+    description: str
+    columns: Columns
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    measure: Callable[[argparse.Namespace, Path], Iterator[Row]]
+    # Lines below the table.
+    remarks: Callable[[list[Row], argparse.Namespace], list[str]]
+    draw: Callable[[list[Row], list[Row], list[Any]], None]
+    # How many axes `draw` wants.
+    num_axes: int
+
+
+def shard_flags(args: argparse.Namespace, *flags: object) -> list[str]:
+    """Those of the sub-command, then those of the command line, which win."""
+    usual = ("--served-model-name", MODEL, "--step-ms", args.step_ms)
+    return [*map(str, usual), *map(str, flags), *args.shard_flags]
+
+
+def router_flags(args: argparse.Namespace, *flags: object) -> list[str]:
+    """Those of the sub-command, then those of the command line, which win."""
+    return [*map(str, flags), *args.router_flags]
+
+
+def positive(text: str) -> float:
+    """An argument."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """NaN where there is nothing to compare with."""
+    return numerator / denominator if denominator else float("nan")

@@ -1,0 +1,215 @@
+"""The processes of a measurement: shard, router and load, their CPU time, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.processes import Router, Service, Shard, free_port, running
+
+from benchmarks.router_bench.stamping_shard import STAMPS_VARIABLE, Stamps
+
+_ROOT = Path(__file__).parents[2]
+# Before a load that does not say that it is ready is given up.
+READY_TIMEOUT_S = 120.0
+
+
+class StampingShard(Shard):
+    """A shard with the fake runner whose tokens tell when they were sent."""
+
+    def __init__(self, log_file: Path, *flags: str) -> None:
+        port = free_port()
+        self.stamps_file = log_file.with_suffix(".stamps")
+        Service.__init__(
+            self,
+            "benchmarks.router_bench.stamping_shard",
+            ["--port", str(port), "--runner", "fake", *flags],
+            port,
+            log_file,
+            str(_ROOT),
+        )
+
+    def environment(self, log_file: Path) -> dict[str, str]:
+        return {STAMPS_VARIABLE: str(self.stamps_file)}
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """A shard and a router in front of it."""
+
+    shard: StampingShard
+    router: Router
+
+    @property
+    def port(self) -> int:
+        return int(self.router.address.rpartition(":")[2])
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """By part of the system. A router's workers belong to it."""
+        router = psutil.Process(self.router.process.pid)
+        return {
+            "router": [router, *router.children(recursive=True)],
+            "shard": [psutil.Process(self.shard.process.pid)],
+            "engine": [self.shard.engine],
+        }
+
+    def stamps(self) -> Stamps:
+        return Stamps(self.shard.stamps_file)
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, shard_flags: Sequence[str], router_flags: Sequence[str], *, pin: bool = False
+) -> Iterator[Servers]:
+    """Start both, wait until both serve, and end both on the way out.
+
+    `pin` gives the router the first core, and the shard and this process, with the loads that it
+    starts, the others.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if pin and len(cores) > 1:
+        os.sched_setaffinity(0, cores[1:])
+    # Of several stacks, one after another, each has logs of its own.
+    number = len(list(folder.glob("shard*.log")))
+    shard = StampingShard(folder / f"shard{number}.log", *shard_flags)
+    try:
+        with running(shard):
+            if pin:
+                os.sched_setaffinity(0, cores[:1])
+            flags = ("--log-level", "warning", *router_flags)
+            router = Router(folder / f"router{number}.log", [shard.address], *flags)
+            if pin and len(cores) > 1:
+                os.sched_setaffinity(0, cores[1:])
+            with running(router):
+                yield Servers(shard, router)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+class Load:
+    """A function in a process of its own, and a pipe to it: its first argument.
+
+    It says "ready" when what it does is going on, is told to stop, and gives its result. Leaving
+    the scope kills it.
+    """
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        arguments = (target, theirs, *args)
+        self._process = context.Process(target=_run_and_stay, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._ours.close()
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Raises `RuntimeError` when it ends, or is not ready in time."""
+        said = self._receive(timeout_s)
+        if said != "ready":
+            raise RuntimeError(f"the load said {said!r} before it was ready")
+
+    def stop(self, *what: Any) -> None:
+        """Tell it to stop; `what` is for it to make sense of."""
+        self._ours.send(what)
+
+    def result(self, timeout_s: float) -> Any:
+        """What it found. Raises `RuntimeError` when there is nothing in time."""
+        return self._receive(timeout_s)
+
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._ours.poll(timeout_s):
+            raise RuntimeError(f"no word from the load within {timeout_s:g} s")
+        try:
+            return self._ours.recv()
+        except EOFError:
+            raise RuntimeError("the load ended without a word") from None
+
+
+# A load's end of the pipe.
+Pipe = Connection
+
+
+def _run_and_stay(target: Callable[..., None], pipe: Pipe, *args: Any) -> None:
+    """Until the other end is closed: the process's CPU time is asked for when it is through."""
+    target(pipe, *args)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds of each part within a window, and of all processes that are not ours."""
+
+    from_s: float
+    to_s: float
+    cpu_s: dict[str, float]
+    others_s: float
+
+    @property
+    def wall_s(self) -> float:
+        return self.to_s - self.from_s
+
+    def cores(self) -> dict[str, float]:
+        """Of each part, in cores, ready for a row."""
+        found = {f"{name}_cores": used_s / self.wall_s for name, used_s in self.cpu_s.items()}
+        return {**found, "others_cores": self.others_s / self.wall_s}
+
+
+class Meter:
+    """Measures `Usage` of servers and further processes from its creation to `read`."""
+
+    def __init__(self, servers: Servers, **others: psutil.Process) -> None:
+        self._servers = servers
+        self._others = {**others, "parent": psutil.Process()}
+        self._before = self._look()
+
+    def read(self) -> Usage:
+        before, after = self._before, self._look()
+        cpu_s = {name: after[1][name] - used_s for name, used_s in before[1].items()}
+        others_s = max(0.0, after[2] - before[2] - sum(cpu_s.values()))
+        del cpu_s["parent"]
+        return Usage(before[0], after[0], cpu_s, others_s)
+
+    def _look(self) -> tuple[float, dict[str, float], float]:
+        # Looked for anew: a router may start and end processes.
+        processes = self._servers.processes()
+        processes.update((name, [process]) for name, process in self._others.items())
+        used_s = {name: sum(map(_cpu_s, each)) for name, each in processes.items()}
+        times = psutil.cpu_times()
+        busy_s = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+        return time.monotonic(), used_s, busy_s
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """With that of its children that have ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return float(sum(process.cpu_times()[:4]))
+    return 0.0
+
+
+def rss_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Resident memory of all of them; what they share is counted for each."""
+    return sum(each.memory_info().rss for each in processes)
