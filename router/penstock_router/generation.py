@@ -119,6 +119,7 @@ class Generation:
 
     def _end(self, choice: Choice, abort_cause: str | None) -> None:
         self._metrics.in_flight.dec()
+        self._metrics.write_out(time.perf_counter())
         self._unfinished -= 1
         # A stream that the shard refused or ended has nothing to abort.
         if abort_cause is not None and not choice.stream.ended:
@@ -175,14 +176,13 @@ class Generation:
         if not count:
             return
         now = time.perf_counter()
-        self._metrics.output_tokens.inc(count)
         if choice.last_arrival_s is None:
+            self._metrics.output_tokens.inc(count)
             self._metrics.first_token_seconds.observe(now - self._submitted_at_s)
         else:
             # Once an arrival, however many tokens it bundles: a loop over them would cost most
             # where there is least time.
-            gap_s = now - choice.last_arrival_s
-            self._metrics.between_tokens_seconds.observe(gap_s / count)
+            self._metrics.came(count, (now - choice.last_arrival_s) / count, now)
         choice.last_arrival_s = now
 
 

@@ -32,6 +32,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 COMMENT = b": keep-alive\n\n"
+# Below what a transport takes before it makes writers wait (64 kB).
+_SMALL_BYTES = 16_384
 # So many are shown on the event loop (about a microsecond each).
 _INLINE_LOGPROBS = 1000
 
@@ -66,9 +68,16 @@ class EventStream:
 
     async def send(self, frames: bytes) -> None:
         """Frames, one after another, in one write."""
-        if frames:
-            self._written_at = self._loop.time()
+        if not frames:
+            return
+        self._written_at = self._loop.time()
+        transport = self._request.transport
+        if transport is None or transport.get_write_buffer_size() or len(frames) > _SMALL_BYTES:
             await self._in_time(self.response.write(frames))
+        else:
+            # Nothing waits to be sent and this is little: the write does not wait either, and a
+            # timer would cost as much as all else.
+            await self.response.write(frames)
 
     async def send_with_id(self, frame: bytes, event_id: str) -> None:
         """A frame that a client can name to go on after it."""

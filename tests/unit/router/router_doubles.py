@@ -371,6 +371,8 @@ class MemoryTransport(asyncio.Transport):
         self.protocol: asyncio.Protocol | None = None
         self.closed = False
         self.writes = 0
+        # What a real socket would not have taken yet.
+        self.unsent_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self.closed:
@@ -396,7 +398,7 @@ class MemoryTransport(asyncio.Transport):
     abort = close
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.unsent_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
@@ -458,6 +460,15 @@ class Connection:
 
     def send_raw(self, data: bytes) -> None:
         self.protocol.data_received(data)
+
+    def stop_reading(self) -> None:
+        """The socket is full, and the server is told."""
+        self.transport.unsent_bytes = 2**20
+        self.protocol.pause_writing()
+
+    def go_on_reading(self) -> None:
+        self.transport.unsent_bytes = 0
+        self.protocol.resume_writing()
 
     async def read_head(self) -> tuple[int, dict[str, str]]:
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

@@ -322,3 +322,18 @@ async def test_a_request_without_a_model_is_served_where_there_is_no_choice_or_a
     config = replace(config, model_aliases=(("default", "other"), ("tgi", "other")))
     for name in ("", "tgi", "default"):
         assert Models(fleet, executor, config).info(name).model == "other"
+
+
+def test_tokens_that_are_counted_in_batches_are_what_one_at_a_time_would_be() -> None:
+    batched, plain = Metrics(), Metrics()
+    gaps = [0.0001, 0.002, 0.0021, 0.03, 0.03, 4.9, 5.0, 77.0]
+    for gap_s in gaps:
+        batched.came(2, gap_s, now_s=0.0)
+        plain.output_tokens.inc(2)
+        plain.between_tokens_seconds.observe(gap_s)
+
+    def lines(metrics: Metrics) -> list[str]:
+        text = metrics.exposition().decode().splitlines()
+        return [line for line in text if "token" in line and "_created" not in line]
+
+    assert lines(batched) == lines(plain)

@@ -840,7 +840,7 @@ async def test_a_client_that_reads_nothing_gives_its_places_back(byte_level: Tok
     async with memory_router(fleet, write_timeout_s=0.1) as router:
         connection = begin(router, "/v1/completions", {"prompt": "x", "stream": True, "n": 2})
         await connection.read_head()
-        connection.protocol.pause_writing()
+        connection.stop_reading()
         await until(lambda: not fleet.running)
         await until(lambda: router.app[ROUTER].admission.in_flight == 0)
         assert connection.transport.closed
@@ -854,9 +854,9 @@ async def test_a_slow_client_that_reads_is_not_cut_off(byte_level: Tokenizer) ->
         _, headers = await connection.read_head()
         reading = asyncio.create_task(_read_all(connection, headers))
         for _ in range(4):
-            connection.protocol.pause_writing()
+            connection.stop_reading()
             await asyncio.sleep(0.2)
-            connection.protocol.resume_writing()
+            connection.go_on_reading()
             await asyncio.sleep(0)
         assert parse_events(await reading)[-1] == "[DONE]"
         connection.close()
@@ -945,10 +945,10 @@ async def test_tokens_that_come_while_a_client_is_being_written_to_go_out_togeth
     async with memory_router(fleet) as router:
         connection = begin(router, *LEAVERS["a stream"])
         _, headers = await connection.read_head()
-        connection.protocol.pause_writing()
+        connection.stop_reading()
         reading = asyncio.create_task(_read_all(connection, headers))
         await until(lambda: not fleet.running)
-        connection.protocol.resume_writing()
+        connection.go_on_reading()
         received = await reading
         events = parse_events(received)
         assert events[-1] == "[DONE]"
