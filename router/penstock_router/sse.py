@@ -155,7 +155,10 @@ async def stream(
             await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        return await _answer(request, send_all, shape.failed, request_id, config)
+        # In a task of its own: each event wakes all coroutines that wait for one another, and a
+        # handler is at the end of a dozen.
+        answering = _answer(request, send_all, shape.failed, request_id, config)
+        return await asyncio.create_task(answering)
     finally:
         first.cancel()
 
