@@ -28,7 +28,7 @@ from penstock_client.errors import (
 )
 from penstock_client.policies import Policy
 from penstock_client.shard_client import new_request_id
-from penstock_client.shard_state import ShardState
+from penstock_client.shard_state import ShardState, serving
 from penstock_client.stream import GenerationStream
 from penstock_client.suspects import (
     POISON_DEATHS,
@@ -350,13 +350,14 @@ class Continuations:
         return self._shards[decision.address]
 
     def _fitting(self, stream: FleetStream) -> list[ShardState]:
-        now_s = time.monotonic()
-        return [shard for shard in self._shards.values() if self._fits(stream, shard, now_s)]
+        now_s, request = time.monotonic(), stream.request
+        shards = serving(self._shards.values(), request.model, request.tokenizer_hash)
+        return [shard for shard in shards if self._fits(stream, shard, now_s)]
 
     def _fits(self, stream: FleetStream, shard: ShardState, now_s: float) -> bool:
-        """Whether the request may go to this shard now."""
+        """Whether the request may go to this shard of its model now."""
         request, info = stream.request, shard.info
-        if info is None or not shard.serves(request.model, request.tokenizer_hash):
+        if info is None:
             return False
         if request.shard and request.shard != shard.address:
             return False
@@ -384,14 +385,8 @@ class Continuations:
                 field="shard",
                 value=request.shard,
             )
-        if any(shard.serves(request.model) for shard in self._shards.values()):
-            if not any(
-                shard.serves(request.model, request.tokenizer_hash)
-                for shard in self._shards.values()
-            ):
-                raise NoShardAvailable(
-                    "no ready shard has the tokenizer that made the request's ids"
-                )
+        if serving(self._shards.values(), request.model):
+            self._check_tokenizer(request)
             return
         served = {shard.info.model for shard in self._shards.values() if shard.ready and shard.info}
         if served:
@@ -400,6 +395,14 @@ class Continuations:
                 field="model",
                 value=request.model,
             )
+
+    def _check_tokenizer(self, request: GenerationRequest) -> None:
+        """Raises `NoShardAvailable` where all that serve the model have another tokenizer."""
+        shards = self._shards.values()
+        if serving(shards, request.model) and not serving(
+            shards, request.model, request.tokenizer_hash
+        ):
+            raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
 
     # ---- sending ----
 
@@ -414,6 +417,13 @@ class Continuations:
             return False
         self._send_to(stream, self._choose(stream, fitting))
         return True
+
+    def _send_waiting(self, stream: FleetStream) -> None:
+        """As `_send`; raises `NoShardAvailable` where waiting for its tokenizer makes no sense."""
+        if not self._send(stream) and stream.attempt < 0:
+            # Nobody took it yet: its sender loses nothing by making its ids anew. One that was
+            # taken may find the shard that restarts, or others of its kind.
+            self._check_tokenizer(stream.request)
 
     def _send_to(self, stream: FleetStream, shard: ShardState) -> None:
         info = shard.info
@@ -475,7 +485,7 @@ class Continuations:
             stream, _ = self._due.popitem(last=False)
             try:
                 if stream in self._waiting:
-                    self._send(stream)
+                    self._send_waiting(stream)
                 elif stream.shard is not None and stream.shard.handing_over:
                     self._move(stream, stream.shard)
             except PenstockError as error:

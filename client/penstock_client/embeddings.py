@@ -22,7 +22,7 @@ from penstock_client.errors import (
     ShardUnavailable,
 )
 from penstock_client.policies.base import least_loaded
-from penstock_client.shard_state import ShardState
+from penstock_client.shard_state import ShardState, serving
 from penstock_client.types import EmbeddingRequest, ShardInfo
 
 # Of one call: so many inputs, and so many tokens but for a longer single input.
@@ -126,16 +126,15 @@ class Embeddings:
 
         Raises `NoShardAvailable` and `NotServed`. Some ready shard serves the model.
         """
-        model, tokenizer_hash = request.model, request.tokenizer_hash
-        serving = [s.info for s in self._shards.values() if s.serves(model, tokenizer_hash)]
-        if not serving:
+        shards = serving(self._shards.values(), request.model, request.tokenizer_hash)
+        if not shards:
             raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
-        for info in serving:
-            if info is not None and info.embedding is not None:
-                return info
+        for shard in shards:
+            if shard.info is not None and shard.info.embedding is not None:
+                return shard.info
         raise NotServed(
-            f"embed: no shard of model {model or 'any'!r} serves embeddings; start one with "
-            "--embeddings last or --embeddings mean",
+            f"embed: no shard of model {request.model or 'any'!r} serves embeddings; start one "
+            "with --embeddings last or --embeddings mean",
             field="embed",
         )
 
@@ -146,9 +145,8 @@ class Embeddings:
         now_s = time.monotonic()
         return [
             shard
-            for shard in self._shards.values()
-            if shard.serves(request.model)
-            and shard.info is not None
+            for shard in serving(self._shards.values(), request.model)
+            if shard.info is not None
             and shard.info.embedding is not None
             and same_model(shard.info, info)
             and shard.info.instance_id not in (failed or ())

@@ -24,7 +24,7 @@ from penstock_client.embeddings import Embeddings
 from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
 from penstock_client.membership import Source, StaticSource, check_address, parse_source
 from penstock_client.policies import make_policy
-from penstock_client.shard_state import ShardState, ShardWatch
+from penstock_client.shard_state import ShardState, ShardWatch, serving
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
 from penstock_client.verification import Verification
 
@@ -141,12 +141,12 @@ class Fleet:
         return await self._serving(model, tokenizer_hash).client.tokenizer_files()
 
     def _serving(self, model: str, tokenizer_hash: str = "") -> ShardState:
-        for shard in self._shards.values():
-            if shard.serves(model, tokenizer_hash):
-                return shard
-        if any(shard.serves(model) for shard in self._shards.values()):
+        shards = self._shards.values()
+        for shard in serving(shards, model, tokenizer_hash):
+            return shard
+        if serving(shards, model):
             raise NoShardAvailable(f"no ready shard serves {model!r} with that tokenizer")
-        served = {shard.info.model for shard in self._shards.values() if shard.ready and shard.info}
+        served = {shard.info.model for shard in shards if shard.ready and shard.info}
         if served:
             raise InvalidRequest(
                 f"model {model!r} is not served; served: {', '.join(sorted(served))}",

@@ -1,7 +1,7 @@
 """One shard of a fleet: what is known of it, and the task that keeps knowing it.
 
 Owns the shard's client, its circuit breaker and the account of what was sent to it. Knows no
-other shard and no request's story.
+request's story, and of other shards only whose model a name means.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 
 from penstock_client.breaker import CircuitBreaker
 from penstock_client.errors import IncompatibleShard, PenstockError, ShardUnavailable
@@ -66,14 +66,6 @@ class ShardState:
         """Most of its KV blocks are in use."""
         return 2 * self.load.referenced_blocks > self.load.num_blocks
 
-    def serves(self, model: str, tokenizer_hash: str = "") -> bool:
-        """Ready, and known by this name with this tokenizer ("" is any)."""
-        if self.info is None or not self.ready:
-            return False
-        if tokenizer_hash and tokenizer_hash != self.info.tokenizer_hash:
-            return False
-        return not model or model == self.info.model or model in self.info.model_aliases
-
     def candidate(self) -> Candidate:
         """As a policy sees it; only of a shard whose `info` is known."""
         # Made anew only when something has changed: a fleet of hundreds asks for each request.
@@ -119,6 +111,33 @@ class ShardState:
         self.load = load
         self.sent_requests = 0
         self.sent_prompt_tokens = 0
+
+
+def serving(
+    shards: Collection[ShardState], model: str, tokenizer_hash: str = ""
+) -> list[ShardState]:
+    """Those that are ready and serve the model of this name with this tokenizer ("" is any)."""
+    own_name = _own_name(shards, model) if model else ""
+    return [
+        shard
+        for shard in shards
+        if shard.ready
+        and shard.info is not None
+        and own_name in ("", shard.info.model)
+        and tokenizer_hash in ("", shard.info.tokenizer_hash)
+    ]
+
+
+def _own_name(shards: Collection[ShardState], name: str) -> str:
+    """That of the model which `name` means: its own name goes before another one's alias, and an
+    alias that models share is the first one's.
+    """
+    if any(shard.info is not None and shard.info.model == name for shard in shards):
+        return name
+    for shard in shards:
+        if shard.ready and shard.info is not None and name in shard.info.model_aliases:
+            return shard.info.model
+    return name
 
 
 class ShardWatch:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from penstock_router import openapi
 from penstock_router.admission import Admission
@@ -26,11 +26,12 @@ from penstock_router.errors import (
     Unauthorized,
     noted,
 )
+from penstock_router.loop_lag import watch_loop
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
-from penstock_router.routes import admin, docs
+from penstock_router.routes import admin, debug, docs
 from penstock_router.routes.base import (
     ERROR_FORM,
     RECEIVED_S,
@@ -82,11 +83,13 @@ def build_app(
     )
     app[docs.DOCUMENT] = msgspec.json.encode(openapi.describe(ROUTES))
     for route in ROUTES:
-        app.router.add_route(route.method, route.path, route.handler)
-        if route.method == "GET":
-            app.router.add_route("HEAD", route.path, route.handler)
+        methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
+        for method in methods:
+            app.router.add_route(method, route.path, route.handler, expect_handler=_expect)
     admin.add_routes(app)
+    debug.add_routes(app)
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
+    app.cleanup_ctx.append(_watch_loop)
     app.cleanup_ctx.append(_follow_changes)
     app.cleanup_ctx.append(_load_models)
     app.cleanup_ctx.append(_store_responses)
@@ -102,6 +105,13 @@ async def _load_models(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await models.close()
+
+
+async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
+    task = asyncio.create_task(watch_loop(app[ROUTER].metrics.loop_was_late))
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _follow_changes(app: web.Application) -> AsyncIterator[None]:
@@ -127,13 +137,24 @@ async def _end_requests(app: web.Application) -> None:
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
     """Every answer, errors included, says which request it is for."""
-    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    # What aiohttp refuses before there is a handler has none yet.
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
+
+
+async def _expect(request: web.Request) -> None:
+    """Send for the body that a client holds back. Whatever else one expects is as good as unsaid:
+    aiohttp would refuse it in no API's form.
+    """
+    waits = request.headers.get("Expect", "").lower() == "100-continue"
+    if waits and request.version >= HttpVersion11 and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The edge: whatever a request ends in, the client gets a status and the reason."""
-    request[REQUEST_ID] = usable_request_id(request.headers.get("X-Request-Id"))
+    named = usable_request_id(request.headers.get("X-Request-Id"))
+    request[REQUEST_ID] = named or uuid.uuid4().hex
     route = _route_of(request)
     request[ERROR_FORM] = ERRORS if route is None else route.errors
     # What is counted when the client left before there was an answer.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
@@ -14,6 +15,9 @@ from penstock_router.backend import GenerationStream
 from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
 from penstock_router.stop import StopMatcher
+
+# Of a choice; one that is aborted has no end to show.
+EndReason = Literal["length", "stop"]
 
 
 @dataclass(slots=True)
@@ -28,7 +32,7 @@ class Delta:
     token_ids: list[int]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     # Before `token_ids`: those that were shown before the answer was taken up again.
     known_token_ids: Sequence[int] = ()
@@ -167,7 +171,8 @@ class Choice:
             delta.text = self._detokenizer.feed(token_ids[:shown] if stopped_by_id else token_ids)
         if output.finish_reason is not None:
             delta.text += self._stop.flush()
-            delta.finish_reason = output.finish_reason.value
+            is_length = output.finish_reason is FinishReason.LENGTH
+            delta.finish_reason = "length" if is_length else "stop"
             if stopped_by_id and output.stop_token_id not in self._eos_ids:
                 delta.stop_reason = output.stop_token_id
 

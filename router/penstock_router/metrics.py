@@ -32,6 +32,10 @@ _BETWEEN_BUCKETS_S = (
     *(0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08),
     *(0.12, 0.2, 0.4, 0.8, 2.0, 5.0),
 )
+_LAG_BUCKETS_S = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
 # Other workers answer for this one too, from what it has written.
 _WRITE_EVERY_S = 0.5
 _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
@@ -116,6 +120,24 @@ class Metrics:
             ("event", "reason"),
             registry=registry,
         )
+
+        self.loop_lag_seconds = Histogram(
+            "penstock_router_loop_lag_seconds",
+            "How late the event loop came to a timer, twenty times a second.",
+            buckets=_LAG_BUCKETS_S,
+            registry=registry,
+        )
+        self.loop_lag_worst_seconds = Gauge(
+            "penstock_router_loop_lag_worst_seconds",
+            "The worst of that in the last ten seconds, of all workers.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+
+    def loop_was_late(self, lag_s: float, worst_s: float) -> None:
+        """Of one timer, and the worst of the last ones."""
+        self.loop_lag_seconds.observe(lag_s)
+        self.loop_lag_worst_seconds.set(worst_s)
 
     def fleet_event(self, event: str, reason: str) -> None:
         """Told by the fleet of each one."""

@@ -63,6 +63,8 @@ class ErrorForm:
     body: Callable[[ApiError], JsonObject]
     # Of a TypedDict: what `body` gives.
     schema: type
+    # The last frames of a stream that fails.
+    frames: Callable[[ApiError], bytes]
     status: Callable[[ApiError], int] = lambda error: error.status
 
 
@@ -100,6 +102,9 @@ def event_frame(name: str, payload: object) -> bytes:
 # ---- Errors in the form of OpenAI's API, which is everybody's who has none of their own ---------
 
 
+DONE = data_frame(b"[DONE]")
+
+
 class ErrorObject(TypedDict):
     """What went wrong, in the form of OpenAI's API."""
 
@@ -127,4 +132,9 @@ def error_answer(error: ApiError) -> JsonObject:
     return {"error": shown}
 
 
-ERRORS = ErrorForm(error_answer, ErrorAnswer)
+def error_frames(error: ApiError) -> bytes:
+    """An error as the end of a stream."""
+    return data_frame(msgspec.json.encode(error_answer(error))) + DONE
+
+
+ERRORS = ErrorForm(error_answer, ErrorAnswer, error_frames)

@@ -6,7 +6,7 @@ import base64
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from penstock_router.apis.openai import COMPLETION_FIELDS, prompts
 from penstock_router.fields import (
@@ -47,7 +47,7 @@ FIELDS = table(
 class Embedding(TypedDict):
     """A vector, as numbers or in base64."""
 
-    object: str
+    object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
@@ -62,7 +62,7 @@ class EmbeddingUsage(TypedDict):
 class EmbeddingAnswer(TypedDict):
     """An answer of /v1/embeddings."""
 
-    object: str
+    object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage

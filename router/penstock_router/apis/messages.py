@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from penstock_router.apis.base import Api, Envelope, ErrorForm, event_frame
 from penstock_router.apis.chat_messages import TEXT, messages_schema, read_messages
@@ -114,7 +114,7 @@ def _ending(values: JsonObject) -> dict[str, Any]:
 class TextBlock(TypedDict):
     """A piece of an answer."""
 
-    type: str
+    type: Literal["text"]
     text: str
 
 
@@ -127,15 +127,25 @@ class MessageUsage(TypedDict):
     output_tokens: int
 
 
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+
+
+class MessageEnd(TypedDict):
+    """Why a message ended."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
 class MessageAnswer(TypedDict):
     """An answer of /v1/messages."""
 
     id: str
-    type: str
-    role: str
+    type: Literal["message"]
+    role: Literal["assistant"]
     model: str
     content: list[TextBlock]
-    stop_reason: str | None
+    stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -143,7 +153,15 @@ class MessageAnswer(TypedDict):
 class MessageEvent(TypedDict):
     """An event of a stream; what else it has depends on its type."""
 
-    type: str
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "ping",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
     index: NotRequired[int]
     message: NotRequired[MessageAnswer]
     content_block: NotRequired[TextBlock]
@@ -168,7 +186,7 @@ class MessageShape:
         self._id = envelope.response_id
         self._model = job.model.info.model
         self._usage_so_far = envelope.usage
-        self._end: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+        self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
 
     def _usage(self) -> MessageUsage:
         usage = self._usage_so_far
@@ -218,7 +236,7 @@ class MessageShape:
 
     def failed(self, error: ApiError) -> bytes:
         """The error as an event."""
-        return event_frame("error", _error_answer(error))
+        return _error_frames(error)
 
     def whole(self, deltas: Sequence[Delta]) -> MessageAnswer:
         """The answer that is no stream."""
@@ -252,7 +270,7 @@ class MessageErrorObject(TypedDict):
 class MessageError(TypedDict):
     """An answer that is an error."""
 
-    type: str
+    type: Literal["error"]
     error: MessageErrorObject
 
 
@@ -273,7 +291,11 @@ def _error_answer(error: ApiError) -> JsonObject:
     return {"type": "error", "error": {"type": type_, "message": error.message}}
 
 
-ERRORS = ErrorForm(_error_answer, MessageError)
+def _error_frames(error: ApiError) -> bytes:
+    return event_frame("error", _error_answer(error))
+
+
+ERRORS = ErrorForm(_error_answer, MessageError, _error_frames)
 
 MESSAGES_API = Api(
     fields=FIELDS,

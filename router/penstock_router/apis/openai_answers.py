@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from penstock_router.apis.base import Envelope, data_frame, error_answer
+from penstock_router.apis.base import DONE, Envelope, data_frame, error_frames
 from penstock_router.apis.logprobs import (
     ChatLogprobs,
     CompletionColumns,
@@ -22,12 +22,10 @@ from penstock_router.apis.logprobs import (
     prompt_logprobs,
     token_text,
 )
-from penstock_router.choice import Delta
+from penstock_router.choice import Delta, EndReason
 from penstock_router.errors import ApiError
 from penstock_router.generation import Usage
 from penstock_router.job import Job
-
-DONE = data_frame(b"[DONE]")
 
 _encode = msgspec.json.encode
 
@@ -49,7 +47,7 @@ class UsageObject(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
     completion_tokens_details: None
-    x_penstock_continued: NotRequired[str]
+    x_penstock_continued: NotRequired[Literal["approximate"]]
 
 
 class CompletionChoice(TypedDict):
@@ -58,7 +56,7 @@ class CompletionChoice(TypedDict):
     index: int
     text: str
     logprobs: CompletionColumns | None
-    finish_reason: str | None
+    finish_reason: EndReason | None
     stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
@@ -69,7 +67,7 @@ class CompletionAnswer(TypedDict):
     """An answer of /v1/completions, or one of its chunks."""
 
     id: str
-    object: str
+    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
@@ -80,7 +78,7 @@ class CompletionAnswer(TypedDict):
 class ChatMessage(TypedDict):
     """What the assistant says."""
 
-    role: str
+    role: Literal["assistant"]
     content: str
     refusal: None
 
@@ -91,7 +89,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
+    finish_reason: EndReason | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
 
@@ -100,7 +98,7 @@ class ChatAnswer(TypedDict):
     """An answer of /v1/chat/completions."""
 
     id: str
-    object: str
+    object: Literal["chat.completion"]
     created: int
     model: str
     system_fingerprint: str
@@ -113,7 +111,7 @@ class ChatAnswer(TypedDict):
 class ChatDelta(TypedDict):
     """What a choice has gained."""
 
-    role: NotRequired[str]
+    role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
 
 
@@ -123,7 +121,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
+    finish_reason: EndReason | None
     stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
 
@@ -132,7 +130,7 @@ class ChatChunk(TypedDict):
     """An event of a chat's stream."""
 
     id: str
-    object: str
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     system_fingerprint: str
@@ -220,7 +218,7 @@ class _OpenAIShape(ABC):
 
     def failed(self, error: ApiError) -> bytes:
         """The error and the end."""
-        return failed(error)
+        return error_frames(error)
 
     def headers(self) -> Mapping[str, str]:
         """None of its own."""
@@ -242,11 +240,6 @@ class _OpenAIShape(ABC):
     @abstractmethod
     def _chunk_choice(self, delta: Delta) -> Mapping[str, Any]:
         """The delta as an entry of a chunk's `choices`."""
-
-
-def failed(error: ApiError) -> bytes:
-    """The last frames of a stream that fails."""
-    return data_frame(_encode(error_answer(error))) + DONE
 
 
 class CompletionShape(_OpenAIShape):

@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Final, Literal, NotRequired, TypedDict
 
 import msgspec
 
 from penstock_router.apis.base import Envelope, event_frame
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
-from penstock_router.apis.responses_request import Item, Part, Repeated, ResponsesRequest
-from penstock_router.choice import Delta
+from penstock_router.apis.responses_request import (
+    Item,
+    ItemStatus,
+    Part,
+    Repeated,
+    ResponsesRequest,
+)
+from penstock_router.choice import Delta, EndReason
 from penstock_router.errors import ApiError
 from penstock_router.generation import Usage
 from penstock_router.job import Job
 
-COMPLETED = "completed"
-INCOMPLETE = "incomplete"
-FAILED = "failed"
-CANCELLED = "cancelled"
-IN_PROGRESS = "in_progress"
+COMPLETED: Final = "completed"
+INCOMPLETE: Final = "incomplete"
+FAILED: Final = "failed"
+CANCELLED: Final = "cancelled"
+IN_PROGRESS: Final = "in_progress"
+
+# Of a response that this server makes.
+ResponseStatus = Literal["completed", "incomplete", "failed", "cancelled", "in_progress"]
+_ErrorCode = Literal["invalid_prompt", "rate_limit_exceeded", "server_error"]
 
 _TEXT_DELTA = "response.output_text.delta"
-_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-_DEFAULT_ERROR_CODE = "server_error"
+_ERROR_CODES: dict[int, _ErrorCode] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+_DEFAULT_ERROR_CODE: Final = "server_error"
 
 _encode = msgspec.json.encode
 
@@ -57,30 +67,30 @@ class ResponseUsage(TypedDict):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
-    x_penstock_continued: NotRequired[str]
+    x_penstock_continued: NotRequired[Literal["approximate"]]
 
 
 class ResponseError(TypedDict):
     """Why a response failed."""
 
-    code: str
+    code: _ErrorCode
     message: str
 
 
 class IncompleteDetails(TypedDict):
     """Why a response ends early."""
 
-    reason: str
+    reason: Literal["max_output_tokens"]
 
 
 class ResponseAnswer(Repeated):
     """A response, in whatever state it is."""
 
     id: str
-    object: str
+    object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: str
+    status: ResponseStatus
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     model: str
@@ -110,14 +120,14 @@ class DeletedAnswer(TypedDict):
     """A response that was deleted."""
 
     id: str
-    object: str
-    deleted: bool
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class ItemList(TypedDict):
     """Items of a conversation, a page of them."""
 
-    object: str
+    object: Literal["list"]
     data: list[Item]
     first_id: str
     last_id: str
@@ -160,7 +170,7 @@ class ResponseShape:
         self._usage = envelope.usage
         self._texts: list[str] = []
         self._logprobs: list[ChatLogprob] = []
-        self._finish_reason: str | None = None
+        self._finish_reason: EndReason | None = None
         self._item_id = "msg_" + envelope.response_id.removeprefix("resp_")
         self._place = {"output_index": 0, "content_index": 0, "item_id": self._item_id}
         # Of the next event.
@@ -235,14 +245,14 @@ class ResponseShape:
         """On request."""
         self._end(CANCELLED)
 
-    def _end(self, status: str) -> None:
+    def _end(self, status: Literal["completed", "incomplete", "failed", "cancelled"]) -> None:
         self.answer["status"] = status
         self.answer["completed_at"] = self.answer["incomplete_details"] = None
         if status == COMPLETED or self._texts:
-            done = COMPLETED if status == COMPLETED else INCOMPLETE
+            done: ItemStatus = COMPLETED if status == COMPLETED else INCOMPLETE
             self.answer["output"] = [self._item(done, [self._part()])]
 
-    def _item(self, status: str, content: list[Part]) -> Item:
+    def _item(self, status: ItemStatus, content: list[Part]) -> Item:
         return {
             "type": "message",
             "id": self._item_id,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from penstock_router.apis.chat_messages import check_size
 from penstock_router.errors import BadRequest
@@ -29,10 +29,13 @@ ROLES = ("user", "assistant", "system", "developer")
 _TEXT_TYPES = ("text", "input_text", "output_text")
 
 
+ItemStatus = Literal["completed", "incomplete", "in_progress"]
+
+
 class Part(TypedDict):
     """A piece of a message; which of the texts it has depends on its type."""
 
-    type: str
+    type: Literal["input_text", "output_text", "refusal"]
     text: NotRequired[str]
     refusal: NotRequired[str]
     annotations: NotRequired[list[Any]]
@@ -42,24 +45,24 @@ class Part(TypedDict):
 class Item(TypedDict):
     """A message, given or answered."""
 
-    type: str
+    type: Literal["message"]
     id: str
     role: str
-    status: str
+    status: ItemStatus
     content: list[Part]
 
 
 class TextFormat(TypedDict):
     """How the answer's text is written."""
 
-    type: str
+    type: Literal["text"]
 
 
 class TextConfig(TypedDict):
     """What the answer's text is to be like."""
 
     format: TextFormat
-    verbosity: str
+    verbosity: Literal["medium"]
 
 
 class Reasoning(TypedDict):
@@ -82,13 +85,13 @@ class Repeated(TypedDict):
     prompt_cache_key: str | None
     reasoning: Reasoning
     safety_identifier: str | None
-    service_tier: str
+    service_tier: Literal["default"]
     store: bool
     text: TextConfig
     tool_choice: str
     tools: list[JsonObject]
     top_logprobs: int
-    truncation: str
+    truncation: Literal["auto", "disabled"]
     user: str | None
 
 

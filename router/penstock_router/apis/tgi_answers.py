@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -73,6 +73,11 @@ def error_answer(error: ApiError) -> JsonObject:
     return {**shown}
 
 
+def error_frames(error: ApiError) -> bytes:
+    """An error as the end of a stream."""
+    return data_frame(_encode(error_answer(error)))
+
+
 def error_status(error: ApiError) -> int:
     """Whatever is wrong with a request is 422, and a shard that fails 424."""
     if isinstance(error, BadRequest):
@@ -96,7 +101,7 @@ def _refusal_text(error: BadRequest) -> str:
     )
 
 
-ERRORS = ErrorForm(error_answer, GenerateError, error_status)
+ERRORS = ErrorForm(error_answer, GenerateError, error_frames, error_status)
 
 
 # ---- What is to be shown -----------------------------------------------------------------------
@@ -122,6 +127,9 @@ class GenerateRequest(CompletionRequest):
 # ---- Answers -----------------------------------------------------------------------------------
 
 
+GenerateEnd = Literal["length", "eos_token", "stop_sequence"]
+
+
 class PrefillToken(TypedDict):
     """A token of the inputs; nothing predicts the first one."""
 
@@ -143,7 +151,7 @@ class BestOfSequence(TypedDict):
     """One of several answers that was not the likeliest."""
 
     generated_text: str
-    finish_reason: str
+    finish_reason: GenerateEnd
     generated_tokens: int
     seed: int | None
     prefill: list[PrefillToken]
@@ -154,7 +162,7 @@ class BestOfSequence(TypedDict):
 class Details(TypedDict):
     """How an answer came about."""
 
-    finish_reason: str
+    finish_reason: GenerateEnd
     generated_tokens: int
     seed: int | None
     prefill: list[PrefillToken]
@@ -173,7 +181,7 @@ class GenerateAnswer(TypedDict):
 class StreamDetails(TypedDict):
     """How a stream came about."""
 
-    finish_reason: str
+    finish_reason: GenerateEnd
     generated_tokens: int
     seed: int | None
     input_length: int
@@ -276,7 +284,7 @@ class GenerateShape:
 
     def failed(self, error: ApiError) -> bytes:
         """The error, which ends the stream."""
-        return data_frame(_encode(error_answer(error)))
+        return error_frames(error)
 
     # ---- Answers that are no stream
 
@@ -390,7 +398,7 @@ def _details(sequence: BestOfSequence) -> Details:
     return details
 
 
-def _finish_reason(delta: Delta) -> str:
+def _finish_reason(delta: Delta) -> GenerateEnd:
     if delta.finish_reason == "length":
         return "length"
     return "stop_sequence" if isinstance(delta.stop_reason, str) else "eos_token"

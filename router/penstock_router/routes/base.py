@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import re
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -98,11 +97,11 @@ async def using_model(request: web.Request, name: str) -> AsyncIterator[ServedMo
             yield await router.models.get(name)
 
 
-def usable_request_id(given: str | None) -> str:
-    """The caller's id where it can stand in a header and a log line, else a new one."""
+def usable_request_id(given: str | None) -> str | None:
+    """The caller's id where it can stand in a header and a log line."""
     if given and len(given) <= 256 and given.isascii() and given.isprintable():
         return given
-    return uuid.uuid4().hex
+    return None
 
 
 def bears_key(request: web.Request, key: str) -> bool:

@@ -66,6 +66,8 @@ class Call(Generic[AnyRequest]):
     api: Api[AnyRequest]
     given: JsonObject
     asked: AnyRequest
+    # Whether the client chose the request's id.
+    named: bool
     response_id: str
 
     @classmethod
@@ -78,7 +80,8 @@ class Call(Generic[AnyRequest]):
         asked = api.parse(given)
         named = _name_request(request, asked)
         asked = dataclasses.replace(asked, request_id=request[REQUEST_ID], **_wishes(request))
-        return cls(request, api, given, asked, api.name_answer(request[REQUEST_ID], named))
+        response_id = api.name_answer(request[REQUEST_ID], named)
+        return cls(request, api, given, asked, named, response_id)
 
 
 # Takes a call over where it wants to; None: it does not.
@@ -195,12 +198,15 @@ def _check_size(job: Job, max_bytes: int) -> None:
 
 
 def _name_request(request: web.Request, asked: Options) -> bool:
-    """Note the request's id, of its header, its body or a new one; whether the client chose it."""
-    if "X-Request-Id" in request.headers:
+    """Note the request's id where its body gives it; whether the client chose it there or in a
+    header, which goes first.
+    """
+    if usable_request_id(request.headers.get("X-Request-Id")):
         return True
-    if asked.request_id is None:
+    named = usable_request_id(asked.request_id)
+    if named is None:
         return False
-    request[REQUEST_ID] = usable_request_id(asked.request_id)
+    request[REQUEST_ID] = named
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from aiohttp import web
 
@@ -17,7 +17,7 @@ class ModelCard(TypedDict):
     """One name of a model."""
 
     id: str
-    object: str
+    object: Literal["model"]
     created: int
     owned_by: str
     root: str
@@ -29,7 +29,7 @@ class ModelCard(TypedDict):
 class ModelList(TypedDict):
     """The models that ready shards serve, each under each of its names."""
 
-    object: str
+    object: Literal["list"]
     data: list[ModelCard]
 
 
@@ -56,7 +56,7 @@ class InfoAnswer(TypedDict):
 
     model_id: str
     model_sha: str | None
-    model_pipeline_tag: str
+    model_pipeline_tag: Literal["text-generation"]
     max_concurrent_requests: int
     max_best_of: int
     max_stop_sequences: int

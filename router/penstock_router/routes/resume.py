@@ -13,7 +13,6 @@ from aiohttp import web
 from penstock_client.types import random_seed
 from penstock_router import sse
 from penstock_router.apis.base import Shape
-from penstock_router.apis.openai_answers import failed
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
 from penstock_router.generation import Generation, spaced
@@ -67,7 +66,7 @@ async def resumable(call: Call[Any]) -> web.StreamResponse | None:
             request,
             reader,
             router.cursors.write,
-            failed,
+            call.api.errors.frames,
             request_id=cursor.request_id,
             config=router.config,
         )
@@ -107,9 +106,7 @@ def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
         drawn_seed=cursor.seed,
         numerics=cursor.numerics,
     )
-    # As `call` was named: by its header or its body, or else by nobody.
-    named = "X-Request-Id" in call.request.headers or call.given.get("request_id") is not None
-    response_id = call.api.name_answer(cursor.request_id, named)
+    response_id = call.api.name_answer(cursor.request_id, call.named)
     return dataclasses.replace(call, asked=asked, response_id=response_id)
 
 

@@ -292,6 +292,55 @@ async def test_a_request_waits_for_a_shard_and_is_sent_as_soon_as_one_is_ready(m
     assert world.where(stream) == "a"
 
 
+async def test_a_request_that_waits_ends_when_its_model_comes_back_with_another_tokenizer(
+    make: Make,
+) -> None:
+    world = make()
+    stream = world.start(model="m", tokenizer_hash="t")
+    world.continuations.shard_changed(world.add("other", model="other", tokenizer_hash="u"))
+    await settled()
+    assert not stream.ended
+    world.continuations.shard_changed(world.add("new", tokenizer_hash="u"))
+    await settled()
+    assert stream.ended
+    with pytest.raises(NoShardAvailable, match="tokenizer"):
+        await anext(stream)
+
+
+async def test_a_request_that_was_taken_waits_for_its_tokenizer(make: Make) -> None:
+    world = make("a")
+    stream = world.start(model="m", tokenizer_hash="t")
+    world.add("new", tokenizer_hash="u")
+    world.shards["a"].info = None
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    world.shards["a"].info = info("a")
+    world.continuations.shard_changed(world.shards["a"])
+    await settled()
+    assert world.where(stream) == "a"
+    assert stream.attempt == 1
+
+
+async def test_a_model_s_own_name_goes_before_another_s_alias(make: Make) -> None:
+    world = make()
+    world.add("other", model="other", model_aliases=("m", "shared"))
+    own = world.add("own", model="m", model_aliases=("shared",))
+    assert {world.where(world.start(model="m")) for _ in range(4)} == {"own"}
+    own.load = LoadReport(serving=True, draining=True)
+    with pytest.raises(InvalidRequest, match="'m' is not served"):
+        world.start(model="m")
+    own.info = None
+    assert world.where(world.start(model="m")) == "other"
+
+
+async def test_an_alias_that_models_share_is_the_first_one_s(make: Make) -> None:
+    world = make()
+    world.add("a", model="one", model_aliases=("shared",))
+    world.add("b", model="two", model_aliases=("shared",))
+    world.add("c", model="one", model_aliases=("shared",))
+    assert {world.where(world.start(model="shared")) for _ in range(6)} == {"a", "c"}
+
+
 async def test_without_a_shard_a_request_ends_when_its_patience_does(make: Make) -> None:
     world = make(wait_s=0.1)
     with pytest.raises(NoShardAvailable, match=r"in 0\.1 s"):

@@ -230,6 +230,17 @@ async def test_only_shards_that_embed_are_asked_and_only_those_of_the_same_weigh
     assert [bool(shard.calls) for shard in (first, other)] == [number == 1, number == 2]
 
 
+async def test_vectors_are_made_by_the_model_whose_own_name_is_asked_for() -> None:
+    other, own = Scripted(0), Scripted(1)
+    other.info.model = "other"
+    other.info.model_aliases.append("model")
+    async with fleet_of(other, own) as fleet:
+        inputs = [[number] for number in range(200)]
+        vectors = await fleet.embed(EmbeddingRequest(inputs, model="model"))
+    assert {vector[1] for vector in vectors} == {1}
+    assert not other.calls
+
+
 async def test_a_fleet_that_cannot_embed_says_what_to_do() -> None:
     async with fleet_of(Scripted(0, embeds=False)) as fleet:
         with pytest.raises(NotServed, match="--embeddings"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,13 +55,24 @@ async def test_a_model_that_no_ready_shard_serves_is_named_with_those_that_are(
         (shard,) = fleet.shards
         monkeypatch.setattr(shard, "info", Info())
         monkeypatch.setattr(shard, "load", LoadReport(serving=True))
-        assert shard.serves("alias")
+        assert fleet.info("alias").model == "served"
         with pytest.raises(NoShardAvailable, match="tokenizer"):
             fleet.submit(GenerationRequest([1], tokenizer_hash="two"))
         with pytest.raises(NoShardAvailable, match="'alias' with that tokenizer"):
             await fleet.tokenizer_files("alias", "two")
         with pytest.raises(InvalidRequest, match="'other' is not served; served: served"):
             fleet.submit(GenerationRequest([1], model="other"))
+
+
+async def test_a_fleet_tells_of_the_model_whose_own_name_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Fleet(["127.0.0.1:1", "127.0.0.1:2"]) as fleet:
+        for shard, (model, alias) in zip(fleet.shards, [("a", "b"), ("b", "c")], strict=True):
+            info = SimpleNamespace(model=model, model_aliases=(alias,), tokenizer_hash="t")
+            monkeypatch.setattr(shard, "info", info)
+            monkeypatch.setattr(shard, "load", LoadReport(serving=True))
+        assert [fleet.info(name).model for name in ("a", "b", "c")] == ["a", "b", "b"]
 
 
 async def test_a_shard_that_comes_back_while_it_is_seen_off_is_another_and_the_first_is_closed(

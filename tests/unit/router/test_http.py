@@ -819,6 +819,39 @@ async def test_the_request_id_is_the_callers_in_answers_and_errors(
     assert len(long.headers["x-request-id"]) == 32
 
 
+@pytest.mark.parametrize("unusable", ["x" * 257, "mine-\u00e9", ""])
+async def test_a_request_id_that_cannot_be_used_counts_as_none(
+    unusable: str, router: MemoryRouter
+) -> None:
+    header = {"X-Request-Id": unusable}
+    answer = await router.post("/v1/completions", {"prompt": "x", "request_id": "mine"}, **header)
+    assert answer.json()["id"] == "cmpl-mine-0"
+    assert answer.headers["x-request-id"] == "mine"
+    bodies: list[dict[str, object]] = [{}, {"request_id": unusable}]
+    for body in bodies:
+        answer = await router.post("/v1/completions", {"prompt": "x", **body}, **header)
+        assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]
+        assert len(answer.headers["x-request-id"]) == 32
+
+
+async def test_a_client_that_waits_to_be_sent_for_its_body_is_and_other_expectations_are_ignored(
+    router: MemoryRouter,
+) -> None:
+    body = b'{"prompt": "x"}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    connection = router.connect()
+    connection.send_raw(f"{head}Expect: 100-Continue\r\n\r\n".encode())
+    assert await connection.read_head() == (100, {})
+    connection.send_raw(body)
+    assert (await connection.read_answer()).status == 200
+    connection.close()
+    answer = await router.post("/v1/completions", body, Expect="tea")
+    assert answer.status == 200
+    nowhere = await router.post("/nowhere", body, Expect="tea")
+    assert nowhere.status == 417
+    assert len(nowhere.headers["x-request-id"]) == 32
+
+
 # ---- time, and clients that leave --------------------------------------------------------------
 
 

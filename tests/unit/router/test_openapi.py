@@ -9,6 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any, Literal, NotRequired, TypedDict
 
+import msgspec
 import pytest
 from router_doubles import FakeFleet, MemoryRouter, memory_router
 
@@ -67,7 +68,7 @@ def gaps(routes: tuple[Route, ...], served: set[tuple[str, str]]) -> list[str]:
     found = [
         f"{method} {path}"
         for method, path in served
-        if method.lower() not in paths.get(path, {}) and not path.startswith("/admin")
+        if method.lower() not in paths.get(path, {}) and not path.startswith(("/admin", "/debug"))
     ]
     for route in routes:
         tables = [route.fields or {}, *route.bodies, route.query, route.headers]
@@ -113,6 +114,15 @@ def test_every_reference_of_the_document_leads_somewhere() -> None:
     assert references == set(document["components"]["schemas"])
 
 
+def test_what_an_answer_always_says_is_in_the_document() -> None:
+    said = 0
+    for name, schema in describe(ROUTES)["components"]["schemas"].items():
+        for field in {"object", "finish_reason"} & set(schema["properties"]):
+            assert "enum" in str(schema["properties"][field]), f"{name}.{field} is any text"
+            said += 1
+    assert said > 10
+
+
 def test_no_two_operations_have_one_name() -> None:
     names = [operation(route)["operationId"] for route in ROUTES]
     assert len(set(names)) == len(names)
@@ -147,7 +157,9 @@ def test_a_body_an_answer_and_a_stream_are_described() -> None:
 
 
 def test_errors_have_the_statuses_and_the_shapes_of_their_form() -> None:
-    form = ErrorForm(lambda error: {}, Other, lambda error: 418 if error.status < 500 else 500)
+    form = ErrorForm(
+        lambda error: {}, Other, lambda error: b"", lambda error: 418 if error.status < 500 else 500
+    )
     described = operation(replace(EXAMPLE, errors=form))
     assert list(described["responses"]) == ["200", "418", "500"]
     both = operation(replace(EXAMPLE, other_errors=(form,)))
@@ -156,6 +168,14 @@ def test_errors_have_the_statuses_and_the_shapes_of_their_form() -> None:
     assert names == ["ErrorAnswer", "Other"]
     assert "418" in both["responses"]
     assert "400" in both["responses"]
+
+
+def test_a_stream_s_last_frames_say_what_an_answer_that_is_an_error_says() -> None:
+    error = ApiError("no luck")
+    forms = {route.errors for route in ROUTES}
+    assert len(forms) == 3
+    for form in forms:
+        assert b"data: " + msgspec.json.encode(form.body(error)) + b"\n\n" in form.frames(error)
 
 
 def test_only_an_open_route_has_no_key() -> None:
@@ -169,7 +189,7 @@ def test_a_status_that_asks_for_patience_says_how_long() -> None:
     responses = operation(EXAMPLE)["responses"]
     patient = {status for status, answer in responses.items() if "Retry-After" in answer["headers"]}
     assert patient == {"429", "503"}
-    form = ErrorForm(lambda error: {}, Other, lambda error: 418)
+    form = ErrorForm(lambda error: {}, Other, lambda error: b"", lambda error: 418)
     mixed = operation(replace(EXAMPLE, errors=form))["responses"]["418"]
     assert "Retry-After" not in mixed["headers"]
 
