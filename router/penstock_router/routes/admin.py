@@ -16,8 +16,8 @@ from aiohttp import web
 from penstock_client.errors import PenstockError
 from penstock_client.membership import check_address
 from penstock_router.backend import Fleet, ShardState
-from penstock_router.errors import BadRequest, Forbidden, NotFound, Unauthorized, Unavailable
-from penstock_router.routes.base import ROUTER, bears_key, json_response, read_object
+from penstock_router.errors import BadRequest, NotFound, Unavailable
+from penstock_router.routes.base import ROUTER, check_admin, json_response, read_object
 
 _POLL_S = 0.25
 
@@ -95,14 +95,14 @@ def add_routes(app: web.Application) -> None:
 
 async def list_shards(request: web.Request) -> web.Response:
     """GET /admin/shards"""
-    _authorize(request)
+    check_admin(request)
     shards = request.app[ROUTER].fleet.shards
     return json_response({"shards": [_shown(shard) for shard in shards]})
 
 
 async def add_shard(request: web.Request) -> web.Response:
     """POST /admin/shards {"address": "HOST:PORT"}"""
-    _authorize(request)
+    check_admin(request)
     given = (await read_object(request)).get("address")
     if not isinstance(given, str):
         raise BadRequest("address: must be a string, HOST:PORT", param="address")
@@ -133,16 +133,8 @@ async def drain_shard(request: web.Request) -> web.Response:
     return json_response({"address": shard.address, "status": "draining"}, status=202)
 
 
-def _authorize(request: web.Request) -> None:
-    key = request.app[ROUTER].config.admin_key
-    if key is None:
-        raise Forbidden("/admin is closed; start the router with --admin-key to open it")
-    if not bears_key(request, key):
-        raise Unauthorized("Unauthorized: missing or wrong admin key")
-
-
 def _member(request: web.Request) -> ShardState:
-    _authorize(request)
+    check_admin(request)
     address = _checked(request.match_info["address"])
     for shard in request.app[ROUTER].fleet.shards:
         if shard.address == address:

@@ -18,7 +18,7 @@ from penstock_router.apis.base import ERRORS, ErrorForm
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.config import RouterConfig
-from penstock_router.errors import BadRequest, BodyTooLarge
+from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, Unauthorized
 from penstock_router.fields import JsonObject, Table, decode_object, short
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
@@ -112,6 +112,15 @@ def bears_key(request: web.Request, key: str) -> bool:
     # Takes the same time wherever the two begin to differ. Headers arrive with bytes that are
     # not UTF-8 as surrogates; they must equal nothing.
     return hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+
+
+def check_admin(request: web.Request) -> None:
+    """Raises `Forbidden` where there is no admin key, `Unauthorized` for another one."""
+    key = request.app[ROUTER].config.admin_key
+    if key is None:
+        raise Forbidden(f"{request.path} is closed; start the router with --admin-key to open it")
+    if not bears_key(request, key):
+        raise Unauthorized("Unauthorized: missing or wrong admin key")
 
 
 def flag_header(request: web.Request, name: str) -> bool:

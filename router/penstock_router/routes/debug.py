@@ -10,9 +10,9 @@ import os
 from aiohttp import web
 
 from penstock_router import profiler
-from penstock_router.errors import Forbidden, TooManyRequests, Unauthorized
+from penstock_router.errors import TooManyRequests
 from penstock_router.fields import Kind, integer, refusal
-from penstock_router.routes.base import ROUTER, bears_key
+from penstock_router.routes.base import ROUTER, check_admin
 
 _SECONDS = integer(1, 60)
 _RATE_HZ = integer(1, 1000)
@@ -39,7 +39,7 @@ def add_routes(app: web.Application) -> None:
 
 async def profile(request: web.Request) -> web.Response:
     """GET /debug/profile?seconds=5&rate=200"""
-    _authorize(request)
+    check_admin(request)
     seconds = _read(request, "seconds", _SECONDS, default=5)
     rate_hz = _read(request, "rate", _RATE_HZ, default=200)
     turn = request.app[_TURN]
@@ -61,14 +61,6 @@ async def _sample(seconds: int, rate_hz: int) -> profiler.Profile:
     finally:
         taken = sampler.stop()
     return taken
-
-
-def _authorize(request: web.Request) -> None:
-    key = request.app[ROUTER].config.admin_key
-    if key is None:
-        raise Forbidden("/debug is closed; start the router with --admin-key to open it")
-    if not bears_key(request, key):
-        raise Unauthorized("Unauthorized: missing or wrong admin key")
 
 
 def _read(request: web.Request, name: str, kind: Kind, *, default: int) -> int:
