@@ -110,9 +110,9 @@ def test_whatever_is_sent_is_answered_as_the_document_says(
     check()
     print(sorted(statuses.items()))
     if "requestBody" in declared:
-        served = statuses["small", 200]
-        # Many of these are made odd on purpose.
-        assert served > 0.05 * sum(n for (manner, _), n in statuses.items() if manner == "small")
+        # Many of these are made odd on purpose; of a few none may be fit to be served.
+        small = sum(n for (manner, _), n in statuses.items() if manner == "small")
+        assert small < 200 or statuses["small", 200] > 0.05 * small
 
 
 # ---- Cases -------------------------------------------------------------------------------------
