@@ -33,7 +33,7 @@ serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve
 test: $(VENV)/.dev $(CLIENTS) ## Run the tests, each property at a small fixed budget
 	@$(BIN)/python -m pytest $(ARGS)
 
-soak: $(VENV)/.dev $(CLIENTS) ## Run the tests at the size of their claims (ten minutes or so)
+soak: $(VENV)/.dev $(CLIENTS) ## Run the tests at the size of their claims (an hour and a half)
 	@PENSTOCK_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and format
