@@ -75,7 +75,7 @@ def _stamp(path: str) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     batch = -1
 
-    def responses(outputs: Iterable[Output]) -> Iterator[Any]:
+    def responses(outputs: Iterable[Output], *others: Any) -> Iterator[Any]:
         nonlocal batch
         batch += 1
         number, count = batch % len(token_ids), 0
@@ -83,11 +83,11 @@ def _stamp(path: str) -> None:
         for output in stamped:
             count += len(output.token_ids)
             output.token_ids = [token_ids[number]] * len(output.token_ids)
-        messages = list(make_responses(stamped))
+        messages = list(make_responses(stamped, *others))
         os.write(log, _RECORD.pack(time.monotonic(), number, count))
         yield from messages
 
-    wire.responses = responses
+    wire.responses = responses  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ Knows both shapes and nothing of connections, retries or fleets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -72,6 +74,11 @@ _MAX_DEADLINE_S = (2**32 - 1) // 1000
 
 _FIRST_ATTEMPT = Attempt()
 
+# Of protobuf's encoding.
+_LENGTH_DELIMITED = 2
+# Whether an array of unsigned integers looks like a packed field.
+_IS_PACKED = sys.byteorder == "little" and array("I").itemsize == 4
+
 INFO_REQUEST = pb.InfoRequest()
 TOKENIZER_REQUEST = pb.TokenizerRequest()
 WATCH_LOAD_REQUEST = pb.WatchLoadRequest()
@@ -101,8 +108,8 @@ def generate_request(
         _set(message, name, getattr(attempt, name))
     for name in ("model", "adapter", "cache_salt", "label", "traceparent"):
         _set(message, name, getattr(request, name))
-    _set_ids(message.prompt_token_ids, request.prompt_token_ids, "prompt_token_ids")
-    _set_ids(message.output_token_ids, request.output_token_ids, "output_token_ids")
+    _set_ids(message, "prompt_token_ids", request.prompt_token_ids)
+    _set_ids(message, "output_token_ids", request.output_token_ids)
     _set_sampling(message.sampling, request.sampling)
     _set_stop(message.stop, request)
     _set_output_options(message.output, request)
@@ -112,15 +119,37 @@ def generate_request(
     return message
 
 
-def _set_ids(field: Any, ids: Iterable[int], name: str) -> None:
+def _set_ids(message: Any, field: str, ids: Iterable[int], name: str = "") -> None:
+    """`name` is what a refusal calls the field, where that is not its own name."""
+    name = name or field
+    if isinstance(ids, array) and ids.typecode == "I" and _IS_PACKED:
+        # As it stands in memory, so it stands on the wire: to copy it takes a tenth of the time.
+        message.MergeFromString(_packed(message, field, ids))
+        return
     try:
-        field.extend(ids)
+        getattr(message, field).extend(ids)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
             f"{name}: {error}; token ids are integers from 0 to {2**32 - 1}",
             field=name,
             bound=f"0..{2**32 - 1}",
         ) from None
+
+
+def _packed(message: Any, field: str, ids: array[int]) -> bytes:
+    """A message with this one field, of packed fixed32, as protobuf's encoding has it."""
+    data = ids.tobytes()
+    key = message.DESCRIPTOR.fields_by_name[field].number << 3 | _LENGTH_DELIMITED
+    return b"%b%b%b" % (_varint(key), _varint(len(data)), data)
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def _set(message: Any, name: str, value: Any) -> None:
@@ -143,14 +172,14 @@ def _set_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"logit_bias: {error}", field="logit_bias") from None
     for word in sampling.bad_words:
-        _set_ids(message.bad_words.add().token_ids, word, "bad_words")
-    _set_ids(message.allowed_token_ids, sampling.allowed_token_ids, "allowed_token_ids")
+        _set_ids(message.bad_words.add(), "token_ids", word, "bad_words")
+    _set_ids(message, "allowed_token_ids", sampling.allowed_token_ids)
 
 
 def _set_stop(message: pb.StopConditions, request: GenerationRequest) -> None:
     _set(message, "max_tokens", request.max_tokens)
     _set(message, "min_tokens", request.min_tokens)
-    _set_ids(message.stop_token_ids, request.stop_token_ids, "stop_token_ids")
+    _set_ids(message, "stop_token_ids", request.stop_token_ids)
     if request.ignore_eos:
         message.ignore_eos = True
 
@@ -158,7 +187,7 @@ def _set_stop(message: pb.StopConditions, request: GenerationRequest) -> None:
 def _set_output_options(message: pb.OutputOptions, request: GenerationRequest) -> None:
     _set(message, "logprobs", request.logprobs)
     _set(message, "prompt_logprobs", request.prompt_logprobs)
-    _set_ids(message.logprob_token_ids, request.logprob_token_ids, "logprob_token_ids")
+    _set_ids(message, "logprob_token_ids", request.logprob_token_ids)
 
 
 def _set_constraint(message: pb.Constraint, constraint: Constraint) -> None:
@@ -210,7 +239,7 @@ def embed_request(
             )
         message.pooling = _POOLINGS[request.pooling]
     for ids in request.inputs:
-        _set_ids(message.inputs.add().token_ids, ids, "inputs")
+        _set_ids(message.inputs.add(), "token_ids", ids, "inputs")
     return message
 
 
@@ -223,6 +252,13 @@ def drain_request(limit_s: float, hand_over: bool) -> pb.DrainRequest:
 
 
 # ---- answers --------------------------------------------------------------------------------
+
+
+def tokens(response: pb.GenerateResponse) -> Iterator[tuple[int, Output]]:
+    """Outputs of one token each, by the numbers of their attempts."""
+    columns = response.tokens
+    rows = zip(columns.numbers, columns.token_ids, columns.positions, strict=False)
+    return ((number, Output([token_id], position)) for number, token_id, position in rows)
 
 
 def output(message: pb.Output) -> Output | PenstockError:

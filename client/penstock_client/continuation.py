@@ -148,17 +148,14 @@ class FleetStream(GenerationStream):
 
     def feed(self, output: Output) -> None:
         """Take what a shard sent."""
-        if self.ended:
+        if self._ended or not self._accept(output):
             return
-        known = self._next_position
-        super().feed(output)
-        if self.final_error is not None:
-            return
-        if self._next_position > known:
-            # What was known is cut off by now.
-            self.token_ids += output.token_ids
+        # What was known is cut off by now.
+        self.token_ids += output.token_ids
         self.finish_reason = output.finish_reason
         self._continuations.fed(self, output)
+        # Last: its reader may cancel it.
+        self._tell()
 
     def fail(self, error: PenstockError) -> None:
         """Go on elsewhere, or end."""

@@ -40,8 +40,8 @@ _UNARY_TIMEOUT_S = 10.0
 _TOKENIZER_TIMEOUT_S = 60.0
 # Aborts that wait for the RPC before them go together in the next; this many at most.
 _MAX_ABORTS_IN_RPC = 4096
-# After so many outputs, which take half a millisecond, the event loop gets a turn.
-_OUTPUTS_A_TURN = 128
+# After so many outputs, which take readers half a millisecond, the event loop gets a turn.
+_OUTPUTS_A_TURN = 32
 
 
 def new_request_id() -> str:
@@ -256,6 +256,10 @@ class _SharedCall:
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...], address: str) -> None:
         self.streams: dict[str, GenerationStream] = {}
         self.ended = False
+        # By the number that tells a stream's attempt from all others of this call; and those.
+        self._numbered: dict[int, GenerationStream] = {}
+        self._number_of: dict[GenerationStream, int] = {}
+        self._numbers = itertools.count(1)
         self._address = address
         # Bounded by the streams in flight, which the caller bounds: one message each.
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
@@ -274,13 +278,17 @@ class _SharedCall:
                     value=str(stream.attempt),
                 )
             present.fail(ShardUnavailable("a higher attempt took over"))
-        self.streams[stream.request_id] = stream
+            self.forget(present)
+        message.number = next(self._numbers)
+        self.streams[stream.request_id] = self._numbered[message.number] = stream
+        self._number_of[stream] = message.number
         self._outgoing.put_nowait(message)
 
     def forget(self, stream: GenerationStream) -> None:
         """The stream is over; another attempt of its id may have taken its place."""
         if self.streams.get(stream.request_id) is stream:
             del self.streams[stream.request_id]
+            del self._numbered[self._number_of.pop(stream)]
 
     async def _write(self) -> None:
         try:
@@ -309,21 +317,29 @@ class _SharedCall:
             self.end(error)
 
     async def _dispatch(self, response: Any) -> None:
-        for number, message in enumerate(response.outputs, 1):
-            if number % _OUTPUTS_A_TURN == 0:
+        numbered = self._numbered
+        for turn, (number, output) in enumerate(_wire.tokens(response), 1):
+            stream = numbered.get(number)
+            if stream is not None:
+                stream.feed(output)
+            if turn % _OUTPUTS_A_TURN == 0:
                 await asyncio.sleep(0)
+        for turn, message in enumerate(response.outputs, 1):
             stream = self.streams.get(message.request_id)
-            if stream is None or stream.attempt != message.attempt:
-                continue
-            result = _wire.output(message)
-            if isinstance(result, PenstockError):
-                # First: to fail may mean to go on, here or elsewhere.
+            if stream is not None and stream.attempt == message.attempt:
+                self._take(stream, _wire.output(message))
+            if turn % _OUTPUTS_A_TURN == 0:
+                await asyncio.sleep(0)
+
+    def _take(self, stream: GenerationStream, result: Output | PenstockError) -> None:
+        if isinstance(result, PenstockError):
+            # First: to fail may mean to go on, here or elsewhere.
+            self.forget(stream)
+            stream.fail(result)
+        else:
+            stream.feed(result)
+            if stream.ended:
                 self.forget(stream)
-                stream.fail(result)
-            else:
-                stream.feed(result)
-                if stream.ended:
-                    self.forget(stream)
 
     def end(self, error: PenstockError) -> None:
         """End the call, and every stream on it with `error`."""
@@ -331,6 +347,8 @@ class _SharedCall:
             return
         self.ended = True
         streams, self.streams = self.streams, {}
+        self._numbered.clear()
+        self._number_of.clear()
         for stream in streams.values():
             stream.fail(error)
         self._writer.cancel()

@@ -1,12 +1,14 @@
 """One sequence in flight, as its reader sees it. Pure asyncio; knows no gRPC.
 
 What arrives while the reader is away is merged into one output, so a slow reader costs memory for
-its own tokens and holds up nobody.
+its own tokens and holds up nobody. A reader waits by iterating, or has itself called and takes what
+is there: waking a task costs as much as all else that a token does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -15,21 +17,26 @@ from penstock_client.errors import PenstockError, ShardFailed
 from penstock_client.types import Logprobs, Output
 
 
+def _nobody() -> None:
+    """Listens to nothing."""
+
+
 class GenerationStream:
     """Iterate for everything new since the last time, until the output with a finish reason.
 
     Raises `PenstockError` subclasses from the iteration. `cancel` (or leaving `async with`) ends
-    the generation in the shard. One reader at a time.
+    the generation in the shard. One reader at a time: one that iterates, or one that listens.
     """
 
     __slots__ = (
         "_ended",
         "_error",
+        "_news_tokens",
         "_next_position",
         "_next_prompt_index",
         "_on_cancel",
+        "_on_news",
         "_pending",
-        "_waiter",
         "approximate",
         "attempt",
         "fingerprints",
@@ -53,32 +60,55 @@ class GenerationStream:
         # Of the prompt's log-probabilities; the token at index 0 has none.
         self._next_prompt_index = 1
         self._on_cancel = on_cancel
+        self._on_news: Callable[[], None] = _nobody
+        self._news_tokens = 1
         self._pending: Output | None = None
         self._error: PenstockError | None = None
         # No more will arrive: finished, failed or cancelled.
         self._ended = False
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def ended(self) -> bool:
         """Nothing more will arrive from the shard."""
         return self._ended
 
+    @property
+    def progress(self) -> int:
+        """Grows with every token, and with every log-probability of the prompt, that arrives."""
+        return self._next_position + self._next_prompt_index
+
+    def take(self) -> Output | None:
+        """All that arrived since the last time; None where nothing did.
+
+        Once all is taken it raises what the generation failed with.
+        """
+        output, self._pending = self._pending, None
+        if output is None and self._error is not None:
+            # All streams of a connection fail with one error: it must not gather their tracebacks.
+            raise self._error.with_traceback(None)
+        return output
+
+    def listen(self, on_news: Callable[[], None], *, min_tokens: int = 1) -> None:
+        """Have `on_news` called when so many tokens can be taken, and at the end.
+
+        It is called where outputs are received, for all streams of a shard: it must be quick, and
+        raise nothing.
+        """
+        self._on_news, self._news_tokens = on_news, min_tokens
+
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Output:
-        while self._pending is None:
-            if self._error is not None:
-                raise self._error
+        while (output := self.take()) is None:
             if self._ended:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
+            news = asyncio.get_running_loop().create_future()
+            self.listen(functools.partial(_settle, news), min_tokens=0)
             try:
-                await self._waiter
+                await news
             finally:
-                self._waiter = None
-        output, self._pending = self._pending, None
+                self.listen(_nobody)
         return output
 
     async def __aenter__(self) -> Self:
@@ -98,20 +128,29 @@ class GenerationStream:
             return
         self._ended = True
         self._pending = None
-        self._wake()
         self._on_cancel(self)
+        self._on_news()
 
     # ---- called by the connection ----
 
     def feed(self, output: Output) -> None:
         """Take what the shard sent; drops what is known already, fails on a gap."""
-        if self._ended:
-            return
-        gap = self._align(output)
-        if gap:
-            self._on_cancel(self)
-            self.fail(ShardFailed(f"request {self.request_id}: {gap}"))
-            return
+        if not self._ended and self._accept(output):
+            self._tell()
+
+    def _tell(self) -> None:
+        pending = self._pending
+        if self._ended or (pending is not None and len(pending.token_ids) >= self._news_tokens):
+            self._on_news()
+
+    def _accept(self, output: Output) -> bool:
+        """Keep an output for the reader, who is not told yet; False where it makes no sense."""
+        if output.first_position != self._next_position or output.prompt_logprobs is not None:
+            gap = self._align(output)
+            if gap:
+                self._on_cancel(self)
+                self.fail(ShardFailed(f"request {self.request_id}: {gap}"))
+                return False
         self._next_position += len(output.token_ids)
         if self._pending is None:
             self._pending = output
@@ -119,7 +158,7 @@ class GenerationStream:
             self._pending.merge(output)
         if output.finish_reason is not None:
             self._ended = True
-        self._wake()
+        return True
 
     def fail(self, error: PenstockError) -> None:
         """End with an error, after what is still to be read."""
@@ -127,7 +166,7 @@ class GenerationStream:
             return
         self._ended = True
         self._error = error
-        self._wake()
+        self._on_news()
 
     def _align(self, output: Output) -> str:
         """Cut off what is known; what is missing, in words, if anything is."""
@@ -162,6 +201,7 @@ class GenerationStream:
             output.prompt_logprobs = None
         return ""
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+def _settle(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_result(None)

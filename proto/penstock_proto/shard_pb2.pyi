@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect", "number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class GenerateRequest(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     HAND_BACK_FIELD_NUMBER: _ClassVar[int]
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -43,7 +44,8 @@ class GenerateRequest(_message.Message):
     instance_id: str
     hand_back: bool
     suspect: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ...) -> None: ...
+    number: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ..., number: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "bad_words", "allowed_token_ids")
@@ -145,10 +147,22 @@ class Objective(_message.Message):
     def __init__(self, priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., time_to_first_token_s: _Optional[float] = ..., seconds_between_tokens: _Optional[float] = ..., latency_sensitive: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("outputs",)
+    __slots__ = ("outputs", "tokens")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[Output]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
+    tokens: Tokens
+    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("numbers", "token_ids", "positions")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("request_id", "attempt", "first_position", "token_ids", "logprobs", "prompt_logprobs", "cached_tokens", "finish", "error", "queue_s")

@@ -5,9 +5,8 @@ Knows no text and no HTTP. It is a protocol so that tests run the whole router a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from penstock_client.types import (
     EmbeddingRequest,
@@ -19,13 +18,16 @@ from penstock_client.types import (
 
 
 class GenerationStream(Protocol):
-    """One sequence in flight. Leaving its scope, or `cancel`, aborts it in the shard."""
+    """One sequence in flight; `cancel` aborts it in the shard."""
 
     @property
     def request_id(self) -> str: ...
 
     @property
     def ended(self) -> bool: ...
+
+    @property
+    def progress(self) -> int: ...
 
     @property
     def approximate(self) -> bool: ...
@@ -35,18 +37,9 @@ class GenerationStream(Protocol):
 
     def cancel(self) -> None: ...
 
-    def __aiter__(self) -> Self: ...
+    def take(self) -> Output | None: ...
 
-    async def __anext__(self) -> Output: ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def listen(self, on_news: Callable[[], None], *, min_tokens: int = 1) -> None: ...
 
 
 class ShardState(Protocol):

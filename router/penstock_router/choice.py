@@ -16,6 +16,9 @@ from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
 from penstock_router.stop import StopMatcher
 
+# To take them costs by then much more than to be told of them.
+_TOKENS_AT_ONCE = 64
+
 # Of a choice; one that is aborted has no end to show.
 EndReason = Literal["length", "stop"]
 
@@ -60,12 +63,13 @@ class Choice:
         options, prompt = job.options, job.prompt_of(index)
         self.index = index
         self.finished = False
+        # Its stream has something that nobody has taken.
+        self.has_news = False
         self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
-        detokenizers = job.model.tokenizer.detokenizers
-        self._detokenizer = detokenizers.start(
+        self._detokenizer = job.model.tokenizer.detokenizers.start(
             prompt.token_ids,
             skip_special_tokens=options.skip_special_tokens,
             spaces_between_special_tokens=options.spaces_between_special_tokens,
@@ -73,10 +77,8 @@ class Choice:
         self._stop = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
         # So many tokens are read before stop strings count.
         self._unstoppable_tokens = options.min_tokens or 0
-        # Nobody waits for the text of single tokens where the answer is shown whole.
-        gathers = not (options.stream or options.stop)
-        self._tokens_at_once = detokenizers.tokens_at_once if gathers else 1
-        self._gathered: Output | None = None
+        # So many are worth taking: nobody waits for single ones where the answer is shown whole.
+        self.tokens_at_once = 1 if options.stream or options.stop else _TOKENS_AT_ONCE
         self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
         # What the client has already and is not shown again.
@@ -95,11 +97,6 @@ class Choice:
             raise ShardFailed("the shard ended the request before it was finished")
         if self._options.max_tokens == 0:
             return self._scores_only()
-        if self._tokens_at_once > 1:
-            gathered = self._gather(output)
-            if gathered is None:
-                return None
-            output = gathered
         delta = Delta(self.index, "", output.token_ids, output.logprobs)
         self._read(output, delta)
         delta.text, self._echo = self._echo + delta.text, ""
@@ -111,17 +108,6 @@ class Choice:
                 return None
             delta.known_token_ids, self._known_ids = self._known_ids, []
         return delta
-
-    def _gather(self, output: Output) -> Output | None:
-        """All outputs since the last time as one, once they are enough or the last one is there."""
-        if self._gathered is None:
-            self._gathered = output
-        else:
-            self._gathered.merge(output)
-        if len(self._gathered.token_ids) < self._tokens_at_once and output.finish_reason is None:
-            return None
-        output, self._gathered = self._gathered, None
-        return output
 
     def _echoed(self, prompt: str) -> str:
         """The prompt's text, but for a character that ends in the output: it is shown there."""

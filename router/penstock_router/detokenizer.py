@@ -67,9 +67,6 @@ class Detokenizer(Protocol):
 class DetokenizerFactory(Protocol):
     """What a tokenizer's decoder makes of ids: of single ones, and of sequences as they grow."""
 
-    # About so many tokens become text in half a millisecond.
-    tokens_at_once: int
-
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes in running text; b"" for an id that is not in the vocabulary."""
 
@@ -94,8 +91,6 @@ class ByteTable:
     elsewhere it stands for a run of them. `strip_left` is how many spaces the decoder takes off
     the very beginning of a text.
     """
-
-    tokens_at_once = 4096
 
     def __init__(
         self,
@@ -237,8 +232,6 @@ def _without_first(text: str, shown: int) -> str:
 
 class WindowTable:
     """For any decoder: asks the tokenizer itself, with a little context each time."""
-
-    tokens_at_once = 64
 
     def __init__(self, tokenizer: Tokenizer, *, has_bytes: bool) -> None:
         self.tokenizer = tokenizer

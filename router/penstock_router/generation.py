@@ -14,9 +14,10 @@ what is unfinished. Knows no HTTP and no answer shapes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -25,10 +26,10 @@ from penstock_client.errors import ShardFailed
 from penstock_client.types import GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
-from penstock_router.errors import BadRequest, SlowReader, TimedOut, Unavailable
+from penstock_router.deltas import Deltas
+from penstock_router.errors import SlowReader, TimedOut, Unavailable
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
-from penstock_router.request import Options
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides. After about
 # half a millisecond of it the event loop gets a turn.
@@ -49,8 +50,12 @@ class Usage:
     approximate: bool = False
 
 
-class Generation:
-    """A job in flight: iterate for deltas. Leaving the scope aborts what is unfinished."""
+def _nobody() -> None:
+    """Listens to nothing."""
+
+
+class Generation(Deltas):
+    """A job in flight and its deltas. Leaving the scope aborts what is unfinished."""
 
     def __init__(self, job: Job, fleet: Fleet, metrics: Metrics) -> None:
         self.job = job
@@ -63,7 +68,9 @@ class Generation:
         self._choices: list[Choice] = []
         self._unfinished = 0
         self._submitted_at_s = 0.0
-        self._arrivals: _Arrivals | None = None
+        # In the order of what came.
+        self._with_news: deque[Choice] = deque()
+        self._on_news: Callable[[], None] = _nobody
 
     async def __aenter__(self) -> Self:
         self._submitted_at_s = time.perf_counter()
@@ -74,8 +81,6 @@ class Generation:
             self.abandon(error)
             raise
         self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
-        if len(self._choices) > 1:
-            self._arrivals = _Arrivals(self._choices)
         return self
 
     async def _submit(self) -> None:
@@ -88,6 +93,8 @@ class Generation:
                 self._choices.append(choice)
                 continue
             choice.stream = self._fleet.submit(request)
+            # Of the first token at once: when it came is counted.
+            choice.stream.listen(functools.partial(self._came, choice))
             self._choices.append(choice)
             self._unfinished += 1
             self._metrics.in_flight.inc()
@@ -103,8 +110,6 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         self._abandon(_abort_cause(exc))
-        if self._arrivals is not None:
-            await self._arrivals.close()
 
     def abandon(self, error: BaseException | None) -> None:
         """Abort what is unfinished; `error` says why. Whoever swallows an error says it here."""
@@ -135,29 +140,49 @@ class Generation:
                 found.update(choice.stream.fingerprints)
         return found.pop() if len(found) == 1 else ""
 
-    def __aiter__(self) -> Self:
-        return self
+    @property
+    def ended(self) -> bool:
+        return not self._unfinished
 
-    async def __anext__(self) -> Delta:
+    def listen(self, on_news: Callable[[], None]) -> None:
+        self._on_news = on_news
+
+    def _came(self, choice: Choice) -> None:
+        """A choice's stream has something, or its end. What nobody takes yet is merged there."""
+        if not (choice.has_news or choice.finished):
+            choice.has_news = True
+            self._with_news.append(choice)
+            self._on_news()
+
+    def take(self) -> Delta | None:
         """The next thing worth showing, of whichever choice has it."""
-        while self._unfinished:
-            if self._arrivals is None:
-                choice = self._choices[0]
-                output = await _next_output(choice)
-            else:
-                choice, output = await self._arrivals.next()
-            if choice.finished:
-                continue
-            self._observe(choice, output)
-            delta = choice.take(output)
-            if output.cached_tokens is not None:
-                self._count_cached()
-            if output.queue_s is not None:
-                self.usage.queue_s = max(output.queue_s, self.usage.queue_s or 0.0)
+        while self._with_news:
+            choice = self._with_news.popleft()
+            choice.has_news = False
+            delta = None if choice.finished else self._take_of(choice)
             if delta is not None:
-                self._account(choice, delta, output)
                 return delta
-        raise StopAsyncIteration
+        return None
+
+    def _take_of(self, choice: Choice) -> Delta | None:
+        output = choice.stream.take()
+        if output is None:
+            if choice.stream.ended:
+                raise ShardFailed("the shard ended the request without saying why")
+            return None
+        if choice.stream.ended and output.finish_reason is None:
+            # What it failed with is next, and nobody will tell of it again.
+            choice.has_news = True
+            self._with_news.append(choice)
+        self._observe(choice, output)
+        delta = choice.take(output)
+        if output.cached_tokens is not None:
+            self._count_cached()
+        if output.queue_s is not None:
+            self.usage.queue_s = max(output.queue_s, self.usage.queue_s or 0.0)
+        if delta is not None:
+            self._account(choice, delta, output)
+        return delta
 
     def _count_cached(self) -> None:
         # Of each prompt's first choice; the others find what that one left.
@@ -179,6 +204,8 @@ class Generation:
         if choice.last_arrival_s is None:
             self._metrics.output_tokens.inc(count)
             self._metrics.first_token_seconds.observe(now - self._submitted_at_s)
+            on_news = functools.partial(self._came, choice)
+            choice.stream.listen(on_news, min_tokens=choice.tokens_at_once)
         else:
             # Once an arrival, however many tokens it bundles: a loop over them would cost most
             # where there is least time.
@@ -195,13 +222,6 @@ def _num_ids(request: GenerationRequest) -> int:
     return num_ids + 10 * len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
 
 
-async def _next_output(choice: Choice) -> Output:
-    try:
-        return await anext(choice.stream)
-    except StopAsyncIteration:
-        raise ShardFailed("the shard ended the request without saying why") from None
-
-
 def _abort_cause(error: BaseException | None) -> str:
     if error is None or isinstance(error, GeneratorExit):
         return "abandoned"
@@ -213,155 +233,3 @@ def _abort_cause(error: BaseException | None) -> str:
         return "timeout"
     # Within a generation no other `Unavailable` arises; shards' troubles are the client's errors.
     return "shutdown" if isinstance(error, Unavailable) else "error"
-
-
-class _Arrivals:
-    """Outputs of several choices in the order of their arrival.
-
-    A task reads each stream; what nobody has taken yet is merged, choice by choice, so that a slow
-    reader costs no more than its own tokens.
-    """
-
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self._waiting: dict[int, Output] = {}
-        self._order: deque[Choice] = deque()
-        self._error: Exception | None = None
-        self._news = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._read(choice)) for choice in choices]
-
-    async def _read(self, choice: Choice) -> None:
-        try:
-            while not choice.finished:
-                output = await _next_output(choice)
-                self._put(choice, output)
-                if output.finish_reason is not None:
-                    return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reader of `next` gets it
-            if not choice.finished and self._error is None:
-                self._error = error
-                self._news.set()
-
-    def _put(self, choice: Choice, output: Output) -> None:
-        earlier = self._waiting.get(choice.index)
-        if earlier is None:
-            self._waiting[choice.index] = output
-            self._order.append(choice)
-        else:
-            earlier.merge(output)
-        self._news.set()
-
-    async def next(self) -> tuple[Choice, Output]:
-        while not self._order:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
-        choice = self._order.popleft()
-        return choice, self._waiting.pop(choice.index)
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-# ---- Fewer and larger deltas -------------------------------------------------------------------
-
-
-def spaced(generation: Generation) -> AsyncIterator[Delta]:
-    """Deltas of `stream_interval` tokens at least; of each choice the first comes at once, and the
-    last is whatever is left."""
-    interval = generation.job.options.stream_interval
-    return generation if interval == 1 else _Spaced(generation, interval)
-
-
-class _Spaced:
-    def __init__(self, generation: Generation, interval: int) -> None:
-        self._generation = generation
-        self._interval = interval
-        # By choice, once it has begun: what is held back.
-        self._held: dict[int, Delta | None] = {}
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while True:
-            delta = await anext(self._generation)
-            begins = delta.index not in self._held
-            held = self._held.get(delta.index)
-            if held is not None:
-                held.extend(delta)
-                delta = held
-            is_enough = len(delta.token_ids) >= self._interval
-            if begins or is_enough or delta.finish_reason is not None:
-                self._held[delta.index] = None
-                return delta
-            self._held[delta.index] = delta
-
-
-# ---- Everything at once ------------------------------------------------------------------------
-
-
-# What a log-probability takes in an answer, with its token's text.
-LOGPROB_BYTES = 64
-
-
-async def bounded(
-    deltas: AsyncIterator[Delta], options: Options, max_bytes: int
-) -> AsyncIterator[Delta]:
-    """A generation's deltas, for whoever keeps them all.
-
-    Raises `BadRequest` once their log-probabilities take more than `max_bytes`.
-    """
-    num_bytes = 0
-    if options.logprobs is not None:
-        columns = 1 + options.logprobs + len(options.logprob_token_ids)
-        token_bytes = LOGPROB_BYTES * columns
-    else:
-        token_bytes = 0
-    async for delta in deltas:
-        num_bytes += token_bytes * len(delta.token_ids)
-        if num_bytes > max_bytes:
-            raise BadRequest(
-                f"logprobs: those of this answer are more than {max_bytes} bytes by now; stream "
-                "it, or ask for fewer of them or of tokens",
-                param="logprobs",
-            )
-        yield delta
-
-
-async def collect(generation: Generation, max_bytes: int) -> list[Delta]:
-    """All of a generation: one delta for each choice of the answer, in the answer's order.
-
-    Raises as `bounded`.
-    """
-    whole: dict[int, Delta] = {}
-    async for delta in bounded(generation, generation.job.options, max_bytes):
-        if delta.index in whole:
-            whole[delta.index].extend(delta)
-        else:
-            whole[delta.index] = delta
-    return _best(generation.job, [whole[index] for index in sorted(whole)])
-
-
-def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
-    """The n most likely of each prompt's choices, by log-probability a token."""
-    n, candidates = job.options.n, job.choices_per_prompt
-    if n == candidates:
-        return deltas
-    best: list[Delta] = []
-    for start in range(0, len(deltas), candidates):
-        ranked = sorted(deltas[start : start + candidates], key=mean_logprob, reverse=True)
-        best += ranked[:n]
-    for index, delta in enumerate(best):
-        delta.index = index
-        if job.options.logprobs is None:
-            delta.logprobs = None
-    return best
-
-
-def mean_logprob(delta: Delta) -> float:
-    """By which the best of several is told."""
-    values = delta.logprobs.chosen if delta.logprobs is not None else []
-    return sum(values) / len(values) if values else 0.0

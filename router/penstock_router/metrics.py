@@ -84,7 +84,8 @@ class Metrics:
         )
         self.between_tokens_seconds = _BatchedHistogram(
             "penstock_router_between_tokens_seconds",
-            "From one arrival of tokens to the next, divided by its tokens; one value an arrival.",
+            "From one arrival of tokens to the next, divided by its tokens; one value an arrival. "
+            "Of answers that are shown whole many tokens count as one arrival.",
             buckets=_BETWEEN_BUCKETS_S,
             registry=registry,
         )

@@ -1,24 +1,27 @@
 """The only writer of a stream's bytes: headers, frames, comments, and the frames of an error.
 
 Headers go out with the first delta, so that what fails before it is an ordinary status; after
-that the error is the stream's last event. While a write waits for a slow reader, deltas gather
-upstream, and the next event carries them together. Knows no API: shapes make the frames.
+that the error is the stream's last event. A delta becomes an event in the very call that received
+it. Only while a socket takes no more does a task wait for it; deltas gather upstream meanwhile,
+and the next event carries them together. Knows no API: shapes make the frames.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
+from penstock_router.deltas import Deltas
 from penstock_router.errors import ApiError, SlowReader, noted
 from penstock_router.generation import Generation
 from penstock_router.resumption import Cursor, Reader
@@ -32,8 +35,6 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 COMMENT = b": keep-alive\n\n"
-# Below what a transport takes before it makes writers wait (64 kB).
-_SMALL_BYTES = 16_384
 # So many are shown on the event loop (about a microsecond each).
 _INLINE_LOGPROBS = 1000
 
@@ -46,15 +47,23 @@ class EventStream:
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
+        self._protocol = request.protocol
         self._keep_alive_s = keep_alive_s
         self._write_timeout_s = write_timeout_s
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._comment: asyncio.Task[None] | None = None
+        self._writer: AbstractStreamWriter
+        self._is_chunked = False
+        self._is_begun = False
 
     async def __aenter__(self) -> Self:
-        await self.response.prepare(self._request)
+        writer = await self.response.prepare(self._request)
+        assert writer is not None  # there is a request that it is for
+        self._writer = writer
+        self._is_chunked = "Transfer-Encoding" in self.response.headers
+        # A socket that does not take all at once makes writers wait until it has.
+        self._transport.set_write_buffer_limits(high=0)
         self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
         return self
 
@@ -66,22 +75,45 @@ class EventStream:
     ) -> None:
         self._stop_comments()
 
+    @property
+    def _transport(self) -> asyncio.Transport:
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client left")
+        return transport
+
+    @property
+    def busy(self) -> bool:
+        """The socket has not taken all that was sent."""
+        return self._protocol.writing_paused
+
+    def send_now(self, frames: bytes) -> None:
+        """Frames, one after another, in one write: not the first ones, and not while `busy`."""
+        self._written_at = self._loop.time()
+        if self._is_chunked:
+            frames = b"%x\r\n%b\r\n" % (len(frames), frames)
+        self._transport.write(frames)
+
     async def send(self, frames: bytes) -> None:
-        """Frames, one after another, in one write."""
+        """Frames, one after another, in one write, once the socket took what was sent before."""
         if not frames:
             return
-        self._written_at = self._loop.time()
-        transport = self._request.transport
-        if transport is None or transport.get_write_buffer_size() or len(frames) > _SMALL_BYTES:
-            await self._in_time(self.response.write(frames))
+        await self.drained()
+        if self._is_begun:
+            self.send_now(frames)
         else:
-            # Nothing waits to be sent and this is little: the write does not wait either, and a
-            # timer would cost as much as all else.
-            await self.response.write(frames)
+            # With the headers, which the library has not sent yet.
+            self._is_begun = True
+            await self._in_time(self._writer.write(frames))
 
     async def send_with_id(self, frame: bytes, event_id: str) -> None:
         """A frame that a client can name to go on after it."""
         await self.send(b"id: %b\n%b" % (event_id.encode(), frame))
+
+    async def drained(self) -> None:
+        """Until the socket has taken all. Raises `SlowReader` where it takes nothing for long."""
+        if self.busy:
+            await self._in_time(self._writer.drain())
 
     async def end(self) -> None:
         """The end of the body."""
@@ -105,28 +137,26 @@ class EventStream:
         wait_s = self._written_at + self._keep_alive_s - self._loop.time()
         if wait_s <= 0:
             wait_s = self._keep_alive_s
-            # A comment that waits for a slow reader needs no second one behind it.
-            if self._comment is None or self._comment.done():
-                self._comment = self._loop.create_task(self._write_comment())
+            self._comment()
         self._timer = self._loop.call_later(wait_s, self._tick)
+
+    def _comment(self) -> None:
+        # A slow reader has something to read.
+        if not self.busy:
+            try:
+                self.send_now(COMMENT)
+            except ConnectionError:
+                logger.debug("the client left while it was kept waiting")
 
     def _stop_comments(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._comment is not None:
-            self._comment.cancel()
-
-    async def _write_comment(self) -> None:
-        try:
-            await self._in_time(self.response.write(COMMENT))
-        except ConnectionError:
-            logger.debug("the client left while it was kept waiting")
 
 
 async def stream(
     request: web.Request,
     generation: Generation,
-    deltas: AsyncIterator[Delta],
+    deltas: Deltas,
     shape: Shape,
     *,
     request_id: str,
@@ -216,24 +246,79 @@ async def _answer(
 
 async def frame_of(shape: Shape, delta: Delta) -> bytes | None:
     """A delta as a frame, made in a thread where its log-probabilities take long to show."""
-    if delta.logprobs is None and delta.prompt_logprobs is None:
-        return shape.chunk(delta)
-    columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
-    if sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS:
+    if _is_quick(delta):
         return shape.chunk(delta)
     return await asyncio.to_thread(shape.chunk, delta)
 
 
+def _is_quick(delta: Delta) -> bool:
+    if delta.logprobs is None and delta.prompt_logprobs is None:
+        return True
+    columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
+    return sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS
+
+
 async def _send_deltas(
-    events: EventStream,
-    deltas: AsyncIterator[Delta],
-    shape: Shape,
-    first: asyncio.Future[Delta | None],
+    events: EventStream, deltas: Deltas, shape: Shape, first: asyncio.Future[Delta | None]
 ) -> None:
     delta = await first
     opening = b"".join(shape.opening())
     await events.send(opening + ((delta and await frame_of(shape, delta)) or b""))
-    async for delta in deltas:
-        frame = await frame_of(shape, delta)
-        if frame is not None:
-            await events.send(frame)
+    await _Sender(events, deltas, shape).run()
+
+
+class _Sender:
+    """Sends deltas as events where they arrive, in the call that received them.
+
+    What has to wait, for a slow reader or for a thread, waits in the task that runs this.
+    """
+
+    def __init__(self, events: EventStream, deltas: Deltas, shape: Shape) -> None:
+        self._events = events
+        self._deltas = deltas
+        self._shape = shape
+        # Of the task, while it waits to be needed.
+        self._needed: asyncio.Future[None] | None = None
+        self._unsent: Delta | None = None
+        self._error: Exception | None = None
+
+    async def run(self) -> None:
+        """Until all are sent. Raises what the deltas, or sending them, failed with."""
+        self._deltas.listen(self._on_news)
+        while True:
+            self._needed = asyncio.get_running_loop().create_future()
+            self._on_news()
+            await self._needed
+            self._needed = None
+            if self._error is not None:
+                raise self._error
+            delta, self._unsent = self._unsent, None
+            if delta is not None:
+                await self._events.send(await frame_of(self._shape, delta) or b"")
+            if self._deltas.ended:
+                return
+            await self._events.drained()
+
+    def _on_news(self) -> None:
+        if self._needed is None or self._needed.done():
+            return
+        try:
+            is_needed = self._send_all()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the task raises it
+            self._error, is_needed = error, True
+        if is_needed:
+            self._needed.set_result(None)
+
+    def _send_all(self) -> bool:
+        """Send what can go at once; whether the task has to do something about the rest."""
+        while not self._events.busy:
+            delta = self._deltas.take()
+            if delta is None:
+                return self._deltas.ended
+            if not _is_quick(delta):
+                self._unsent = delta
+                return True
+            frame = self._shape.chunk(delta)
+            if frame is not None:
+                self._events.send_now(frame)
+        return True

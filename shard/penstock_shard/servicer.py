@@ -55,6 +55,8 @@ class Outbox:
         self.broken = ""
         # Requests of this call that have not ended, by id: the attempt.
         self.live: dict[str, int] = {}
+        # What the caller calls its attempts that run, by request id and attempt.
+        self.numbers: dict[tuple[str, int], int] = {}
         self.requests_total = 0
         self.last_error: Error | None = None
 
@@ -67,6 +69,7 @@ class Outbox:
             waiting.merge(output)
         if output.is_last:
             self.last_error = output.error
+            self.numbers.pop(key, None)
             if self.live.get(output.request_id) == output.attempt:
                 del self.live[output.request_id]
         self._changed.set()
@@ -130,7 +133,7 @@ class ShardServicer(wire.Servicer):
         self._outboxes.add(outbox)
         try:
             while outputs := await outbox.take():
-                for response in wire.responses(outputs):
+                for response in wire.responses(outputs, outbox.numbers):
                     yield response
             if outbox.broken:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, outbox.broken)
@@ -180,6 +183,8 @@ class ShardServicer(wire.Servicer):
             outbox.put(Output(request_id, attempt, 0, [], error=refusal.error))
             return
         outbox.live[request_id] = attempt
+        if incoming.number:
+            outbox.numbers[request_id, attempt] = incoming.number
         deadline_ms = incoming.deadline_ms
         deadline_s = None if deadline_ms is None else deadline_ms / 1000
         self._engine.submit(submit, outbox.put, deadline_s=deadline_s, suspect=incoming.suspect)

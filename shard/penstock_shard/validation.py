@@ -126,6 +126,8 @@ class IncomingRequest:
     attempt: int
     prompt: TokenIds
     output: TokenIds
+    # What the caller calls this attempt in answers of one token; 0: nothing.
+    number: int = 0
     model: str = ""
     temperature: float | None = None
     top_k: int | None = None

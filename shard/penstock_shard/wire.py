@@ -32,6 +32,9 @@ _EVERY_ATTEMPT = 2**32
 _FILE_CHUNK_BYTES = 64 * 1024
 # A response is cut where it would outgrow this, so that one slow frame delays no other request.
 _RESPONSE_BYTES = 256 * 1024
+# Of 12 bytes each.
+_MAX_COLUMN = 16_384
+_NO_NUMBERS: Mapping[tuple[str, int], int] = {}
 
 _SAMPLING_SCALARS = (
     "temperature",
@@ -63,6 +66,7 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
     return IncomingRequest(
         request_id=message.request_id,
         attempt=message.attempt,
+        number=message.number,
         prompt=_ids(message.prompt_token_ids),
         output=_ids(message.output_token_ids),
         model=message.model,
@@ -135,19 +139,53 @@ def add_embedding(
     response.embeddings.add().values.extend(values.tolist())
 
 
-def responses(outputs: Iterable[Output]) -> Iterator[pb.GenerateResponse]:
-    """Outputs as responses of bounded size; an output that was merged for long is cut again."""
+def responses(
+    outputs: Iterable[Output], numbers: Mapping[tuple[str, int], int] = _NO_NUMBERS
+) -> Iterator[pb.GenerateResponse]:
+    """Outputs as responses of bounded size; an output that was merged for long is cut again.
+
+    `numbers` has those of the call's attempts that have one, by request id and attempt.
+    """
     response = pb.GenerateResponse()
     size = 0
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
     for output in outputs:
+        if _is_one_token(output):
+            number = numbers.get((output.request_id, output.attempt))
+            if number is not None:
+                columns[0].append(number)
+                columns[1].append(output.token_ids[0])
+                columns[2].append(output.first_position)
+                continue
         for piece in _pieces(output):
             _set_output(response.outputs.add(), piece)
             size += response.outputs[-1].ByteSize()
             if size > _RESPONSE_BYTES:
                 yield response
                 response, size = pb.GenerateResponse(), 0
-    if response.outputs:
+    for start in range(0, len(columns[0]), _MAX_COLUMN):
+        if start:
+            yield response
+            response = pb.GenerateResponse()
+        part = slice(start, start + _MAX_COLUMN)
+        response.tokens.numbers.extend(columns[0][part])
+        response.tokens.token_ids.extend(columns[1][part])
+        response.tokens.positions.extend(columns[2][part])
+    if response.outputs or columns[0]:
         yield response
+
+
+def _is_one_token(output: Output) -> bool:
+    """It is a token, and says nothing else."""
+    return (
+        len(output.token_ids) == 1
+        and output.finish is None
+        and output.logprobs is None
+        and output.error is None
+        and output.cached_tokens is None
+        and output.queue_s is None
+        and output.prompt_logprobs is None
+    )
 
 
 def _pieces(output: Output) -> Iterator[Output]:

@@ -19,7 +19,7 @@ MAX_MODULE_LINES = 600
 # Where an error of any kind is caught and goes no further, and why there.
 EDGES = {
     "penstock_router.tokenizer": "the tokenizers library raises bare Exception",
-    "penstock_router.generation": "what fails in a choice's task is handed to who waits for it",
+    "penstock_router.deltas": "what fails where deltas arrive is handed to who waits for them",
     "penstock_router.sse": "the status line is sent: an error event is the last resort",
     "penstock_router.app": "the edge of the process: a bug is answered with 500",
 }

@@ -15,6 +15,7 @@ import msgspec
 from penstock_router.apis.base import Envelope, ErrorForm, data_frame
 from penstock_router.apis.logprobs import LOWEST_LOGPROB
 from penstock_router.choice import Delta
+from penstock_router.deltas import mean_logprob
 from penstock_router.errors import (
     ApiError,
     BadRequest,
@@ -24,7 +25,6 @@ from penstock_router.errors import (
     TooManyRequests,
 )
 from penstock_router.fields import JsonObject
-from penstock_router.generation import mean_logprob
 from penstock_router.job import Job
 from penstock_router.request import CompletionRequest
 from penstock_router.tokenizer import Tokenizer

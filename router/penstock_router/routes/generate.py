@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict, TypeVar
 
@@ -21,10 +21,10 @@ from penstock_client.membership import check_address
 from penstock_router import sse
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
-from penstock_router.choice import Delta
+from penstock_router.deltas import LOGPROB_BYTES, Deltas, bounded, collect, spaced
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, JsonObject, one_of, string, table
-from penstock_router.generation import LOGPROB_BYTES, Generation, bounded, collect, spaced
+from penstock_router.generation import Generation
 from penstock_router.job import Job, prepare
 from penstock_router.request import MAX_SESSION_CHARS, Options
 from penstock_router.routes.base import (
@@ -129,7 +129,7 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
                     before_end=None if before_end is None else lambda: before_end(shape),
                 )
             async with limit.scope():
-                deltas = await collect(generation, router.config.max_answer_bytes)
+                deltas = await collect(generation, job, router.config.max_answer_bytes)
                 body = await _run(call, functools.partial(shape.whole, deltas))
                 if before_end is not None:
                     await before_end(shape)
@@ -141,8 +141,8 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
             return response
 
 
-def _deltas(call: Call[Any], generation: Generation) -> AsyncIterator[Delta]:
-    deltas = spaced(generation)
+def _deltas(call: Call[Any], generation: Generation) -> Deltas:
+    deltas = spaced(generation, call.asked.stream_interval)
     if not call.api.repeats_answer:
         return deltas
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes

@@ -33,9 +33,10 @@ from penstock_router.apis.responses_answers import (
     lost,
 )
 from penstock_router.apis.responses_request import Item, ResponsesRequest
+from penstock_router.deltas import bounded, for_each
 from penstock_router.errors import BadRequest, NotFound, Unavailable, noted
 from penstock_router.fields import STRING, Field, integer, one_of, short, table
-from penstock_router.generation import Generation, bounded
+from penstock_router.generation import Generation
 from penstock_router.response_store import (
     UNFINISHED,
     ResponseTooLarge,
@@ -142,8 +143,8 @@ async def _make(
 ) -> None:
     try:
         async with limit.scope():
-            async for delta in bounded(generation, generation.job.options, max_bytes):
-                shape.take(delta)
+            deltas = bounded(generation, generation.job.options, max_bytes)
+            await for_each(deltas, shape.take)
     except asyncio.CancelledError:
         generation.abandon(None)
         raise

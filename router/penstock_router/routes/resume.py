@@ -13,9 +13,10 @@ from aiohttp import web
 from penstock_client.types import random_seed
 from penstock_router import sse
 from penstock_router.apis.base import Shape
+from penstock_router.deltas import spaced
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
-from penstock_router.generation import Generation, spaced
+from penstock_router.generation import Generation
 from penstock_router.resumption import (
     MAX_SEQUENCES,
     Cursor,
@@ -150,7 +151,7 @@ async def _put_events(
             cursor, numerics=generation.numerics, choices=progress.choices
         )
 
-    async for delta in spaced(generation):
+    async for delta in spaced(generation, job.options.stream_interval):
         for frame in opening[:-1]:
             live.put(Event(frame))
         for frame in opening[-1:]:

@@ -35,6 +35,13 @@ class _Scripted(ShardServicer):
                 output.first_position, output.token_ids[:] = 5, [9]
             elif request.label == "silent":
                 continue
+            elif request.label == "columns":
+                # With a number that nobody has, as of an attempt that is over.
+                numbers = [request.number + 1000, request.number, request.number]
+                tokens = pb.Tokens(numbers=numbers, token_ids=[7, 8, 9], positions=[0, 0, 1])
+                output.first_position, output.token_ids[:] = 2, [10]
+                output.finish.reason = pb.Finish.REASON_STOP
+                yield pb.GenerateResponse(tokens=tokens)
             elif request.label == "end the call":
                 return
             elif request.label == "break the call":
@@ -62,6 +69,42 @@ async def scripted() -> AsyncIterator[tuple[_Scripted, str]]:
 
 def _request(label: str) -> GenerationRequest:
     return GenerationRequest([1], label=label)
+
+
+async def test_tokens_in_columns_reach_the_attempt_with_their_number(
+    scripted: tuple[_Scripted, str],
+) -> None:
+    _, address = scripted
+    async with ShardClient(address) as client:
+        streams = [client.submit(_request("columns")) for _ in range(3)]
+        for stream in streams:
+            assert [token async for output in stream for token in output.token_ids] == [8, 9, 10]
+        assert client.in_flight == 0
+
+
+async def test_tokens_in_columns_of_a_lower_attempt_are_dropped(
+    scripted: tuple[_Scripted, str],
+) -> None:
+    _, address = scripted
+    async with ShardClient(address) as client:
+        lower = client.submit(_request("silent"), request_id="r")
+        call = client._call
+        assert call is not None
+        [old] = call._numbered
+        higher = client.submit(_request("silent"), request_id="r", attempt=1)
+        with pytest.raises(ShardUnavailable, match="higher attempt"):
+            await anext(lower)
+        await call._dispatch(
+            pb.GenerateResponse(tokens=pb.Tokens(numbers=[old], token_ids=[7], positions=[0]))
+        )
+        assert higher.take() is None
+        [new] = call._numbered
+        await call._dispatch(
+            pb.GenerateResponse(tokens=pb.Tokens(numbers=[new], token_ids=[8], positions=[0]))
+        )
+        output = higher.take()
+        assert output is not None
+        assert output.token_ids == [8]
 
 
 async def test_a_gap_in_one_stream_ends_no_other(scripted: tuple[_Scripted, str]) -> None:

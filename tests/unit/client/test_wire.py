@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import Any
 
 import grpc
@@ -74,6 +75,8 @@ FULL = GenerationRequest(
 
 def test_every_field_of_a_request_is_set_on_the_wire() -> None:
     message = _wire.generate_request(FULL, "id", ATTEMPT)
+    # Of the call that carries it.
+    message.number = 1
 
     def unset(part, where: str) -> list[str]:
         names = {field.name for field in part.DESCRIPTOR.fields}
@@ -91,6 +94,22 @@ def test_every_field_of_a_request_is_set_on_the_wire() -> None:
     assert message.sampling.seed == 2**63 + 5
     assert message.constraint.regex == "a+"
     assert message.objective.deadline_ms == 1500
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 127, 128, 40_000])
+def test_ids_in_an_array_are_the_same_on_the_wire(count: int) -> None:
+    ids = [(7 * index) % 2**32 for index in range(count - 1)] + [2**32 - 1] * (count > 0)
+    sampling = SamplingParams(seed=1, bad_words=[ids], allowed_token_ids=ids)
+    listed = _wire.generate_request(GenerationRequest(ids, sampling, output_token_ids=ids), "id")
+    packed = array("I", ids)
+    sampling = SamplingParams(seed=1, bad_words=[packed], allowed_token_ids=packed)
+    request = GenerationRequest(packed, sampling, output_token_ids=packed)
+    assert _wire.generate_request(request, "id") == listed
+    embedding = EmbeddingRequest(inputs=[packed, packed])
+    assert [list(each.token_ids) for each in _wire.embed_request(embedding, "id").inputs] == [
+        ids,
+        ids,
+    ]
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda f: f.name)

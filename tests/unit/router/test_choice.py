@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Output
 from penstock_router.choice import Choice, Delta, first_rows
-from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.job import Job, Prompt
 from penstock_router.models import ServedModel
 from penstock_router.request import CompletionRequest
@@ -181,51 +180,18 @@ def test_an_eos_token_that_is_ignored_is_a_token_like_others(model: ServedModel)
 # ---- When text is made -------------------------------------------------------------------------
 
 
-def _counted_feeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    sizes: list[int] = []
-    feed = ByteDetokenizer.feed
-
-    def counted(self: ByteDetokenizer, token_ids: Sequence[int]) -> str:
-        sizes.append(len(token_ids))
-        return feed(self, token_ids)
-
-    monkeypatch.setattr(ByteDetokenizer, "feed", counted)
-    return sizes
-
-
-def test_an_answer_that_is_shown_whole_is_decoded_once(
-    model: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, sizes = spelled(model, "the fox jumps") * 100, _counted_feeds(monkeypatch)
-    whole = taken(choice_of(model), outputs_of(ids, 1))
-    assert sizes == [1300]
-    assert (whole.text, whole.token_ids) == ("the fox jumps" * 100, ids)
-    assert whole.logprobs == fake_logprobs(ids, 2)
-
-
-def test_a_very_long_answer_is_decoded_in_parts_that_take_no_time(
-    model: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, sizes = spelled(model, "日本語") * 1000, _counted_feeds(monkeypatch)
-    assert taken(choice_of(model), outputs_of(ids, 7)).text == "日本語" * 1000
-    assert len(sizes) == 3
-    assert max(sizes) < 5000
-
-
 def test_a_stream_is_decoded_as_it_comes(model: ServedModel) -> None:
     choice = choice_of(model, stream=True)
     deltas = [choice.take(output) for output in outputs_of(spelled(model, "fox"), 1)]
     assert [delta.text for delta in deltas if delta is not None] == ["f", "o", "x"]
 
 
-def test_what_is_known_of_the_prompt_is_kept_once_while_tokens_are_gathered(
-    model: ServedModel,
-) -> None:
+def test_what_is_known_of_the_prompt_is_kept_until_there_is_a_token(model: ServedModel) -> None:
     choice = choice_of(model, echo=True, logprobs=0)
-    choice.take(Output([4], 0, prompt_logprobs=Logprobs([-1.0], [1]), cached_tokens=3))
-    choice.take(Output([5], 1, prompt_logprobs=Logprobs([-2.0], [1])))
+    assert not choice.take(Output([], 0, prompt_logprobs=Logprobs([-1.0], [1]), cached_tokens=3))
+    assert not choice.take(Output([], 0, prompt_logprobs=Logprobs([-2.0], [1])))
     assert choice.cached_tokens == 3
-    delta = choice.take(Output([6], 2, finish_reason=FinishReason.LENGTH))
+    delta = choice.take(Output([6], 0, finish_reason=FinishReason.LENGTH))
     assert delta is not None
     assert delta.prompt_logprobs == Logprobs([-1.0, -2.0], [1, 1])
 

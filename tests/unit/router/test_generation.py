@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from router_doubles import INFO, FakeFleet, FakeShard, model_files
+from router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 from tokenizers import Tokenizer
 
 from penstock_client.errors import NoShardAvailable, ShardFailed
 from penstock_client.types import FinishReason, GenerationRequest, Output, SamplingParams
 from penstock_router.apis.openai import parse_completion
+from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
+from penstock_router.deltas import collect, for_each
+from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, Unavailable
-from penstock_router.generation import Generation, _num_ids, collect
+from penstock_router.generation import Generation, _num_ids
 from penstock_router.job import Job, _is_small, choice_seed, prepare
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
@@ -56,7 +59,7 @@ async def test_leaving_early_aborts_exactly_what_is_unfinished(
             if delta.finish_reason is not None:
                 break
     assert sorted(fleet.cancelled) == ["r2", "r3"]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert not fleet.running
 
 
@@ -79,7 +82,7 @@ async def test_a_stream_that_ends_without_a_reason_is_an_error(
         fleet.running["r1"].cancel()
         generation._choices[0].stream.cancel()
         with pytest.raises(ShardFailed, match="without saying why"):
-            await collect(generation, 2**28)
+            await collect(generation, generation.job, 2**28)
 
 
 async def test_an_aborted_sequence_is_an_error_not_a_short_answer(
@@ -254,14 +257,72 @@ async def test_a_choice_that_cannot_be_made_leaves_nothing_submitted(
 
 async def test_a_merged_output_is_one_gap_between_tokens(fleet: FakeFleet, models: Models) -> None:
     metrics = Metrics()
-    job = await job_of(models, max_tokens=101)
+    job = await job_of(models, max_tokens=101, stream=True)
     bundles = iter([1, 50, 50])
     fleet.bundle = lambda: next(bundles)
     async with Generation(job, fleet, metrics) as generation:
-        await collect(generation, 2**28)
+        await collect(generation, generation.job, 2**28)
     text = metrics.exposition().decode()
     assert "penstock_router_output_tokens_total 101.0" in text
     assert "penstock_router_between_tokens_seconds_count 2.0" in text
+
+
+async def test_an_answer_that_is_shown_whole_is_made_of_many_tokens_at_a_time(
+    fleet: FakeFleet, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    feed = ByteDetokenizer.feed
+
+    def counted(self: ByteDetokenizer, token_ids: Sequence[int]) -> str:
+        sizes.append(len(token_ids))
+        return feed(self, token_ids)
+
+    monkeypatch.setattr(ByteDetokenizer, "feed", counted)
+    for stream, expected in ((False, [1, 64, 35]), (True, [1] * 100)):
+        job = await job_of(models, max_tokens=100, stream=stream)
+        async with Generation(job, fleet, Metrics()) as generation:
+            [whole] = await collect(generation, job, 2**28)
+        assert sizes == expected
+        assert whole.token_ids == hashed_tokens(job.requests[0])
+        sizes.clear()
+
+
+async def test_an_error_comes_after_the_tokens_before_it(fleet: FakeFleet, models: Models) -> None:
+    fleet.script = lambda request: [5, 6, ShardFailed("broken")]
+    for options in ({}, {"stream": True}, {"n": 2, "stream": True}):
+        job = await job_of(models, max_tokens=9, **options)
+        seen: list[Delta] = []
+        async with Generation(job, fleet, Metrics()) as generation:
+            await asyncio.sleep(0.05)
+            with pytest.raises(ShardFailed, match="broken"):
+                await for_each(generation, seen.append)
+        assert [delta.token_ids for delta in seen] == [[5, 6]] * len(job.requests)
+
+
+async def test_who_is_told_of_deltas_needs_no_task_for_each(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, max_tokens=50, stream=True)
+    callers = set()
+    async with Generation(job, fleet, Metrics()) as generation:
+        feeder = fleet.running["r1"]
+        await for_each(generation, lambda delta: callers.add(asyncio.current_task()))
+    assert callers == {feeder}
+
+
+async def test_what_fails_where_deltas_are_used_ends_nobody_elses(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job = await job_of(models, max_tokens=50, stream=True)
+
+    def fail(delta: Delta) -> None:
+        raise RuntimeError("cannot show it")
+
+    async with Generation(job, fleet, Metrics()) as generation:
+        feeder = fleet.running["r1"]
+        with pytest.raises(RuntimeError, match="cannot show it"):
+            await for_each(generation, fail)
+        assert not feeder.done()
 
 
 def test_everything_in_messages_counts_for_the_render_on_the_loop() -> None:

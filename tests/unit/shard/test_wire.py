@@ -138,3 +138,38 @@ def test_columns_are_cut_between_tokens() -> None:
     assert columns.first(1) == Logprobs([-1.0], [1], 1, [7], [-1.0], [1.0, 2.0])
     assert columns.without_first(1) == Logprobs([-2.0], [2], 1, [8], [-3.0], [3.0, 4.0])
     assert columns.first(0).requested == []
+
+
+def test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts() -> None:
+    outputs = [
+        link.Output("numbered", 0, 5, [50]),
+        link.Output("another attempt", 1, 6, [60]),
+        link.Output("bundled", 0, 7, [70, 71]),
+        link.Output("last", 0, 8, [80], finish=request.FinishReason.STOP),
+        link.Output("first", 0, 0, [90], cached_tokens=0, queue_s=0.5),
+        link.Output("scored", 0, 9, [91], Logprobs([-1.0], [1], 0, [], [], [])),
+        link.Output("numbered too", 2, 3, [30]),
+    ]
+    ids = ("numbered", "another attempt", "bundled", "last", "first", "scored", "numbered too")
+    numbers = {(name, 0): number for number, name in enumerate(ids, 1)}
+    numbers["numbered too", 2] = 70
+    [response] = wire.responses(outputs, numbers)
+    parsed = pb.GenerateResponse.FromString(response.SerializeToString())
+    found = [(number, one.first_position, one.token_ids) for number, one in _wire.tokens(parsed)]
+    assert found == [(1, 5, [50]), (70, 3, [30])]
+    whole = ["another attempt", "bundled", "last", "first", "scored"]
+    assert [output.request_id for output in parsed.outputs] == whole
+    [unnumbered] = wire.responses(outputs)
+    assert [output.request_id for output in unnumbered.outputs] == list(ids)
+    assert not unnumbered.HasField("tokens")
+
+
+def test_columns_of_very_many_requests_are_cut_into_responses_of_bounded_size() -> None:
+    count = 50_000
+    outputs = [link.Output(str(index), 0, index, [7]) for index in range(count)]
+    numbers = {(str(index), 0): index + 1 for index in range(count)}
+    responses = list(wire.responses([*outputs, link.Output("x", 0, 0, [1, 2])], numbers))
+    assert max(response.ByteSize() for response in responses) < 300_000
+    found = [pair for response in responses for pair in _wire.tokens(response)]
+    assert [number for number, _ in found] == list(range(1, count + 1))
+    assert [output.request_id for response in responses for output in response.outputs] == ["x"]

@@ -1,0 +1,199 @@
+"""What an answer gains, as it comes: taken, waited for, bundled, bounded, or collected to the end.
+
+Knows deltas only; neither where they come from nor how they are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Self
+
+from penstock_router.choice import Delta
+from penstock_router.errors import BadRequest
+from penstock_router.job import Job
+from penstock_router.request import Options
+
+# What a log-probability takes in an answer, with its token's text.
+LOGPROB_BYTES = 64
+
+
+class Deltas(ABC):
+    """A source of deltas for one reader: one that iterates, or one that listens and takes.
+
+    To listen costs less: it wakes no task.
+    """
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """All is taken, and no more will come."""
+
+    @abstractmethod
+    def take(self) -> Delta | None:
+        """The next one; None where there is none yet. Raises what it failed with."""
+
+    @abstractmethod
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Have `on_news` called when there may be one to take, or the end; it must not raise."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while (delta := self.take()) is None:
+            if self.ended:
+                raise StopAsyncIteration
+            news = asyncio.get_running_loop().create_future()
+            self.listen(functools.partial(_settle, news))
+            await news
+        return delta
+
+
+def _settle(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_result(None)
+
+
+class _Wrapped(Deltas):
+    """Another source's deltas, changed."""
+
+    def __init__(self, source: Deltas) -> None:
+        self._source = source
+
+    @property
+    def ended(self) -> bool:
+        return self._source.ended
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        self._source.listen(on_news)
+
+
+# ---- Fewer and larger ones ---------------------------------------------------------------------
+
+
+def spaced(deltas: Deltas, interval: int) -> Deltas:
+    """Deltas of `interval` tokens at least; of each choice the first comes at once, and the last is
+    whatever is left."""
+    return deltas if interval == 1 else _Spaced(deltas, interval)
+
+
+class _Spaced(_Wrapped):
+    def __init__(self, source: Deltas, interval: int) -> None:
+        super().__init__(source)
+        self._interval = interval
+        # By choice, once it has begun: what is held back.
+        self._held: dict[int, Delta | None] = {}
+
+    def take(self) -> Delta | None:
+        while (delta := self._source.take()) is not None:
+            begins = delta.index not in self._held
+            held = self._held.get(delta.index)
+            if held is not None:
+                held.extend(delta)
+                delta = held
+            is_enough = len(delta.token_ids) >= self._interval
+            if begins or is_enough or delta.finish_reason is not None:
+                self._held[delta.index] = None
+                return delta
+            self._held[delta.index] = delta
+        return None
+
+
+# ---- All of them -------------------------------------------------------------------------------
+
+
+async def for_each(deltas: Deltas, use: Callable[[Delta], object]) -> None:
+    """Have `use` called with each delta, where it arrives, to the end.
+
+    Raises what the deltas or `use` fail with.
+    """
+    errors: list[Exception] = []
+    end = asyncio.get_running_loop().create_future()
+
+    def on_news() -> None:
+        if end.done():
+            return
+        try:
+            while (delta := deltas.take()) is not None:
+                use(delta)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
+            errors.append(error)
+        if errors or deltas.ended:
+            end.set_result(None)
+
+    deltas.listen(on_news)
+    on_news()
+    await end
+    if errors:
+        raise errors[0]
+
+
+def bounded(deltas: Deltas, options: Options, max_bytes: int) -> Deltas:
+    """The same, for whoever keeps them all.
+
+    Raises `BadRequest` once their log-probabilities take more than `max_bytes`.
+    """
+    return deltas if options.logprobs is None else _Bounded(deltas, options, max_bytes)
+
+
+class _Bounded(_Wrapped):
+    def __init__(self, source: Deltas, options: Options, max_bytes: int) -> None:
+        super().__init__(source)
+        columns = 1 + (options.logprobs or 0) + len(options.logprob_token_ids)
+        self._token_bytes = LOGPROB_BYTES * columns
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def take(self) -> Delta | None:
+        delta = self._source.take()
+        if delta is not None:
+            self._num_bytes += self._token_bytes * len(delta.token_ids)
+            if self._num_bytes > self._max_bytes:
+                raise BadRequest(
+                    f"logprobs: those of this answer are more than {self._max_bytes} bytes by now; "
+                    "stream it, or ask for fewer of them or of tokens",
+                    param="logprobs",
+                )
+        return delta
+
+
+async def collect(deltas: Deltas, job: Job, max_bytes: int) -> list[Delta]:
+    """All of a job's: one delta for each choice of the answer, in the answer's order.
+
+    Raises as `bounded`.
+    """
+    whole: dict[int, Delta] = {}
+
+    def add(delta: Delta) -> None:
+        if delta.index in whole:
+            whole[delta.index].extend(delta)
+        else:
+            whole[delta.index] = delta
+
+    await for_each(bounded(deltas, job.options, max_bytes), add)
+    return _best(job, [whole[index] for index in sorted(whole)])
+
+
+def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
+    """The n most likely of each prompt's choices, by log-probability a token."""
+    n, candidates = job.options.n, job.choices_per_prompt
+    if n == candidates:
+        return deltas
+    best: list[Delta] = []
+    for start in range(0, len(deltas), candidates):
+        ranked = sorted(deltas[start : start + candidates], key=mean_logprob, reverse=True)
+        best += ranked[:n]
+    for index, delta in enumerate(best):
+        delta.index = index
+        if job.options.logprobs is None:
+            delta.logprobs = None
+    return best
+
+
+def mean_logprob(delta: Delta) -> float:
+    """By which the best of several is told."""
+    values = delta.logprobs.chosen if delta.logprobs is not None else []
+    return sum(values) / len(values) if values else 0.0
