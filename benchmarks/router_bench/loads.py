@@ -15,11 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from benchmarks.router_bench.figures import curve, percentile
 from benchmarks.router_bench.http_load import Answer, Client, client, open_streams
 from benchmarks.router_bench.servers import Pipe
 from benchmarks.router_bench.stamping_shard import Stamps
-from penstock_client import Fleet, GenerationRequest, PenstockError, SamplingParams
+from penstock_client import (
+    Fleet,
+    GenerationRequest,
+    GenerationStream,
+    PenstockError,
+    SamplingParams,
+)
 
 # An event that comes later than this after the shard's send was not passed on as it came.
 PROMPT_EVENT_S = 0.005
@@ -39,7 +47,9 @@ async def _told(pipe: Pipe) -> Any:
 # ---- Streams that are all open at once ---------------------------------------------------------
 
 
-def hold_streams(pipe: Pipe, port: int, request: bytes, count: int, stamps_file: Path) -> None:
+def hold_streams(
+    pipe: Pipe, port: int, request: bytes, count: int, stamps_files: Sequence[Path]
+) -> None:
     """Open so many streams, and read them until told to stop and in which window to look."""
     streams = open_streams(port, request, count)
     while not all(answer.first_s or answer.ended_s for answer in streams.answers):
@@ -48,7 +58,7 @@ def hold_streams(pipe: Pipe, port: int, request: bytes, count: int, stamps_file:
     streams.read(until_readable=pipe.fileno())
     from_s, to_s = pipe.recv()
     streams.close()
-    pipe.send(_window(streams.answers, from_s, to_s, stamps_file))
+    pipe.send(_window(streams.answers, from_s, to_s, stamps_files))
 
 
 def hold_answers(pipe: Pipe, port: int, request: bytes, count: int) -> None:
@@ -78,7 +88,7 @@ class _Events:
 
 
 def _window(
-    answers: Sequence[Answer], from_s: float, to_s: float, stamps_file: Path
+    answers: Sequence[Answer], from_s: float, to_s: float, stamps_files: Sequence[Path]
 ) -> dict[str, Any]:
     """`lost` are streams that ended or said nothing in the window."""
     streams: list[list[_Event]] = []
@@ -93,7 +103,7 @@ def _window(
             ]
         )
         lost += not streams[-1] or (bool(answer.ended_s) and answer.ended_s < to_s)
-    return {**_figures(streams, Stamps(stamps_file)), "lost": lost}
+    return {**_figures(streams, Stamps(stamps_files)), "lost": lost}
 
 
 def _figures(streams: Sequence[Sequence[_Event]], stamps: Stamps) -> dict[str, Any]:
@@ -134,31 +144,43 @@ def _take_event(found: _Events, at_s: float, tokens: Sequence[str | int], stamps
 # ---- The same streams without a router ---------------------------------------------------------
 
 
-def fleet_streams(pipe: Pipe, address: str, count: int, max_tokens: int, stamps_file: Path) -> None:
-    """Read so many streams through the client library alone, until told to stop."""
+def fleet_streams(
+    pipe: Pipe, addresses: Sequence[str], count: int, max_tokens: int, stamps_files: Sequence[Path]
+) -> None:
+    """Read so many streams through the client library alone, until told to stop.
 
-    async def read(fleet: Fleet, seed: int) -> None:
-        async with fleet.submit(_request(seed, 16, max_tokens)) as stream:
-            async for output in stream:
-                streams[seed].append((time.monotonic(), output.token_ids))
+    As the router does: on the same event loop, told of what comes where it comes.
+    """
+
+    def read(fleet: Fleet, seed: int) -> GenerationStream:
+        events = streams[seed]
+        stream = fleet.submit(_request(seed, 16, max_tokens))
+
+        def take() -> None:
+            output = stream.take()
+            if output is not None:
+                events.append((time.monotonic(), output.token_ids))
+
+        stream.listen(take)
+        return stream
 
     async def run() -> tuple[float, float]:
-        async with Fleet([address]) as fleet:
+        async with Fleet(addresses) as fleet:
             await fleet.wait_ready(30)
-            readers = [asyncio.create_task(read(fleet, seed)) for seed in range(count)]
+            readers = [read(fleet, seed) for seed in range(count)]
             while not all(streams):
                 await asyncio.sleep(0.05)
             pipe.send("ready")
             from_s, to_s = await _told(pipe)
             for reader in readers:
                 reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
             return from_s, to_s
 
     streams: list[list[_Event]] = [[] for _ in range(count)]
-    from_s, to_s = asyncio.run(run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        from_s, to_s = runner.run(run())
     within = [[event for event in events if from_s <= event[0] < to_s] for events in streams]
-    pipe.send(_figures(within, Stamps(stamps_file)))
+    pipe.send(_figures(within, Stamps(stamps_files)))
 
 
 def _request(seed: int, prompt_tokens: int, max_tokens: int) -> GenerationRequest:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.processes import Router, Service, Shard, free_port, running
 
-from benchmarks.router_bench.stamping_shard import STAMPS_VARIABLE, Stamps
+from benchmarks.router_bench.stamping_shard import STAMPS_VARIABLE
 
 _ROOT = Path(__file__).parents[2]
 # Before a load that does not say that it is ready is given up.
@@ -29,9 +29,11 @@ READY_TIMEOUT_S = 120.0
 class StampingShard(Shard):
     """A shard with the fake runner whose tokens tell when they were sent."""
 
-    def __init__(self, log_file: Path, *flags: str) -> None:
+    def __init__(self, log_file: Path, place: tuple[int, int], *flags: str) -> None:
+        """`place` says which one it is, of how many."""
         port = free_port()
         self.stamps_file = log_file.with_suffix(".stamps")
+        self._place = place
         Service.__init__(
             self,
             "benchmarks.router_bench.stamping_shard",
@@ -42,14 +44,15 @@ class StampingShard(Shard):
         )
 
     def environment(self, log_file: Path) -> dict[str, str]:
-        return {STAMPS_VARIABLE: str(self.stamps_file)}
+        index, count = self._place
+        return {STAMPS_VARIABLE: f"{self.stamps_file}:{index}:{count}"}
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """A shard and a router in front of it."""
+    """Shards and a router in front of them."""
 
-    shard: StampingShard
+    shards: Sequence[StampingShard]
     router: Router
 
     @property
@@ -61,39 +64,56 @@ class Servers:
         router = psutil.Process(self.router.process.pid)
         return {
             "router": [router, *router.children(recursive=True)],
-            "shard": [psutil.Process(self.shard.process.pid)],
-            "engine": [self.shard.engine],
+            "shard": [psutil.Process(shard.process.pid) for shard in self.shards],
+            "engine": [shard.engine for shard in self.shards],
         }
 
-    def stamps(self) -> Stamps:
-        return Stamps(self.shard.stamps_file)
+    @property
+    def addresses(self) -> list[str]:
+        """Of the shards."""
+        return [shard.address for shard in self.shards]
+
+    @property
+    def stamps_files(self) -> list[Path]:
+        """Of the shards."""
+        return [shard.stamps_file for shard in self.shards]
 
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, shard_flags: Sequence[str], router_flags: Sequence[str], *, pin: bool = False
+    folder: Path,
+    shard_flags: Sequence[str],
+    router_flags: Sequence[str],
+    *,
+    shards: int = 1,
+    pin: bool = False,
 ) -> Iterator[Servers]:
-    """Start both, wait until both serve, and end both on the way out.
+    """Start so many shards and a router, wait until all serve, and end all on the way out.
 
-    `pin` gives the router the first core, and the shard and this process, with the loads that it
+    `pin` gives the router the first core, and the shards and this process, with the loads that it
     starts, the others.
     """
     cores = sorted(os.sched_getaffinity(0))
     if pin and len(cores) > 1:
         os.sched_setaffinity(0, cores[1:])
     # Of several stacks, one after another, each has logs of its own.
-    number = len(list(folder.glob("shard*.log")))
-    shard = StampingShard(folder / f"shard{number}.log", *shard_flags)
+    number = len(list(folder.glob("router*.log")))
     try:
-        with running(shard):
+        with contextlib.ExitStack() as scope:
+            started = []
+            for index in range(shards):
+                log_file = folder / f"shard{number}-{index}.log"
+                started.append(StampingShard(log_file, (index, shards), *shard_flags))
+                scope.enter_context(running(started[-1]))
             if pin:
                 os.sched_setaffinity(0, cores[:1])
             flags = ("--log-level", "warning", *router_flags)
-            router = Router(folder / f"router{number}.log", [shard.address], *flags)
+            addresses = [shard.address for shard in started]
+            router = Router(folder / f"router{number}.log", addresses, *flags)
             if pin and len(cores) > 1:
                 os.sched_setaffinity(0, cores[1:])
             with running(router):
-                yield Servers(shard, router)
+                yield Servers(started, router)
     finally:
         os.sched_setaffinity(0, cores)
 

@@ -26,6 +26,7 @@ from benchmarks.router_bench.scenario import (
     shard_flags,
 )
 from benchmarks.router_bench.servers import Load, Meter, Servers, Usage, rss_bytes, serving
+from benchmarks.router_bench.stamping_shard import Stamps
 from penstock_client import ShardClient
 from penstock_client.arguments import positive_int
 
@@ -46,8 +47,8 @@ _WHOLE = chat(stream=False, max_tokens=ENDLESS_TOKENS)
 
 def _streamed(servers: Servers, streams: int, seconds: float) -> Row:
     """Streams of the chat route through the router."""
-    stamps_file = servers.shard.stamps_file
-    with Load(loads.hold_streams, servers.port, _STREAMED, streams, stamps_file) as load:
+    arguments = (servers.port, _STREAMED, streams, servers.stamps_files)
+    with Load(loads.hold_streams, *arguments) as load:
         usage, row = _window(servers, load, seconds)
         load.stop(usage.from_s, usage.to_s)
         found = load.result(_RESULT_TIMEOUT_S)
@@ -68,8 +69,7 @@ def _whole(servers: Servers, streams: int, seconds: float) -> Row:
 
 def _direct(servers: Servers, streams: int, seconds: float) -> Row:
     """The same streams read by the client library alone."""
-    shard = servers.shard
-    arguments = (shard.address, streams, ENDLESS_TOKENS, shard.stamps_file)
+    arguments = (servers.addresses, streams, ENDLESS_TOKENS, servers.stamps_files)
     with Load(loads.fleet_streams, *arguments) as load:
         usage, row = _window(servers, load, seconds)
         load.stop(usage.from_s, usage.to_s)
@@ -83,9 +83,9 @@ def _window(servers: Servers, load: Load, seconds: float) -> tuple[Usage, Row]:
     load.wait_ready()
     time.sleep(_SETTLE_S)
     meter = Meter(servers, load=load.process)
-    period_ms, preemptions = asyncio.run(_watch_steps(servers.shard.address, seconds))
+    period_ms, preemptions = asyncio.run(_watch_steps(servers.addresses[0], seconds))
     usage = meter.read()
-    tokens = servers.stamps().num_tokens(usage.from_s, usage.to_s)
+    tokens = Stamps(servers.stamps_files).num_tokens(usage.from_s, usage.to_s)
     row: Row = {
         "seconds": usage.wall_s,
         "tokens": tokens,
@@ -106,7 +106,7 @@ def _rested(row: Row) -> Row:
 
 
 async def _watch_steps(address: str, seconds: float) -> tuple[float, int]:
-    """The mean period of the shard's steps over the window, in ms, and its preemptions."""
+    """The mean period of a shard's steps over the window, in ms, and its preemptions."""
     async with ShardClient(address) as shard:
         reports = shard.watch_load()
         first = last = await anext(reports)
@@ -125,11 +125,15 @@ async def _watch_steps(address: str, seconds: float) -> tuple[float, int]:
 def _tokens_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=positive_int, nargs="+", default=[16, 64, 256],
                         metavar="N", help="at once (default: 16 64 256)")  # fmt: skip
+    parser.add_argument("--shards", type=positive_int, default=4, metavar="N",
+                        help="that share the streams; the tokens of one shard's step come all at "
+                        "once (default: %(default)s)")  # fmt: skip
 
 
 def _tokens(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     most = max(args.streams)
-    with serving(folder, _shard(args, most), _router(args, most), pin=args.pin) as servers:
+    flags = _shard(args, most), _router(args, most)
+    with serving(folder, *flags, shards=args.shards, pin=args.pin) as servers:
         for number in range(args.rounds):
             for streams in args.streams:
                 row = _streamed(servers, streams, args.seconds)
@@ -326,8 +330,7 @@ def _workers(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def _balanced(servers: Servers, args: argparse.Namespace) -> Row:
-    stamps_file = servers.shard.stamps_file
-    arguments = (servers.port, _STREAMED, args.streams, stamps_file)
+    arguments = (servers.port, _STREAMED, args.streams, servers.stamps_files)
     with Load(loads.hold_streams, *arguments) as load:
         usage, row = _window(servers, load, args.seconds)
         counts = [_connections(each, servers.port) for each in servers.processes()["router"]]

@@ -348,7 +348,7 @@ def _first_tokens(
         ]  # fmt: skip
         load = Load(loads.open_loop, servers.port, requests, arrivals)
     else:
-        arguments = (servers.shard.address, args.prompt_words, args.output_tokens)
+        arguments = (servers.addresses[0], args.prompt_words, args.output_tokens)
         load = Load(loads.fleet_open_loop, *arguments, _PROMPTS, arrivals)
     return _measured(servers, load, args)
 

@@ -65,6 +65,8 @@ class Choice:
         self.finished = False
         # Its stream has something that nobody has taken.
         self.has_news = False
+        # What had come when somebody last looked, and how often that was so in a row.
+        self._seen_progress, self._silent_looks = -1, 0
         self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None
         self._options = options
@@ -86,6 +88,15 @@ class Choice:
         self._known_tokens, self._known_characters = delivered.tokens, delivered.characters
         self._known_ids: list[int] = []
         self._resumed = delivered.begun
+
+    def is_silent_for(self, looks: int) -> bool:
+        """Look: whether so many times in a row nothing had come since the time before."""
+        progress = self.stream.progress
+        if progress != self._seen_progress or self.has_news:
+            self._seen_progress, self._silent_looks = progress, 0
+        else:
+            self._silent_looks += 1
+        return self._silent_looks >= looks
 
     def take(self, output: Output) -> Delta | None:
         """What the output adds; None for one that adds nothing to show yet."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from penstock_router.metrics import Metrics
 # half a millisecond of it the event loop gets a turn.
 _TOKENS_A_TURN = 50_000
 _SUBMISSION_TOKENS = 2_000
+# At a choice, within the time that it may be silent.
+_LOOKS = 4
 
 
 @dataclass(slots=True)
@@ -57,7 +60,10 @@ def _nobody() -> None:
 class Generation(Deltas):
     """A job in flight and its deltas. Leaving the scope aborts what is unfinished."""
 
-    def __init__(self, job: Job, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(
+        self, job: Job, fleet: Fleet, metrics: Metrics, *, silence_timeout_s: float = math.inf
+    ) -> None:
+        """A choice of which nothing is heard for `silence_timeout_s` fails as `TimedOut`."""
         self.job = job
         self.usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts),
@@ -68,6 +74,9 @@ class Generation(Deltas):
         self._choices: list[Choice] = []
         self._unfinished = 0
         self._submitted_at_s = 0.0
+        self._silence_timeout_s = silence_timeout_s
+        self._next_look: asyncio.TimerHandle | None = None
+        self._failure: TimedOut | None = None
         # In the order of what came.
         self._with_news: deque[Choice] = deque()
         self._on_news: Callable[[], None] = _nobody
@@ -81,6 +90,8 @@ class Generation(Deltas):
             self.abandon(error)
             raise
         self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+        if self._silence_timeout_s < math.inf:
+            self._look_again()
         return self
 
     async def _submit(self) -> None:
@@ -117,6 +128,8 @@ class Generation(Deltas):
 
     def _abandon(self, cause: str) -> None:
         # Nothing in here waits: a handler that is being cancelled gets all of it done.
+        if self._next_look is not None:
+            self._next_look.cancel()
         for choice in self._choices:
             if not choice.finished:
                 choice.finished = True
@@ -130,6 +143,25 @@ class Generation(Deltas):
         if abort_cause is not None and not choice.stream.ended:
             choice.stream.cancel()
             self._metrics.aborts.labels(abort_cause).inc()
+
+    # ---- silence ----
+
+    def _look_again(self) -> None:
+        delay_s = self._silence_timeout_s / _LOOKS
+        self._next_look = asyncio.get_running_loop().call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        """See whether more has come of each choice; none is told of each time that something does,
+        as that is with every token.
+        """
+        for choice in self._choices:
+            if not choice.finished and choice.is_silent_for(_LOOKS):
+                self._failure = TimedOut(
+                    f"nothing came from the shard for {self._silence_timeout_s:g} s"
+                )
+                self._on_news()
+                return
+        self._look_again()
 
     @property
     def numerics(self) -> str:
@@ -156,6 +188,8 @@ class Generation(Deltas):
 
     def take(self) -> Delta | None:
         """The next thing worth showing, of whichever choice has it."""
+        if self._failure is not None:
+            raise self._failure
         while self._with_news:
             choice = self._with_news.popleft()
             choice.has_news = False

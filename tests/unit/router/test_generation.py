@@ -12,13 +12,14 @@ from router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_file
 from tokenizers import Tokenizer
 
 from penstock_client.errors import NoShardAvailable, ShardFailed
+from penstock_client.stream import GenerationStream
 from penstock_client.types import FinishReason, GenerationRequest, Output, SamplingParams
 from penstock_router.apis.openai import parse_completion
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
 from penstock_router.deltas import collect, for_each
 from penstock_router.detokenizer import ByteDetokenizer
-from penstock_router.errors import BadRequest, NotFound, Unavailable
+from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
 from penstock_router.generation import Generation, _num_ids
 from penstock_router.job import Job, _is_small, choice_seed, prepare
 from penstock_router.metrics import Metrics
@@ -323,6 +324,45 @@ async def test_what_fails_where_deltas_are_used_ends_nobody_elses(
         with pytest.raises(RuntimeError, match="cannot show it"):
             await for_each(generation, fail)
         assert not feeder.done()
+
+
+async def test_a_choice_of_which_nothing_is_heard_fails_in_time_and_is_aborted(
+    fleet: FakeFleet, models: Models
+) -> None:
+    def stuck(request: GenerationRequest) -> list[int]:
+        return [5, 6, 7] if request.sampling.seed == 1 else [5]
+
+    fleet.script, hang = stuck, asyncio.Event()
+    feed = fleet._feed
+
+    async def feed_and_hang(request: GenerationRequest, stream: GenerationStream) -> None:
+        if request.sampling.seed == 1:
+            stream.feed(Output([5], 0))
+            await hang.wait()
+        await feed(request, stream)
+
+    fleet._feed = feed_and_hang  # type: ignore[method-assign]
+    job, metrics = await job_of(models, n=2, seed=1, stream=True), Metrics()
+    begun = asyncio.get_running_loop().time()
+    with pytest.raises(TimedOut, match="nothing came from the shard for 0"):
+        async with Generation(job, fleet, metrics, silence_timeout_s=0.2) as generation:
+            await for_each(generation, lambda delta: None)
+    assert 0.2 <= asyncio.get_running_loop().time() - begun < 2.0
+    assert fleet.cancelled == ["r1"]
+    assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in metrics.exposition().decode()
+
+
+async def test_a_choice_that_goes_on_is_not_silent_nor_is_one_whose_reader_is_slow(
+    fleet: FakeFleet, models: Models
+) -> None:
+    fleet.step_s = 0.05
+    job = await job_of(models, max_tokens=8, stream=True)
+    async with Generation(job, fleet, Metrics(), silence_timeout_s=0.2) as generation:
+        await for_each(generation, lambda delta: None)
+    async with Generation(job, fleet, Metrics(), silence_timeout_s=0.2) as generation:
+        # All of it has come by then.
+        await asyncio.sleep(1.0)
+        await for_each(generation, lambda delta: None)
 
 
 def test_everything_in_messages_counts_for_the_render_on_the_loop() -> None:
