@@ -6,6 +6,7 @@ when the server is gone. Three threads: this one steps, one receives, one beats.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -69,8 +70,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     files = loaded.tokenizer_files
-    link.send(Ready(loaded.runner.info, files, tokenizer_hash(files), loaded.revision))
-    _run(link, engine, inbox)
+    # The server may be gone at any time: nobody is left to tell of it.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        link.send(Ready(loaded.runner.info, files, tokenizer_hash(files), loaded.revision))
+        _run(link, engine, inbox)
 
 
 def _build_engine(

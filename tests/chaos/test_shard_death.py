@@ -68,6 +68,27 @@ def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path) -> None:
         wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
 
 
+def test_an_engine_whose_server_is_killed_in_the_middle_of_steps_ends_without_complaint(
+    tmp_path: Path,
+) -> None:
+    flags = ("--step-ms", "0.1", "--max-model-len", "65536")
+    service = Shard(tmp_path / "log", *flags)
+    with running(service):
+        engine = service.engine
+
+        async def run_steps() -> None:
+            async with ShardClient(service.address) as client:
+                request = GenerationRequest([1], max_tokens=60_000)
+                streams = [client.submit(request) for _ in range(100)]
+                await asyncio.sleep(0.5)
+                service.process.kill()
+                assert not any(stream.ended for stream in streams)
+
+        asyncio.run(run_steps())
+        wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
+        assert "Traceback" not in service.log
+
+
 def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(
     tmp_path: Path,
 ) -> None:
