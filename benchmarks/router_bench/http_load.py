@@ -27,10 +27,12 @@ _CONNECT_TIMEOUT_S = 60.0
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
-def post(path: str, body: dict[str, Any]) -> bytes:
-    """A request, ready to be sent."""
+def post(path: str, body: dict[str, Any], key: str = "") -> bytes:
+    """A request, ready to be sent; `key` says whose it is."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    if key:
+        head += f"Authorization: Bearer {key}\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -39,10 +41,10 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
 
 
-def chat(words: str = "hello", **fields: Any) -> bytes:
+def chat(words: str = "hello", *, key: str = "", **fields: Any) -> bytes:
     """A chat request whose answer has as many tokens as `max_tokens` says."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": words}]}
-    return post("/v1/chat/completions", {**body, "ignore_eos": True, **fields})
+    return post("/v1/chat/completions", {**body, "ignore_eos": True, **fields}, key)
 
 
 def ends_body(data: bytes) -> bool:

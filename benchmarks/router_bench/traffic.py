@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import random
 import statistics
@@ -396,52 +398,111 @@ router from text and through the gRPC client from token ids.""",
 # ---- overload ----------------------------------------------------------------------------------
 
 _AT_CAPACITY, _BEYOND = "at capacity", "beyond it"
+_POLITE, _BESIDE_GREEDY = "nine polite keys", "beside a greedy one"
+_BESIDE_BOUNDED = "beside a greedy one, bounded"
+_POLITE_KEYS = 9
+# What the greedy key sends goes on for so long beyond what is measured.
+_MARGIN_S = 3.0
+
+
+def _count(text: str) -> int:
+    """An argument."""
+    return 0 if text == "0" else positive_int(text)
 
 
 def _overload_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--sequences", type=positive_int, default=64, metavar="N",
-        help="that the shard runs and the router admits (default: %(default)s)")  # fmt: skip
+        help="that shard and router run at once (default: %(default)s)")  # fmt: skip
+    add("--queued", type=_count, default=16, metavar="N",
+        help="that the router lets wait besides (default: %(default)s)")  # fmt: skip
     add(
         "--output-tokens", type=positive_int, default=50, metavar="N", help="(default: %(default)s)"
     )
     add("--factor", type=positive, default=3.0, metavar="X",
         help="requests a second, over those at capacity (default: %(default)g)")  # fmt: skip
+    add("--polite", type=positive, default=0.8, metavar="SHARE",
+        help="of a tenth of the capacity, for each polite key (default: %(default)g)")  # fmt: skip
 
 
 def _overload(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     flags = shard_flags(args, "--max-num-seqs", args.sequences)
-    limit = router_flags(args, "--max-concurrent-requests", args.sequences)
-    # Lengths differ, so that answers neither begin nor end together.
-    lengths = range(max(1, args.output_tokens // 2), args.output_tokens * 3 // 2 + 1)
-    rng = random.Random(0)
-    requests = [chat(stream=True, max_tokens=rng.choice(lengths)) for _ in range(500)]
+    queue = ("--max-queued-requests", args.queued)
+    bounds = router_flags(args, "--max-concurrent-requests", args.sequences, *queue)
+    requests = _of_several_lengths(args)
     warmup_s = 4e-3 * args.step_ms * args.output_tokens
-    with serving(folder, flags, limit, pin=args.pin) as servers:
+    with serving(folder, flags, bounds, pin=args.pin) as servers:
         for number in range(args.rounds):
-            calm = (servers.port, requests, args.sequences, warmup_s, args.seconds)
+            at_once = args.sequences + args.queued
+            calm = (servers.port, requests, at_once, warmup_s, args.seconds)
             row = _measured(servers, Load(loads.closed_loop_for, *calm), args)
             yield {"case": _AT_CAPACITY, "round": number, **row}
-            rate = args.factor * row["goodput"]
-            crowd = Arrivals(rate, warmup_s, args.seconds, number, _PATIENCE_S)
+            capacity = row["goodput"]
+            crowd = Arrivals(args.factor * capacity, warmup_s, args.seconds, number, _PATIENCE_S)
             row = _measured(servers, Load(loads.open_loop, servers.port, requests, crowd), args)
-            yield {"case": _BEYOND, "round": number, "rate": rate, **row}
+            yield {"case": _BEYOND, "round": number, "rate": crowd.rate, **row}
+            for case in (_POLITE, _BESIDE_GREEDY):
+                row = _by_keys(servers, case, capacity, number, args)
+                yield {"case": case, "round": number, **row}
+    key_bound = ("--max-concurrent-requests-per-key", max(1, args.sequences // 4))
+    bounds = router_flags(args, *map(str, key_bound), *bounds)
+    with serving(folder, flags, bounds, pin=args.pin) as servers:
+        for number in range(args.rounds):
+            row = _by_keys(servers, _BESIDE_BOUNDED, capacity, number, args)
+            yield {"case": _BESIDE_BOUNDED, "round": number, **row}
+
+
+def _of_several_lengths(args: argparse.Namespace, *keys: str) -> list[bytes]:
+    """Lengths differ, so that answers neither begin nor end together."""
+    lengths = range(max(1, args.output_tokens // 2), args.output_tokens * 3 // 2 + 1)
+    rng = random.Random(0)
+    whose = itertools.cycle(keys or ("",))
+    return [chat(stream=True, max_tokens=rng.choice(lengths), key=next(whose)) for _ in range(500)]
+
+
+def _by_keys(
+    servers: Servers, case: str, capacity: float, seed: int, args: argparse.Namespace
+) -> Row:
+    """What became of the polite keys' requests."""
+    warmup_s = 4e-3 * args.step_ms * args.output_tokens
+    polite = _of_several_lengths(args, *(f"polite{number}" for number in range(_POLITE_KEYS)))
+    rate = args.polite * capacity * _POLITE_KEYS / (_POLITE_KEYS + 1)
+    arrivals = Arrivals(rate, warmup_s, args.seconds, seed, _PATIENCE_S)
+    with contextlib.ExitStack() as stack:
+        flood = None
+        if case != _POLITE:
+            greedy = _of_several_lengths(args, "greedy")
+            rate, seconds = args.factor * capacity, args.seconds + _MARGIN_S
+            torrent = Arrivals(rate, warmup_s, seconds, seed + 1, _PATIENCE_S)
+            flood = stack.enter_context(Load(loads.open_loop, servers.port, greedy, torrent))
+            flood.wait_ready()
+        row = _measured(servers, Load(loads.open_loop, servers.port, polite, arrivals), args)
+        if flood is not None:
+            row["greedy"] = flood.result(2 * args.seconds + 2 * _PATIENCE_S)["goodput"]
+        return {**row, "rate": arrivals.rate}
 
 
 def _overload_remarks(rows: list[Row], args: argparse.Namespace) -> list[str]:
-    calm, crowd = of_case(rows, _AT_CAPACITY), of_case(rows, _BEYOND)
-    ratios = {
-        name: ratio(crowd[key] or math.nan, calm[key] or math.nan)
-        for name, key in (("TTFT p50", "ttft_p50_ms"), ("TTFT p99", "ttft_p99_ms"),
-                          ("whole p50", "e2e_p50_ms"), ("whole p99", "e2e_p99_ms"),
-                          ("goodput", "goodput"))
-    }  # fmt: skip
-    shown = ", ".join(f"{name} {value:.3f}" for name, value in ratios.items())
+    crowd, greedy = of_case(rows, _BEYOND), of_case(rows, _BESIDE_GREEDY)
+    alone, bounded = of_case(rows, _POLITE), of_case(rows, _BESIDE_BOUNDED)
     return [
-        f"at {crowd['rate']:.0f} requests a second, of those at capacity: {shown}",
+        f"at {crowd['rate']:.0f} requests a second, of those at capacity: "
+        + _ratios(crowd, of_case(rows, _AT_CAPACITY)),
         f"{crowd['hung']:g} hung, {crowd['failed']:g} failed otherwise than with 429",
-        "one greedy key beside nine polite ones: skipped, the router has no limits for each key",
+        f"polite keys at {greedy['rate']:.0f} requests a second, beside the greedy one, of those "
+        f"alone: {_ratios(greedy, alone)}",
+        f"of theirs {greedy['refused']:g} were refused; the greedy one got {greedy['greedy']:.1f} "
+        "answers a second",
+        f"and where no key may have more than a quarter of the places: {_ratios(bounded, alone)}",
     ]
+
+
+def _ratios(row: Row, other: Row) -> str:
+    shown = (("TTFT p50", "ttft_p50_ms"), ("TTFT p99", "ttft_p99_ms"),
+             ("whole p50", "e2e_p50_ms"), ("whole p99", "e2e_p99_ms"),
+             ("goodput", "goodput"))  # fmt: skip
+    ratios = ((name, ratio(row[key] or math.nan, other[key] or math.nan)) for name, key in shown)
+    return ", ".join(f"{name} {value:.3f}" for name, value in ratios)
 
 
 def _overload_draw(rows: list[Row], every: list[Row], axes: list[Any]) -> None:
@@ -455,7 +516,10 @@ OVERLOAD = Scenario(
     help="more requests than can be served",
     description="""\
 As many requests at once as the router admits, each followed by the next, and then so many times as
-many a second at random moments: latency of those that are accepted, and of refusals with 429.""",
+many a second at random moments: latency of those that are accepted, and of refusals with 429. Then
+nine keys that send less than their part at random moments, alone and beside a tenth that sends as
+many as all did before: what became of the nine, and again where no key may have more than a quarter
+of the places.""",
     columns=(
         ("case", "case", ""),
         ("accepted", "accepted", ".0f"),

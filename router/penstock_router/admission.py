@@ -1,32 +1,68 @@
-"""How many sequences may be in flight, for how long, and whether the router takes requests at all.
+"""Which requests are let in, which of them wait, and for how long each may run.
 
-Knows numbers and times only. A request asks for all its places at once and gives them back on
-every way out.
+A request that is let in is *queued*: it is being prepared, or waits for its turn. Once it has all
+the places that it asks for, one for each of its sequences, it is *in flight* until it is over.
+
+    with admission.enter(key, sequences) as ticket:      # 429 at once where the queue is full
+        async with ticket.limit.scope():
+            ...                                          # prepare
+        await ticket.start(prompt_tokens)                # wait for places; 429 after a while
+        ...                                              # generate, within `ticket.limit` too
+
+Leaving the scope gives everything back, on every way out. Bounds hold over all keys and, where they
+are set, for each; `fair_queue.py` says who is next. A full queue is no key's alone: where another
+key has more here than the one that comes will have, its latest requests make room (as McKenney's
+Stochastic Fairness Queueing, 1990, drops from the longest queue). What is known of a key is
+forgotten when it has nothing here.
+
+Knows numbers and times only: no HTTP, no fields, no prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
 
-from penstock_router.errors import BadRequest, TimedOut, TooManyRequests, Unavailable
+from penstock_router.config import RouterConfig
+from penstock_router.errors import ApiError, BadRequest, TimedOut, TooManyRequests, Unavailable
+from penstock_router.fair_queue import FairQueue, Share, Waiting
+from penstock_router.metrics import Metrics
 
 _STOPPING = "the router is shutting down"
+_MAX_RETRY_AFTER_S = 60
+# How far back `Pace` looks, roughly.
+_PACE_S = 10.0
 
 
 class TimeLimit:
-    """Until when a request may run: its own limit, or the end of the router's."""
+    """Until when a request may run: its own limit, or before it where `end` is called."""
 
     def __init__(self, timeout_s: float | None) -> None:
         now = asyncio.get_running_loop().time()
         self._at = None if timeout_s is None else now + timeout_s
         self._timer: asyncio.Timeout | None = None
-        self._stopping = False
+        self._ended: ApiError | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until then, perhaps below 0; None: no limit."""
+        return None if self._at is None else self._at - asyncio.get_running_loop().time()
+
+    def check(self) -> None:
+        """Raises what `end` was given."""
+        if self._ended is not None:
+            raise self._ended
 
     @asynccontextmanager
     async def scope(self) -> AsyncIterator[None]:
-        """Runs its body up to the limit; raises `TimedOut` or `Unavailable` there."""
+        """Runs its body up to the limit; raises `TimedOut` there, or what `end` was given."""
+        self.check()
         timer = self._timer = asyncio.timeout_at(self._at)
         try:
             async with timer:
@@ -34,57 +70,195 @@ class TimeLimit:
         except TimeoutError:
             if not timer.expired():
                 raise
-            if self._stopping:
-                raise Unavailable(_STOPPING) from None
-            raise TimedOut("the request took longer than this server allows") from None
+            if self._ended is not None:
+                raise self._ended from None
+            raise TimedOut("the request took longer than it or this server allows") from None
         finally:
             self._timer = None
 
-    def end(self) -> None:
-        """The router's time is up."""
-        self._at, self._stopping = asyncio.get_running_loop().time(), True
+    def end(self, error: ApiError) -> None:
+        """Its time is up now, for this reason."""
+        self._at, self._ended = asyncio.get_running_loop().time(), error
         if self._timer is not None and not self._timer.expired():
             self._timer.reschedule(self._at)
 
 
-class Admission:
-    """Bounded places; over the bound the answer is 429, not a queue that only adds waiting."""
+class Pace:
+    """How fast places come free: of late, and since there was last nothing to do."""
+
+    def __init__(self, now_s: float) -> None:
+        self.begin(now_s)
+
+    def begin(self, now_s: float) -> None:
+        """There is something to do again."""
+        # The sum of all places, each worth less the longer ago it came free.
+        self._weight = 0.0
+        self._at_s = self._since_s = now_s
+
+    def came_free(self, places: int, now_s: float) -> None:
+        self._weight = self._weight_at(now_s) + places
+        self._at_s = now_s
+
+    def seconds_until(self, places: int, now_s: float) -> float:
+        """How long it takes until so many more have come free."""
+        age_s = max(1e-3, now_s - self._since_s)
+        seen_s = _PACE_S * -math.expm1(-age_s / _PACE_S)
+        # One more than came: where none did, that is as much as its age says.
+        return places * seen_s / (self._weight_at(now_s) + 1)
+
+    def _weight_at(self, now_s: float) -> float:
+        return self._weight * math.exp((self._at_s - now_s) / _PACE_S)
+
+
+@dataclass(eq=False, slots=True)
+class _Account(Share):
+    """What a key, or all of them, have: sequences, and tokens of prompts that wait for places."""
+
+    key: str = ""
+    queued: int = 0
+    queued_tokens: int = 0
+    # Tickets that are queued, in the order of their arrival.
+    tickets: OrderedDict[Ticket, None] = field(default_factory=OrderedDict)
+
+    @property
+    def sequences(self) -> int:
+        """All of them."""
+        return self.in_flight + self.queued
+
+
+_Amount = Literal["queued", "queued_tokens"]
+
+
+class Ticket(Waiting):
+    """A request that was let in."""
+
+    __slots__ = ("_admission", "account", "limit", "placed", "prompt_tokens", "state")
 
     def __init__(
-        self, limit: int, *, workers: int = 1, request_timeout_s: float | None = None
+        self, admission: Admission, account: _Account, sequences: int, limit: TimeLimit
     ) -> None:
-        self._limit = limit
+        super().__init__(account, sequences)
+        self._admission = admission
+        self.account = account
+        self.limit = limit
+        self.state: Literal["prepared", "waiting", "in flight", "gone"] = "prepared"
+        # Of a ticket that waits: how much of the queue it takes, and what is set when it is over.
+        self.prompt_tokens = 0
+        self.placed: asyncio.Future[None] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """It is prepared, and has no places."""
+        return self.state == "waiting"
+
+    def held(self, amount: _Amount) -> int:
+        """What it has of the queue."""
+        return self.places if amount == "queued" else self.prompt_tokens
+
+    async def start(self, prompt_tokens: int) -> None:
+        """Return with all its places.
+
+        Raises:
+            TooManyRequests: too many tokens wait, or it would have to wait for too long.
+            TimedOut: its own time was over first.
+            Unavailable: the router stopped first.
+        """
+        await self._admission.start(self, prompt_tokens)
+
+
+class Admission:
+    """The places of one worker, and the queue for them."""
+
+    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        workers = config.workers
         self._whose = "this server" if workers == 1 else f"each of this server's {workers} workers"
-        self._request_timeout_s = request_timeout_s
+        self._limit = config.max_concurrent_requests
+        self._key_limit = min(self._limit, config.max_concurrent_requests_per_key or self._limit)
+        bounds = (config.max_concurrent_requests_per_key, config.max_queued_requests_per_key)
+        self._keys_are_bounded = bounds != (None, None)
+        self._all = _Account()
+        self._accounts: dict[str, _Account] = {}
+        self._queue = FairQueue(self._key_limit)
+        self._pace = Pace(time.monotonic())
         self._running: set[TimeLimit] = set()
         self._idle = asyncio.Event()
-        self.in_flight = 0
         self.stopping = False
 
+    @property
+    def in_flight(self) -> int:
+        """Sequences that have places."""
+        return self._all.in_flight
+
+    @property
+    def queued(self) -> int:
+        """Sequences that are being prepared or wait for places."""
+        return self._all.queued
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of the prompts that wait for places."""
+        return self._all.queued_tokens
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that have anything here."""
+        return len(self._accounts)
+
     @contextmanager
-    def places(self, count: int, param: str = "n") -> Iterator[TimeLimit]:
-        """Hold `count` places, or raise; `param` is the field that asks for so many."""
+    def enter(
+        self,
+        key: str,
+        sequences: int,
+        param: str = "n",
+        *,
+        timeout_s: float | None = None,
+        waited_s: float = 0.0,
+    ) -> Iterator[Ticket]:
+        """Let a request of so many sequences in, or raise; `param` is the field that asks for them.
+
+        Its time limit is the server's or its own `timeout_s`, from its arrival `waited_s` ago.
+        """
         if self.stopping:
             raise Unavailable(_STOPPING)
-        if count > self._limit:
-            text = f"{param}: the request asks for {count} sequences; {self._whose} runs"
-            raise BadRequest(f"{text} {self._limit} at most", param=param)
-        if self.in_flight + count > self._limit:
-            text = f"{self._whose} runs {self._limit} sequences at most, and {self.in_flight} are"
-            raise TooManyRequests(f"{text} in flight; try again shortly")
-        limit = TimeLimit(self._request_timeout_s)
+        self._check_width(sequences, param)
+        account = self._accounts.get(key) or _Account(key=key)
+        self._check_room(account, sequences)
+        limits_s = [s for s in (timeout_s, self._config.request_timeout_s) if s is not None]
+        limit = TimeLimit(min(limits_s) - waited_s if limits_s else None)
+        ticket = Ticket(self, account, sequences, limit)
+        if not self._accounts:
+            self._pace.begin(time.monotonic())
+        self._accounts[key] = account
+        account.tickets[ticket] = None
+        self._change(account, queued=sequences)
         self._running.add(limit)
-        self.in_flight += count
         try:
-            yield limit
+            yield ticket
         finally:
+            self._forget(ticket)
+            self._give_places()
             self._running.remove(limit)
-            self.in_flight -= count
             if not self._running:
                 self._idle.set()
 
+    async def start(self, ticket: Ticket, prompt_tokens: int) -> None:
+        """As `Ticket.start`."""
+        ticket.limit.check()
+        began_s = time.monotonic()
+        ticket.state = "waiting"
+        self._queue.add(ticket)
+        self._give_places()
+        if ticket.waits:
+            self._check_tokens(ticket, prompt_tokens)
+        if ticket.waits:
+            async with ticket.limit.scope():
+                await self._wait(ticket)
+        self._metrics.queue_seconds.observe(time.monotonic() - began_s)
+
     async def stop(self, timeout_s: float) -> None:
-        """Admit nothing more; wait for what is in flight, and end what is left after that."""
+        """Let nothing more in; wait for what is here, and end what is left after that."""
         self.stopping = True
         if not self._running:
             return
@@ -94,4 +268,138 @@ class Admission:
                 await self._idle.wait()
         except TimeoutError:
             for limit in self._running:
-                limit.end()
+                limit.end(Unavailable(_STOPPING))
+
+    # ---- bounds ----
+
+    def _check_width(self, sequences: int, param: str) -> None:
+        if sequences <= self._key_limit:
+            return
+        text = f"{param}: the request asks for {sequences} sequences; {self._whose} runs"
+        bound = f"{self._limit} at most (--max-concurrent-requests)"
+        if sequences <= self._limit:
+            bound = f"{self._key_limit} of a key at most (--max-concurrent-requests-per-key)"
+        raise BadRequest(f"{text} {bound}", param=param)
+
+    def _check_room(self, account: _Account, sequences: int) -> None:
+        """Whether it will find places, or else room in the queue."""
+        everyone, max_queued = self._all, self._config.max_queued_requests
+        # So many will wait then: of all, and of this key, which may wait for places of its own.
+        beyond = everyone.in_flight + everyone.queued + sequences - self._limit
+        if self._keys_are_bounded:
+            key_max = self._config.max_queued_requests_per_key
+            key_max = max_queued if key_max is None else key_max
+            key_beyond = account.in_flight + account.queued + sequences - self._key_limit
+            if max(key_beyond, min(beyond, account.queued + sequences)) > key_max:
+                text = f"{account.in_flight} sequences of this key run and {account.queued}"
+                self._refuse("key_queue_full", sequences, f"{text} are queued")
+        excess = beyond - max_queued
+        if excess > 0 and not self._make_room(account, "queued", excess, wanted=sequences):
+            text = f"{everyone.in_flight} sequences run and {everyone.queued} are queued"
+            self._refuse("queue_full", sequences, text)
+
+    def _check_tokens(self, ticket: Ticket, prompt_tokens: int) -> None:
+        """One request may always wait, however long its prompt is."""
+        account, config = ticket.account, self._config
+        others, others_of_key = self._all.queued_tokens, account.queued_tokens
+        ticket.prompt_tokens = prompt_tokens
+        self._change(account, queued_tokens=prompt_tokens)
+        bound = config.max_queued_tokens_per_key
+        if bound is not None and others_of_key and others_of_key + prompt_tokens > bound:
+            text = f"prompts of this key with {others_of_key} tokens are queued"
+            self._refuse("key_queued_tokens", ticket.places, text)
+        excess = others + prompt_tokens - config.max_queued_tokens
+        if others and excess > 0 and not self._make_room(account, "queued_tokens", excess):
+            text = f"prompts with {others} tokens are queued"
+            self._refuse("queued_tokens", ticket.places, text)
+
+    def _make_room(
+        self, account: _Account, amount: _Amount, excess: int, *, wanted: int = 0
+    ) -> bool:
+        """Refuse the latest requests of the key that has most here, if even then it has as much as
+        this one will have. They would have been the last to get places.
+        """
+        others = [each for each in self._accounts.values() if getattr(each, amount) >= excess]
+        most = max(others, key=lambda each: each.sequences, default=account)
+        freed = excess if amount == "queued" else 1
+        if most.sequences - freed < account.sequences + wanted:
+            return False
+        for ticket in reversed(list(most.tickets)):
+            if excess > 0 and (held := ticket.held(amount)):
+                excess -= held
+                text = "the queue is full and other keys have less here"
+                ticket.limit.end(self._refusal("pushed_out", ticket.places, text))
+                self._forget(ticket)
+        # Not before: who waits behind them may be one of them.
+        self._give_places()
+        return True
+
+    def _refuse(self, reason: str, sequences: int, text: str) -> None:
+        raise self._refusal(reason, sequences, text)
+
+    def _refusal(self, reason: str, sequences: int, text: str) -> TooManyRequests:
+        self._metrics.refused.labels(reason).inc()
+        wait_s = self._pace.seconds_until(self._all.queued + sequences, time.monotonic())
+        retry_after_s = math.ceil(min(max(1.0, wait_s), _MAX_RETRY_AFTER_S))
+        text = f"{self._whose} has no room: {text}; try again in {retry_after_s} s"
+        return TooManyRequests(text, retry_after_s=retry_after_s)
+
+    # ---- places ----
+
+    async def _wait(self, ticket: Ticket) -> None:
+        ticket.placed = asyncio.get_running_loop().create_future()
+        timeout_s = self._config.queue_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ticket.placed
+        except TimeoutError:
+            # They may have come at the very end.
+            if ticket.state == "waiting":
+                text = f"no place came free within {timeout_s:g} s (--queue-timeout-s)"
+                self._refuse("queue_timeout", ticket.places, text)
+
+    def _give_places(self) -> None:
+        while (ticket := self._queue.first()) is not None:
+            assert isinstance(ticket, Ticket)
+            if self._all.in_flight + ticket.places > self._limit:
+                return
+            self._change(
+                ticket.account,
+                in_flight=ticket.places,
+                queued=-ticket.places,
+                queued_tokens=-ticket.prompt_tokens,
+            )
+            self._queue.remove(ticket)
+            del ticket.account.tickets[ticket]
+            ticket.state, ticket.prompt_tokens = "in flight", 0
+            if ticket.placed is not None and not ticket.placed.done():
+                ticket.placed.set_result(None)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """Give back what it has, if it has not yet."""
+        account, state, ticket.state = ticket.account, ticket.state, "gone"
+        if state == "gone":
+            return
+        if state == "in flight":
+            self._pace.came_free(ticket.places, time.monotonic())
+            self._change(account, in_flight=-ticket.places)
+            self._queue.moved(account)
+        else:
+            del account.tickets[ticket]
+            self._change(account, queued=-ticket.places, queued_tokens=-ticket.prompt_tokens)
+            if state == "waiting":
+                self._queue.remove(ticket)
+        if not account.in_flight and not account.queued:
+            del self._accounts[account.key]
+
+    def _change(
+        self, account: _Account, *, in_flight: int = 0, queued: int = 0, queued_tokens: int = 0
+    ) -> None:
+        for each in (account, self._all):
+            each.in_flight += in_flight
+            each.queued += queued
+            each.queued_tokens += queued_tokens
+        if queued:
+            self._metrics.sequences_queued.set(self._all.queued)
+        if queued_tokens:
+            self._metrics.prompt_tokens_queued.set(self._all.queued_tokens)

@@ -17,6 +17,7 @@ from penstock_router.admission import Admission
 from penstock_router.apis.base import ERRORS
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
+from penstock_router.bodies import Bodies
 from penstock_router.config import RouterConfig
 from penstock_router.errors import (
     ApiError,
@@ -45,6 +46,8 @@ from penstock_router.routes.base import (
     usable_request_id,
 )
 from penstock_router.routes.table import ROUTES
+from penstock_router.text_pool import TextPool
+from penstock_router.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +69,17 @@ def build_app(
         ttl_s=config.response_ttl_s,
         owner=uuid.uuid4().hex,
     )
+    # Whoever was let in finds room, and some others.
+    threads = Threads(executor, most=config.max_concurrent_requests + config.max_queued_requests)
+    models = Models(fleet, threads, config)
+    pool = TextPool(config.text_processes, config.log_level)
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
-        models=Models(fleet, executor, config),
-        admission=Admission(
-            config.max_concurrent_requests,
-            workers=config.workers,
-            request_timeout_s=config.request_timeout_s,
-        ),
+        models=models,
+        threads=threads,
+        bodies=Bodies(models, threads, pool),
+        admission=Admission(config, metrics),
         metrics=metrics,
         cursors=CursorCodec(config.resume_key),
         live_streams=LiveStreams(config.resume_grace_s),
@@ -105,6 +110,7 @@ async def _load_models(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await models.close()
+    await app[ROUTER].bodies.pool.close()
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
@@ -128,7 +134,8 @@ async def _store_responses(app: web.Application) -> AsyncIterator[None]:
 
 async def _end_requests(app: web.Application) -> None:
     router = app[ROUTER]
-    logger.info("stopping: waiting for %d sequences", router.admission.in_flight)
+    waiting = (router.admission.in_flight, router.admission.queued)
+    logger.info("stopping: waiting for %d sequences in flight and %d queued", *waiting)
     router.live_streams.stop()
     await router.admission.stop(router.config.shutdown_timeout_s)
     await router.live_streams.wait_ended()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,14 @@ from penstock_client.audit import read_key
 from penstock_client.membership import parse_source
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.request import MAX_TIMEOUT_S
 from penstock_router.response_store import MIN_BYTES
 
 _REPORTS_EVERY_S = 1.0
+# Of numbers that count, of processes and of seconds (a year): beyond, something overflows.
+_MAX_COUNT = 10**15
+_MAX_PROCESSES = 1024
+_MIN_SECONDS, _MAX_SECONDS = 0.001, 31_536_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +77,29 @@ class RouterConfig:
     max_body_bytes: int = 32 * 1024 * 1024
     # Of one answer that is no stream, roughly: log-probabilities and vectors can be many.
     max_answer_bytes: int = 256 * 1024 * 1024
-    # Counts sequences: a request with n=4 is four. Holds over all workers.
+    # These count sequences: a request with n=4 is four. All hold over all workers.
     max_concurrent_requests: int = 2048
+    # Of requests that are being prepared, or wait until some in flight are over.
+    max_queued_requests: int = 512
+    # Of the prompts that wait.
+    max_queued_tokens: int = 1_000_000
+    # The same for each key that clients show; None: only those above.
+    max_concurrent_requests_per_key: int | None = None
+    max_queued_requests_per_key: int | None = None
+    max_queued_tokens_per_key: int | None = None
+    queue_timeout_s: float = 10.0
+    # From a request's arrival to its end.
     request_timeout_s: float | None = None
     shutdown_timeout_s: float = 30.0
     # A client that takes nothing for so long is cut off.
     write_timeout_s: float = 60.0
     # Silence on a stream after which a comment keeps proxies from closing it.
     keep_alive_s: float = 15.0
+    # Silence of a shard about a sequence that is in flight, after which its request fails.
+    silence_timeout_s: float = 600.0
+    # Of each worker: texts of some length, and bodies of more than that.
     tokenizer_threads: int = 2
+    text_processes: int = 1
     log_level: str = "info"
 
 
@@ -91,11 +111,10 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     resume_key = _key(parser, "--resume-key", args.resume_key, "PENSTOCK_RESUME_KEY")
     _key(parser, "--shard-api-key", args.shard_api_key)
     _key(parser, "--admin-key", args.admin_key)
-    if args.workers > args.max_concurrent_requests:
-        parser.error(
-            f"--workers {args.workers}: more than --max-concurrent-requests "
-            f"({args.max_concurrent_requests}), which they share out; some would serve nobody"
-        )
+    if args.max_queued_requests is None:
+        # So nobody waits for longer than a quarter of what an answer takes, on average.
+        args.max_queued_requests = math.ceil(args.max_concurrent_requests / 4)
+    _check_shares(parser, args)
     if args.stall_timeout_s <= _REPORTS_EVERY_S:
         parser.error(
             f"--stall-timeout-s {args.stall_timeout_s:g}: must be above {_REPORTS_EVERY_S:g}, "
@@ -127,11 +146,19 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         max_body_bytes=args.max_body_bytes,
         max_answer_bytes=args.max_answer_bytes,
         max_concurrent_requests=args.max_concurrent_requests,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        max_concurrent_requests_per_key=args.max_concurrent_requests_per_key,
+        max_queued_requests_per_key=args.max_queued_requests_per_key,
+        max_queued_tokens_per_key=args.max_queued_tokens_per_key,
+        queue_timeout_s=args.queue_timeout_s,
         request_timeout_s=args.request_timeout_s,
         shutdown_timeout_s=args.shutdown_timeout_s,
         write_timeout_s=args.write_timeout_s,
         keep_alive_s=args.keep_alive_s,
+        silence_timeout_s=args.silence_timeout_s,
         tokenizer_threads=args.tokenizer_threads,
+        text_processes=args.text_processes,
         log_level=args.log_level,
     )
 
@@ -164,7 +191,7 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help=f"address to listen on {_DEFAULT}")
     add("--port", type=_port, default=8000, help=f"0 takes a free one {_DEFAULT}")
-    add("--workers", default=1, help=f"processes that share the port {_DEFAULT}", **_COUNT)
+    add("--workers", default=1, help=f"processes that share the port {_DEFAULT}", **_PROCESSES)
     add(
         "--api-key",
         metavar="KEY",
@@ -175,7 +202,8 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--trust-request-chat-template",
         action="store_true",
-        help="take a chat_template of a request; it runs in a sandbox, but for as long as it likes",
+        help="take a chat_template of a request; it runs in a sandbox, in a text process, for a "
+        "minute at most",
     )
     add(
         "--model-alias",
@@ -186,7 +214,18 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         help="serve MODEL under NAME too, and under `default` to requests that name none; may be "
         "given several times",
     )
-    add("--tokenizer-threads", default=2, help=f"for texts of some length {_DEFAULT}", **_COUNT)
+    add(
+        "--tokenizer-threads",
+        default=2,
+        help=f"for texts of some length {_DEFAULT}",
+        **_PROCESSES,
+    )
+    add(
+        "--text-processes",
+        default=1,
+        help=f"of each worker, for bodies over 64 kB; started when the first one comes {_DEFAULT}",
+        **_PROCESSES,
+    )
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="info", help=_DEFAULT)
 
@@ -290,10 +329,32 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-concurrent-requests",
         default=2048,
-        help=f"sequences in flight over all workers; more get 429 {_DEFAULT}",
+        help=f"sequences in flight over all workers; more wait {_DEFAULT}",
         **_COUNT,
     )
-    add("--request-timeout-s", help="504 after this (default: no limit)", **_SECONDS)
+    add(
+        "--max-queued-requests",
+        help="sequences that wait for others to end, more get 429; 0: none (default: a quarter of "
+        "--max-concurrent-requests)",
+        **_COUNT_OR_NONE,
+    )
+    add(
+        "--max-queued-tokens",
+        default=1_000_000,
+        help=f"tokens of the prompts that wait; more get 429 {_DEFAULT}",
+        **_COUNT,
+    )
+    none = "(default: no bound of its own)"
+    add("--max-concurrent-requests-per-key", help=f"of each client's key {none}", **_COUNT)
+    add("--max-queued-requests-per-key", help=f"of each client's key {none}", **_COUNT_OR_NONE)
+    add("--max-queued-tokens-per-key", help=f"of each client's key {none}", **_COUNT)
+    add("--queue-timeout-s", default=10.0, help=f"429 after waiting so long {_DEFAULT}", **_SECONDS)
+    add(
+        "--request-timeout-s",
+        type=_request_seconds,
+        metavar="S",
+        help="504 so long after its arrival (default: no limit)",
+    )
     add(
         "--shutdown-timeout-s",
         default=30.0,
@@ -312,6 +373,42 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help=f"a comment on streams that are silent for so long {_DEFAULT}",
         **_SECONDS,
     )
+    add(
+        "--silence-timeout-s",
+        default=600.0,
+        help="504 when shards say nothing of a request for so long, also while it waits there "
+        f"{_DEFAULT}",
+        **_SECONDS,
+    )
+
+
+# Each bound of a key, and the one over all keys.
+_BOUNDS_OF_KEYS = {
+    "max_concurrent_requests_per_key": "max_concurrent_requests",
+    "max_queued_requests_per_key": "max_queued_requests",
+    "max_queued_tokens_per_key": "max_queued_tokens",
+}
+# Of which each worker needs one.
+_PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key")
+
+
+def _check_shares(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Workers share bounds out, and a key's are parts of those over all."""
+    for name in _PLACES:
+        value = getattr(args, name)
+        if value is not None and args.workers > value:
+            parser.error(
+                f"--workers {args.workers}: more than {_flag(name)} ({value}), which they share "
+                "out; some would serve nobody"
+            )
+    for name, whole in _BOUNDS_OF_KEYS.items():
+        value, limit = getattr(args, name), getattr(args, whole)
+        if value is not None and value > limit:
+            parser.error(f"{_flag(name)} {value}: more than {_flag(whole)} ({limit})")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _shards(parser: argparse.ArgumentParser, values: Sequence[str]) -> str:
@@ -375,8 +472,8 @@ def _key(
 
 
 def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not a port")
     return int(text)
 
 
@@ -387,12 +484,31 @@ def _alias(text: str) -> tuple[str, str]:
     return name, model
 
 
-def _positive_int(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not a positive integer")
+    if len(text) > len(str(_MAX_COUNT)) or int(text) > _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is above {_MAX_COUNT}")
     return int(text)
+
+
+def _positive_int(text: str) -> int:
+    value = _count(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _processes(text: str) -> int:
+    """Also threads: as many as a machine might have use for."""
+    value = _positive_int(text)
+    if value > _MAX_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text} is above {_MAX_PROCESSES}")
+    return value
 
 
 def _store_bytes(text: str) -> int:
@@ -402,25 +518,35 @@ def _store_bytes(text: str) -> int:
     return value
 
 
+def _number(text: str) -> float:
+    """NaN for what is none."""
+    try:
+        # Python's own ways to write one are not a command line's.
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
 def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = _number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not between 0 and 1")
     return value
 
 
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+def _seconds(text: str, at_most: int = _MAX_SECONDS) -> float:
+    value = _number(text)
+    if not _MIN_SECONDS <= value <= at_most:
+        bounds = f"from {_MIN_SECONDS} to {at_most}"
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not a number of seconds {bounds}")
     return value
+
+
+def _request_seconds(text: str) -> float:
+    return _seconds(text, MAX_TIMEOUT_S)
 
 
 _COUNT: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
-_SECONDS: dict[str, Any] = {"type": _positive_float, "metavar": "S"}
+_COUNT_OR_NONE: dict[str, Any] = {"type": _count, "metavar": "N"}
+_PROCESSES: dict[str, Any] = {"type": _processes, "metavar": "N"}
+_SECONDS: dict[str, Any] = {"type": _seconds, "metavar": "S"}

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # Long enough for a queue to move, short enough not to leave a free machine idle.
 RETRY_AFTER_S = 1
 
-_TIME_IS_UP = "the request took longer than this server allows"
+_TIME_IS_UP = "the request took longer than it or this server allows"
 
 # A message may quote what the client sent; it must not send it all back.
 MAX_MESSAGE_CHARS = 300
@@ -41,7 +41,8 @@ class ApiError(Exception):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
-    retry_after_s: ClassVar[int | None] = None
+    # Whole seconds; None: to try again is of no use.
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -133,6 +134,12 @@ class TooManyRequests(ApiError):
     status = 429
     type = "RateLimitError"
     retry_after_s = RETRY_AFTER_S
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: int = RETRY_AFTER_S
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(ApiError):

@@ -109,7 +109,7 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
 # ---- Bytes -> object ---------------------------------------------------------------------------
 
 
-def decode_object(body: bytes) -> JsonObject:
+def decode_object(body: bytes | memoryview) -> JsonObject:
     """The JSON object in `body`: UTF-8, no NaN. Of a key given twice the last value counts."""
     try:
         value = decode_json(body)
@@ -124,7 +124,7 @@ def decode_object(body: bytes) -> JsonObject:
     return value
 
 
-def decode_json(data: bytes | str) -> Any:
+def decode_json(data: bytes | memoryview | str) -> Any:
     """What `msgspec.json.decode` makes of it, and raises.
 
     Without the garbage collector, which would go over what is built again and again: where that is
@@ -197,7 +197,9 @@ def number(low: float, high: float, *, above_low: bool = False, below_high: bool
         high_enough = low < value if above_low else low <= value
         if not (high_enough and (value < high if below_high else value <= high)):
             bounds = f"{'above' if above_low else 'at least'} {low:g} and "
-            raise refusal(name, f"{bounds}{'below' if below_high else 'at most'} {high:g}", value)
+            bounds += f"{'below' if below_high else 'at most'} "
+            shown = high if isinstance(high, int) else f"{high:g}"
+            raise refusal(name, f"{bounds}{shown}", value)
         return float(value)
 
     schema: JsonObject = {"type": "number"}

@@ -1,7 +1,8 @@
 """The story of a request: the file to read first.
 
     request = api.parse(body)                        # fields, types, bounds: `apis/`
-    job = await prepare(request, models)             # template, tokens, lengths, seeds: `job.py`
+    prepared = prepare_prompts(request, model)       # template, tokens: `prompts.py`
+    job = prepare(request, model, prepared)          # lengths, seeds, choices: `job.py`
     async with Generation(job, fleet, metrics) as generation:
         async for delta in generation: ...           # what a choice has gained, as it comes
 

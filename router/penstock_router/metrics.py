@@ -134,6 +134,36 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livemax",
         )
+        self._add_waiting(registry)
+
+    def _add_waiting(self, registry: CollectorRegistry) -> None:
+        """What admission counts."""
+        self.sequences_queued = Gauge(
+            "penstock_router_sequences_queued",
+            "Sequences whose requests are being prepared or wait for places.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.prompt_tokens_queued = Gauge(
+            "penstock_router_prompt_tokens_queued",
+            "Prompt tokens of requests that wait for places.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.queue_seconds = Histogram(
+            "penstock_router_queue_seconds",
+            "How long requests that got their places had waited for them.",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.refused = Counter(
+            "penstock_router_refused",
+            "Requests answered 429 by the router itself: queue_full, queued_tokens, key_queue_full "
+            "and key_queued_tokens at once, queue_timeout after waiting, pushed_out by another "
+            "key's.",
+            ("reason",),
+            registry=registry,
+        )
 
     def loop_was_late(self, lag_s: float, worst_s: float) -> None:
         """Of one timer, and the worst of the last ones."""

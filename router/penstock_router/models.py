@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from penstock_client.errors import PenstockError, RequestRefused
@@ -18,6 +17,8 @@ from penstock_router.backend import Fleet
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, NotFound, Unavailable
+from penstock_router.prompts import TextModel
+from penstock_router.threads import Threads
 from penstock_router.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,20 @@ class ServedModel:
     info: ShardInfo
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    # Whether a request may bring a chat template of its own.
+    trusts_templates: bool = False
+
+    @property
+    def text(self) -> TextModel:
+        """What text work knows of it."""
+        return TextModel(
+            name=self.info.model,
+            max_model_len=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            trusts_templates=self.trusts_templates,
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -56,12 +71,12 @@ def _failed(task: _Loading) -> bool:
 class Models:
     """The models of a fleet, by name."""
 
-    def __init__(self, fleet: Fleet, executor: Executor, config: RouterConfig) -> None:
+    def __init__(self, fleet: Fleet, threads: Threads, config: RouterConfig) -> None:
         self._fleet = fleet
-        self.executor = executor
-        self._chat_template = config.chat_template
-        # Whether a request may bring a chat template of its own.
-        self.trusts_templates = config.trust_request_chat_template
+        self._threads = threads
+        # The operator's own, which goes before the models'.
+        self.chat_template = config.chat_template
+        self._trusts_templates = config.trust_request_chat_template
         # The operator's own names of models.
         self._aliases = dict(config.model_aliases)
         # By model and tokenizer hash.
@@ -137,7 +152,7 @@ class Models:
         except RequestRefused:
             # Its last shard left meanwhile, and to the fleet the model is unknown.
             raise Unavailable(f"no shard serves {info.model} at present") from None
-        return ServedModel(info, tokenizer, chat_template)
+        return ServedModel(info, tokenizer, chat_template, self._trusts_templates)
 
     async def _text_of(self, info: ShardInfo) -> tuple[Tokenizer, ChatTemplate | None]:
         key = (info.model, info.tokenizer_hash)
@@ -160,14 +175,20 @@ class Models:
         loop = asyncio.get_running_loop()
         try:
             files = await self._fleet.tokenizer_files(*key)
-            return await loop.run_in_executor(self.executor, self._read, files)
+            return await self._threads.run(lambda: self._read(files))
         except BaseException:
             self._failed_at[key] = loop.time()
             raise
 
     def _read(self, files: dict[str, bytes]) -> tuple[Tokenizer, ChatTemplate | None]:
-        tokenizer = load_tokenizer(files, self.executor)
-        return tokenizer, load_chat_template(files, self._chat_template)
+        return load_tokenizer(files), load_chat_template(files, self.chat_template)
+
+    async def files(self, info: ShardInfo) -> dict[str, bytes]:
+        """A model's files, from one of its shards; raises `Unavailable`."""
+        try:
+            return await self._fleet.tokenizer_files(info.model, info.tokenizer_hash)
+        except PenstockError:
+            raise Unavailable(f"no shard serves {info.model} at present") from None
 
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""

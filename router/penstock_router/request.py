@@ -6,14 +6,17 @@ the model's own configuration has it. Knows no JSON.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 # A message as chat templates expect it: no nulls, its text as one string.
 Message = dict[str, Any]
 # Of `Options.session`, however it was given.
 MAX_SESSION_CHARS = 256
+# Of `Options.timeout_s`: what fits into a deadline that shards are told, in ms of 32 bits.
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, (2**32 - 1) // 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ class Options:
     latency_sensitive: bool | None = None
     cache_salt: str = ""
     request_id: str | None = None
+    # From its arrival to its end; None: as the server has it.
+    timeout_s: float | None = None
     # Only where tokens come out the same; which requests belong together; a shard.
     exact: bool = False
     session: str = ""
@@ -85,6 +90,11 @@ class Options:
         """How many sequences it asks for, and the field that asks for so many."""
         return self.n, "n"
 
+    @property
+    def brings_template(self) -> bool:
+        """Whether a program of its own is to make its prompt."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(Options):
@@ -92,6 +102,11 @@ class CompletionRequest(Options):
 
     prompts: tuple[str | list[int], ...]
     best_of: int = 1
+
+    def without_text(self) -> Self:
+        """The same without whatever may be long: of its prompts only their number is left."""
+        count = len(self.prompts)
+        return dataclasses.replace(self, prompts=("",) * count, bad_words=(), allowed_token_ids=())
 
     @property
     def places(self) -> tuple[int, str]:
@@ -111,3 +126,20 @@ class ChatRequest(Options):
     # Of the request itself, where the operator trusts those.
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def brings_template(self) -> bool:
+        """Whether a program of its own is to make its prompt."""
+        return self.chat_template is not None
+
+    def without_text(self) -> Self:
+        """The same without whatever may be long."""
+        return dataclasses.replace(
+            self,
+            messages=[],
+            documents=None,
+            chat_template=None,
+            template_kwargs={},
+            bad_words=(),
+            allowed_token_ids=(),
+        )

@@ -26,6 +26,7 @@ import msgspec
 from penstock_router.choice import Delta
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
+from penstock_router.prompts import pack_ids
 
 # An id says of each choice how much went out, and has to fit into a header.
 MAX_SEQUENCES = 128
@@ -79,8 +80,7 @@ def job_digest(job: Job) -> bytes:
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode())
     for prompt in job.prompts:
-        count = len(prompt.token_ids)
-        digest.update(struct.pack(f"<{count + 1}I", count, *prompt.token_ids))
+        digest.update(struct.pack("<I", len(prompt.token_ids)) + pack_ids(prompt.token_ids))
     return digest.digest()
 
 

@@ -9,6 +9,7 @@ and the next event carries them together. Knows no API: shapes make the frames.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -25,6 +26,7 @@ from penstock_router.deltas import Deltas
 from penstock_router.errors import ApiError, SlowReader, noted
 from penstock_router.generation import Generation
 from penstock_router.resumption import Cursor, Reader
+from penstock_router.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +164,7 @@ async def stream(
     request_id: str,
     config: RouterConfig,
     limit: TimeLimit,
+    threads: Threads,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
     """Answer with `deltas` of a generation as they come; `before_end` is awaited before the closing
@@ -171,7 +174,7 @@ async def stream(
     async def send_all(events: EventStream) -> None:
         try:
             async with limit.scope():
-                await _send_deltas(events, deltas, shape, first)
+                await _send_deltas(events, deltas, shape, first, threads)
                 if before_end is not None:
                     await before_end()
                 await events.send(b"".join(shape.closing()))
@@ -244,11 +247,11 @@ async def _answer(
         return events.response
 
 
-async def frame_of(shape: Shape, delta: Delta) -> bytes | None:
+async def frame_of(shape: Shape, delta: Delta, threads: Threads) -> bytes | None:
     """A delta as a frame, made in a thread where its log-probabilities take long to show."""
     if _is_quick(delta):
         return shape.chunk(delta)
-    return await asyncio.to_thread(shape.chunk, delta)
+    return await threads.run(functools.partial(shape.chunk, delta))
 
 
 def _is_quick(delta: Delta) -> bool:
@@ -259,12 +262,16 @@ def _is_quick(delta: Delta) -> bool:
 
 
 async def _send_deltas(
-    events: EventStream, deltas: Deltas, shape: Shape, first: asyncio.Future[Delta | None]
+    events: EventStream,
+    deltas: Deltas,
+    shape: Shape,
+    first: asyncio.Future[Delta | None],
+    threads: Threads,
 ) -> None:
     delta = await first
     opening = b"".join(shape.opening())
-    await events.send(opening + ((delta and await frame_of(shape, delta)) or b""))
-    await _Sender(events, deltas, shape).run()
+    await events.send(opening + ((delta and await frame_of(shape, delta, threads)) or b""))
+    await _Sender(events, deltas, shape, threads).run()
 
 
 class _Sender:
@@ -273,10 +280,11 @@ class _Sender:
     What has to wait, for a slow reader or for a thread, waits in the task that runs this.
     """
 
-    def __init__(self, events: EventStream, deltas: Deltas, shape: Shape) -> None:
+    def __init__(self, events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
         self._events = events
         self._deltas = deltas
         self._shape = shape
+        self._threads = threads
         # Of the task, while it waits to be needed.
         self._needed: asyncio.Future[None] | None = None
         self._unsent: Delta | None = None
@@ -294,7 +302,7 @@ class _Sender:
                 raise self._error
             delta, self._unsent = self._unsent, None
             if delta is not None:
-                await self._events.send(await frame_of(self._shape, delta) or b"")
+                await self._events.send(await frame_of(self._shape, delta, self._threads) or b"")
             if self._deltas.ended:
                 return
             await self._events.drained()

@@ -1,17 +1,14 @@
-"""Text -> token ids, off the event loop, and what else a model's tokenizer.json knows.
+"""Text -> token ids, and what else a model's tokenizer.json knows.
 
-`Tokenizer.encode` keeps the interpreter lock, and with it the whole process, for as long as it
-takes; `encode_batch_fast` lets go of it. Short texts are encoded where they are: a thread's hop
-costs more. Text that cannot fit is refused on its length, before it is tokenized. Knows no HTTP.
+The library's `Tokenizer.encode` keeps the interpreter lock, and with it the whole process, for as
+long as it takes; `encode_batch_fast`, which is used here, lets go of it, so that a thread may call
+it. Text that cannot fit is refused on its length, before it is tokenized. Knows no HTTP.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +19,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from penstock_router.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
 from penstock_router.errors import BadRequest, ContextExceeded
 
-# Up to here encoding takes well under half a millisecond (about 0.15 us a character).
+# Up to here encoding takes well under half a millisecond (about 0.15 us a character): less than a
+# thread's hop may cost.
 INLINE_CHARS = 2000
 
 # More than contexts have. The library takes some 80 bytes a character, whatever is cut off later.
@@ -67,9 +65,7 @@ class _TokenizerFile(msgspec.Struct):
 class Tokenizer:
     """One model's tokenizer. Holds no state of any request."""
 
-    def __init__(
-        self, data: bytes, executor: Executor, config: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, data: bytes, config: Mapping[str, Any] | None = None) -> None:
         """`config` is what tokenizer_config.json holds."""
         # One text at a time has nothing to share out, and its threads would only be in the way.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -81,7 +77,6 @@ class Tokenizer:
         # State that tokenizer.json may carry from training; it would cut or fill prompts unasked.
         self._fast.no_truncation()
         self._fast.no_padding()
-        self._executor = executor
         # As transformers has it; "right" cuts off the end.
         self.config = dict(config or {})
         self.truncation_side = "left" if self.config.get("truncation_side") == "left" else "right"
@@ -116,7 +111,7 @@ class Tokenizer:
         """A text of more characters than this has more tokens than that; None: no telling."""
         return None if self._max_token_bytes is None else num_tokens * self._max_token_bytes
 
-    async def encode(
+    def encode(
         self,
         texts: Sequence[str],
         *,
@@ -132,18 +127,6 @@ class Tokenizer:
                 raise BadRequest(
                     f"a text has {len(text)} characters; at most {MAX_TEXT_CHARS} are tokenized"
                 )
-        encode = functools.partial(self._encode, texts, add_special_tokens, max_tokens, truncation)
-        if sum(map(len, texts)) <= INLINE_CHARS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
-
-    def _encode(
-        self,
-        texts: Sequence[str],
-        add_special_tokens: bool,
-        max_tokens: int,
-        truncation: Truncation | None,
-    ) -> list[list[int]]:
         # The library keeps its own truncation in the tokenizer, where all requests would see it.
         whole = truncation is None and add_special_tokens
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=whole)
@@ -225,7 +208,7 @@ def prompt_too_long(num_tokens: int, max_tokens: int) -> ContextExceeded:
     )
 
 
-def load_tokenizer(files: Mapping[str, bytes], executor: Executor) -> Tokenizer:
+def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer among a shard's files."""
     if "tokenizer.json" not in files:
         raise TokenizerUnusable("the shard sent no tokenizer.json")
@@ -233,4 +216,4 @@ def load_tokenizer(files: Mapping[str, bytes], executor: Executor) -> Tokenizer:
         config = msgspec.json.decode(files.get("tokenizer_config.json") or b"{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         raise TokenizerUnusable("tokenizer_config.json is not valid JSON") from None
-    return Tokenizer(files["tokenizer.json"], executor, config if isinstance(config, dict) else {})
+    return Tokenizer(files["tokenizer.json"], config if isinstance(config, dict) else {})

@@ -21,7 +21,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -45,9 +45,14 @@ logger = logging.getLogger("penstock.router")
 EXIT_USAGE = 2
 _BACKLOG = 2048
 _RESTART_DELAY_S = 1.0
+# So many starts in a row of a worker that never gets to serve, and there is no more.
+_MAX_FAILED_STARTS = 3
 # How long one that replaces a worker may take until it can serve.
 _READY_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Of a body that nobody takes, about so much is read: of many long ones at once there is less to do
+# in one turn of the event loop. It has no part in how fast one is read.
+_READ_BUFFER_BYTES = 32 * 1024
 # Beyond the limit for ending requests: to write their last words.
 _LAST_WORDS_S = 3.0
 # Beyond both, before a worker is killed.
@@ -143,10 +148,12 @@ async def serve(
     lifeline: Connection | None = None,
     *,
     replaces: bool = False,
+    on_serving: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`.
 
-    One that replaces a worker lets the others take what comes until it can serve.
+    One that replaces a worker lets the others take what comes until it can serve. `on_serving` is
+    called when it does.
     """
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
@@ -172,6 +179,7 @@ async def serve(
                 handler_cancellation=True,
                 # The application itself waits for its requests when it shuts down.
                 shutdown_timeout=_LAST_WORDS_S,
+                read_bufsize=_READ_BUFFER_BYTES,
             )
             await runner.setup()
             try:
@@ -180,6 +188,7 @@ async def serve(
                 await web.SockSite(runner, listener, backlog=_BACKLOG).start()
                 host, port = listener.getsockname()[:2]
                 logger.info("listening on http://%s:%d", host, port)
+                on_serving()
                 await stop.wait()
             finally:
                 await runner.cleanup()
@@ -240,20 +249,46 @@ async def _until_ready(models: Models) -> None:
 # ---- Several -----------------------------------------------------------------------------------
 
 
-def _worker_main(config: RouterConfig, lifeline: Connection, replaces: bool) -> None:
+def _worker_main(
+    config: RouterConfig, lifeline: Connection, replaces: bool, serving: Connection
+) -> None:
     set_up_logging(config)
-    listener = bind(config.host, config.port, shared=True)
-    sys.exit(_run(serve(config, listener, lifeline, replaces=replaces)))
+    try:
+        listener = bind(config.host, config.port, shared=True)
+    except OSError as error:
+        sys.exit(_refuse(f"cannot listen on {config.host}:{config.port}: {error.strerror}"))
+    try:
+        router = serve(
+            config,
+            listener,
+            lifeline,
+            replaces=replaces,
+            on_serving=lambda: serving.send_bytes(b"!"),
+        )
+        sys.exit(_run(router))
+    except StoreUnusable as error:
+        sys.exit(_refuse(str(error)))
+
+
+# What workers share out. Of the queue a worker's part may be nothing.
+_SHARED_OUT = (
+    *("max_concurrent_requests", "max_concurrent_requests_per_key"),
+    *("max_queued_requests", "max_queued_requests_per_key"),
+    *("max_queued_tokens", "max_queued_tokens_per_key"),
+)
 
 
 def _config_of(config: RouterConfig, index: int) -> RouterConfig:
-    """What worker number `index` is told: its share of the places, and a log of its own."""
-    share, rest = divmod(config.max_concurrent_requests, config.workers)
+    """What worker number `index` is told: its part of each bound, and a log of its own."""
+    parts: dict[str, Any] = {}
+    for name in _SHARED_OUT:
+        whole = getattr(config, name)
+        if whole is not None:
+            part, rest = divmod(whole, config.workers)
+            parts[name] = part + (index < rest)
     log = config.audit_log
     return dataclasses.replace(
-        config,
-        max_concurrent_requests=share + (index < rest),
-        audit_log=None if log is None else f"{log}-worker{index}",
+        config, **parts, audit_log=None if log is None else f"{log}-worker{index}"
     )
 
 
@@ -275,6 +310,9 @@ class _Parent:
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
+        # By worker: where it says that it serves, and how often in a row it ended before.
+        self._serving: dict[int, Connection] = {}
+        self._failed_starts = dict.fromkeys(range(config.workers), 0)
 
     def run(self) -> int:
         for number in _SIGNALS:
@@ -282,10 +320,12 @@ class _Parent:
         # It would unblock the signals when it is started along with the first worker.
         resource_tracker.ensure_running()
         workers = {index: self._start(index) for index in range(self._config.workers)}
-        while not self._signals:
+        hopeful = True
+        while hopeful and not self._signals:
             self._wait(workers.values())
-            self._restart_dead(workers)
-        return self._stop(list(workers.values()))
+            hopeful = self._restart_dead(workers)
+        status = self._stop(list(workers.values()))
+        return status if hopeful else EXIT_USAGE
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
@@ -298,9 +338,11 @@ class _Parent:
             os.read(self._wake, 1)
 
     def _start(self, index: int, *, replaces: bool = False) -> SpawnProcess:
+        heard, serving = self._context.Pipe(duplex=False)
+        self._serving[index] = heard
         worker = self._context.Process(
             target=_worker_main,
-            args=(_config_of(self._config, index), self._lifeline, replaces),
+            args=(_config_of(self._config, index), self._lifeline, replaces, serving),
             name=f"penstock-router-{index}",
         )
         # Blocked in the worker from its first instant and for good: see the top of this file.
@@ -309,20 +351,41 @@ class _Parent:
             worker.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            # The worker has it: when it ends, the other end hears of it.
+            serving.close()
         return worker
 
-    def _restart_dead(self, workers: dict[int, SpawnProcess]) -> None:
+    def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
+        """Start anew what has ended; False where that is in vain, once it was said why."""
         from prometheus_client import multiprocess
 
         for index, worker in list(workers.items()):
             if worker.exitcode is None or self._signals:
                 continue
-            logger.error("worker %d ended with status %s", index, worker.exitcode)
             if worker.pid is not None:
                 multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
+            self._count_start(index)
+            failed, ended = self._failed_starts[index], f"ended with status {worker.exitcode}"
+            if failed and worker.exitcode == EXIT_USAGE:
+                return False
+            if failed == _MAX_FAILED_STARTS:
+                _refuse(f"worker {index} {ended}, {failed} times before it could serve")
+                return False
+            logger.error("worker %d %s", index, ended)
             self._wait((), _RESTART_DELAY_S)
             if not self._signals:
                 workers[index] = self._start(index, replaces=True)
+        return True
+
+    def _count_start(self, index: int) -> None:
+        """Of a worker that has ended: whether it ever served."""
+        serving = self._serving.pop(index)
+        try:
+            served = serving.poll() and bool(serving.recv_bytes())
+        except EOFError:
+            served = False
+        serving.close()
+        self._failed_starts[index] = 0 if served else self._failed_starts[index] + 1
 
     def _stop(self, workers: list[SpawnProcess]) -> int:
         """Give workers their time; a second signal, or its end, kills what is left."""

@@ -21,6 +21,7 @@ EDGES = {
     "penstock_router.tokenizer": "the tokenizers library raises bare Exception",
     "penstock_router.deltas": "what fails where deltas arrive is handed to who waits for them",
     "penstock_router.sse": "the status line is sent: an error event is the last resort",
+    "penstock_router.text_process": "a defect costs the body it shows on, not the process",
     "penstock_router.app": "the edge of the process: a bug is answered with 500",
 }
 

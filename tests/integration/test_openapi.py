@@ -10,7 +10,7 @@ import functools
 import json
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,8 @@ def test_whatever_is_sent_is_answered_as_the_document_says(
         manner, case = drawn
         response = case.call(base_url=documented.url, timeout=TIMEOUT_S)
         statuses[manner, response.status_code] += 1
-        case.validate_response(response, checks=CHECKS)
+        late = response.status_code == 504 and hurries(case.headers, case.body)
+        case.validate_response(response, checks=CHECKS[1:] if late else CHECKS)
         assert breaches(documented, declared, case, response) == []
 
     statuses: Counter[tuple[str, int]] = Counter()
@@ -157,7 +158,7 @@ def spoil(case: Case, name: str, value: Any) -> Case:
 
 def smaller(case: Case, *, model: str, stream: bool | None) -> Case:
     """The same of the model that is served, with few short choices."""
-    unlikely = ["x-penstock-shard", "Last-Event-ID"]
+    unlikely = ["x-penstock-shard", "Last-Event-ID", "x-penstock-timeout-s"]
     for name in unlikely if stream else [*unlikely, "x-penstock-resumable"]:
         case.headers.pop(name, None)
     case.body = shrunk(case.body, model)
@@ -185,9 +186,20 @@ def small_field(name: str, value: Any, model: str) -> Any:
     if name == "role":
         # Templates have their own ideas of more.
         return "user"
+    if isinstance(value, int | float) and name == "timeout":
+        return 2 * TIMEOUT_S
     if isinstance(value, int | float) and name in (*MAX_TOKENS_FIELDS, "n", "best_of"):
         return max(1, int(value) % (4 if name in ("n", "best_of") else 16))
     return value
+
+
+def hurries(headers: Mapping[str, str], body: Any) -> bool:
+    """Whether it asks to be ended before it can be served."""
+    fields = body if isinstance(body, dict) else {}
+    parameters = fields.get("parameters")
+    asked = [headers.get("x-penstock-timeout-s"), fields.get("timeout")]
+    asked += [parameters.get("timeout")] if isinstance(parameters, dict) else []
+    return any(limit is not None and float(limit) < TIMEOUT_S for limit in asked)
 
 
 # ---- What schemathesis does not look at ----------------------------------------------------------

@@ -67,16 +67,27 @@ def test_an_answer_of_known_length_ends_with_its_last_byte() -> None:
 def test_a_token_was_sent_with_the_last_batch_of_its_number_before_it_was_read(
     tmp_path: Path,
 ) -> None:
-    first, second = list(stamp_tokens())[:2]
+    first, second = list(stamp_tokens(0, 1))[:2]
     batches = [(1.0, 0, 3), (2.0, 1, 4), (11.0, 0, 5)]
     path = tmp_path / "stamps"
     path.write_bytes(b"".join(struct.pack("<dII", *batch) for batch in batches))
-    stamps = Stamps(path)
+    stamps = Stamps([path])
     assert stamps.sent_at_s(first, 10.9) == 1.0
     assert stamps.sent_at_s(first, 11.1) == 11.0
     assert stamps.sent_at_s(second, 1.9) is None
     assert stamps.sent_at_s("no token", 20.0) is None
     assert stamps.num_tokens(2.0, 11.0) == 4
+
+
+def test_several_shards_stamp_with_tokens_of_their_own(tmp_path: Path) -> None:
+    assert not set(stamp_tokens(0, 2)) & set(stamp_tokens(1, 2))
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for index, path in enumerate(paths):
+        path.write_bytes(struct.pack("<dII", 1.0 + index, 0, 3))
+    stamps = Stamps(paths)
+    tokens = [next(iter(stamp_tokens(index, 2))) for index in range(2)]
+    assert [stamps.sent_at_s(token, 9.0) for token in tokens] == [1.0, 2.0]
+    assert stamps.num_tokens(0.0, 9.0) == 6
 
 
 def test_medians_are_of_numbers_that_are_there() -> None:

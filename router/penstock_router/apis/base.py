@@ -72,6 +72,10 @@ class ErrorForm:
 class Api(Generic[AnyRequest]):
     """One way to ask for tokens and to be answered."""
 
+    # By which another process is told which one is meant.
+    name: str
+    # What `parse` gives.
+    asked: type[AnyRequest]
     # What its bodies may hold: checked, and documented.
     fields: Table
     # Raises `BadRequest`.

@@ -6,9 +6,10 @@ import base64
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from penstock_router.apis.openai import COMPLETION_FIELDS, prompts
+from penstock_router.apis.openai import COMPLETION_FIELDS, TIMEOUT, prompts
 from penstock_router.fields import (
     BOOLEAN,
     POSITIVE,
@@ -40,6 +41,7 @@ FIELDS = table(
             COMPLETION_FIELDS[name]
             for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens", "user")
         ),
+        TIMEOUT,
     ]
 )
 
@@ -68,16 +70,30 @@ class EmbeddingAnswer(TypedDict):
     usage: EmbeddingUsage
 
 
-def parse(body: JsonObject) -> tuple[CompletionRequest, JsonObject]:
-    """The inputs as prompts, and the other fields."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedRequest(CompletionRequest):
+    """Texts to make vectors of. None: as the model has it."""
+
+    pooling: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    as_base64: bool = False
+
+
+def parse(body: JsonObject) -> EmbedRequest:
+    """A body of /v1/embeddings."""
     values = read_fields(FIELDS, body)
     options = ("model", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
-    asked = CompletionRequest(
+    return EmbedRequest(
         prompts=values["input"],
         max_tokens=0,
+        timeout_s=values.get("timeout"),
+        pooling=values.get("pooling"),
+        dimensions=values.get("dimensions"),
+        normalize=values.get("normalize"),
+        as_base64=values.get("encoding_format") == "base64",
         **{name: values[name] for name in options if name in values},
     )
-    return asked, values
 
 
 def answer(

@@ -7,6 +7,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from penstock_router.apis.base import Api, Envelope, ErrorForm, event_frame
 from penstock_router.apis.chat_messages import TEXT, messages_schema, read_messages
+from penstock_router.apis.openai import TIMEOUT
 from penstock_router.choice import Delta
 from penstock_router.errors import ApiError, BadRequest
 from penstock_router.fields import (
@@ -68,6 +69,7 @@ FIELDS = table(
         Field("top_k", integer(0, INT32_MAX), "Draw from so many; 0: from all."),
         Field("metadata", OBJECT, "Accepted, and nothing comes of it."),
         Field("service_tier", STRING, "Accepted, and nothing comes of it."),
+        TIMEOUT,
         not_served("container", ANYTHING),
         not_served("mcp_servers", ARRAY, []),
         not_served("output_config", OBJECT, {}),
@@ -83,6 +85,7 @@ def parse(body: JsonObject) -> ChatRequest:
         messages=_chat(values),
         **_ending(values),
         stop=values.get("stop_sequences", ()),
+        timeout_s=values.get("timeout"),
         **{name: values[name] for name in options if name in values},
     )
 
@@ -298,6 +301,8 @@ def _error_frames(error: ApiError) -> bytes:
 ERRORS = ErrorForm(_error_answer, MessageError, _error_frames)
 
 MESSAGES_API = Api(
+    name="messages",
+    asked=ChatRequest,
     fields=FIELDS,
     parse=parse,
     make_shape=MessageShape,

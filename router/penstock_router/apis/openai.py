@@ -49,7 +49,14 @@ from penstock_router.fields import (
     table,
     token_ids,
 )
-from penstock_router.request import MAX_SESSION_CHARS, ChatRequest, CompletionRequest, Options
+from penstock_router.request import (
+    MAX_SESSION_CHARS,
+    MAX_TIMEOUT_S,
+    MIN_TIMEOUT_S,
+    ChatRequest,
+    CompletionRequest,
+    Options,
+)
 
 MAX_CHOICES = 16384
 MAX_STOPS = 4
@@ -182,6 +189,13 @@ _STREAM_OPTIONS = Kind(
 
 # ---- The tables --------------------------------------------------------------------------------
 
+# Of all routes that generate, and of embeddings.
+TIMEOUT = Field(
+    "timeout",
+    number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
+    "Seconds from its arrival, waiting included, after which the request ends with an error.",
+)
+
 # Of completions, chats and responses alike.
 SAMPLING = (
     Field("temperature", number(0, 2), "Below 1e-5 the likeliest token is always taken."),
@@ -265,6 +279,7 @@ _COMMON = (
         string(0, MAX_SESSION_CHARS),
         "Requests that should meet the same shard's cache.",
     ),
+    TIMEOUT,
     Field("user", STRING, "Accepted, and nothing comes of it."),
     not_served("length_penalty", ANY_NUMBER, 1.0, help="Of beam search, which is not served."),
     not_served("use_beam_search", BOOLEAN, False),
@@ -343,6 +358,7 @@ _RENAMED = {
     "slo": "seconds_between_tokens",
     "is_latency_sensitive": "latency_sensitive",
     "session_id": "session",
+    "timeout": "timeout_s",
 }
 
 
@@ -456,6 +472,8 @@ def _name_completion(request_id: str, named_by_client: bool) -> str:
 
 
 COMPLETIONS = Api(
+    name="completions",
+    asked=CompletionRequest,
     fields=COMPLETION_FIELDS,
     parse=parse_completion,
     make_shape=CompletionShape,
@@ -466,6 +484,8 @@ COMPLETIONS = Api(
     resumable=True,
 )
 CHATS = Api(
+    name="chats",
+    asked=ChatRequest,
     fields=CHAT_FIELDS,
     parse=parse_chat,
     make_shape=ChatShape,

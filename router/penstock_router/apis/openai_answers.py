@@ -287,12 +287,12 @@ class CompletionShape(_OpenAIShape):
         if self._has_ids:
             choice["token_ids"] = delta.token_ids
             if first:
-                choice["prompt_token_ids"] = self._prompt_ids(delta)
+                choice["prompt_token_ids"] = list(self._prompt_ids(delta))
         if self._options.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = self._prompt_logprobs(delta)
         return choice
 
-    def _prompt_ids(self, delta: Delta) -> list[int]:
+    def _prompt_ids(self, delta: Delta) -> Sequence[int]:
         # The n answers stand in order of their prompts, whatever was generated for them.
         options = self._options
         return self._job.prompts[delta.index // options.n].token_ids
@@ -321,7 +321,7 @@ class ChatShape(_OpenAIShape):
     def opening(self) -> list[bytes]:
         """The role of each choice, said once."""
         prompt_ids = self._job.prompts[0].token_ids
-        more = {"prompt_token_ids": prompt_ids} if self._has_ids else {}
+        more = {"prompt_token_ids": list(prompt_ids)} if self._has_ids else {}
         first: ChatDelta = {"role": "assistant", "content": ""}
         frames = []
         for index in range(len(self._job.requests)):
@@ -340,7 +340,7 @@ class ChatShape(_OpenAIShape):
         """The answer that is no stream."""
         answer = self._answer([self._choice(delta) for delta in deltas])
         if self._has_ids:
-            answer["prompt_token_ids"] = self._job.prompts[0].token_ids
+            answer["prompt_token_ids"] = list(self._job.prompts[0].token_ids)
         if self._options.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt_logprobs(deltas[0])
         return answer

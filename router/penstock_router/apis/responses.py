@@ -134,7 +134,7 @@ _AS_IN_CHATS = (
     *("logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
     *("spaces_between_special_tokens", "stream", "stream_interval", "chat_template"),
     *("chat_template_kwargs", "priority", "slo", "is_latency_sensitive", "cache_salt"),
-    *("request_id", "session_id", "user"),
+    *("request_id", "session_id", "timeout", "user"),
 )
 
 RESPONSES_FIELDS = table(
@@ -281,6 +281,8 @@ def _repeated(values: JsonObject) -> Repeated:
 
 
 RESPONSES = Api(
+    name="responses",
+    asked=ResponsesRequest,
     fields=RESPONSES_FIELDS,
     parse=parse_response,
     make_shape=ResponseShape,

@@ -166,6 +166,7 @@ class ResponseShape:
     def __init__(self, job: Job, envelope: Envelope) -> None:
         assert isinstance(job.options, ResponsesRequest)
         self._asked = job.options
+        self._conversation = job.conversation
         self._tokenizer = job.model.tokenizer
         self._usage = envelope.usage
         self._texts: list[str] = []
@@ -265,13 +266,13 @@ class ResponseShape:
         return _output_text("".join(self._texts), self._logprobs)
 
     @property
-    def conversation(self) -> list[Item]:
-        """The items up to and with the answer's, as they are stored and gone on from."""
-        items = list(self._asked.items)
-        for item in self.answer["output"]:
-            bare = [_output_text(part["text"], []) for part in item["content"]]
-            items.append({**item, "content": bare})
-        return items
+    def conversation(self) -> bytes:
+        """The items up to and with the answer's, as they are stored and gone on from: JSON."""
+        answered = [
+            {**item, "content": [_output_text(part["text"], []) for part in item["content"]]}
+            for item in self.answer["output"]
+        ]
+        return _joined(self._conversation, _encode(answered))
 
     # ---- a stream ----
 
@@ -329,6 +330,13 @@ class ResponseShape:
         event = {"type": name, **more, "sequence_number": self._number}
         self._number += 1
         return event_frame(name, event)
+
+
+def _joined(array: bytes, other: bytes) -> bytes:
+    """Two arrays of JSON as one, without a look at what is in them."""
+    if len(array) <= 2 or len(other) <= 2:
+        return array if len(array) > 2 else other
+    return b"%b,%b" % (array[:-1], other[1:])
 
 
 def _output_text(text: str, logprobs: list[ChatLogprob]) -> Part:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, Self, TypedDict
 
 from penstock_router.apis.chat_messages import check_size
 from penstock_router.errors import BadRequest
@@ -102,6 +102,11 @@ class ResponsesRequest(ChatRequest):
     # The conversation, without instructions: they hold for one answer only.
     items: list[Item]
     repeated: Repeated
+
+    def without_text(self) -> Self:
+        """The same without whatever may be long, but for the instructions, which are shown."""
+        # Not `super()`: a dataclass with slots is made anew, and that finds the one before.
+        return dataclasses.replace(ChatRequest.without_text(self), items=[])
 
     def after(self, earlier: list[Item]) -> ResponsesRequest:
         """The same request behind what was said before. Raises `BadRequest` for too much."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock_router.apis.base import Api
+from penstock_router.apis.openai import TIMEOUT
 from penstock_router.apis.tgi_answers import (
     ERRORS,
     GenerateAnswer,
@@ -175,6 +176,8 @@ PARAMETERS = table(
         not_served("grammar", _refused("grammar is not supported")),
         Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
         not_served("adapter_id", STRING),
+        # Not TGI's.
+        TIMEOUT,
     ]
 )
 
@@ -262,9 +265,11 @@ def _request(
         truncate_prompt_tokens=parameters.get("truncate"),
         truncation_side="left",
         stream=stream,
+        timeout_s=parameters.get("timeout"),
         samples=samples,
         details=details,
-        full_text_of=values["inputs"] if full_text else "",
+        full_text=full_text,
+        num_chars=len(values["inputs"]),
         as_list=as_list,
         **sampling,
     )
@@ -290,12 +295,15 @@ def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool)
 
 
 def _api(
+    name: str,
     fields: Table,
     parse: Callable[[JsonObject], GenerateRequest],
     answer: Any,
     event: Any,
 ) -> Api[GenerateRequest]:
     return Api(
+        name=name,
+        asked=GenerateRequest,
         fields=fields,
         parse=parse,
         make_shape=GenerateShape,
@@ -306,6 +314,6 @@ def _api(
     )
 
 
-GENERATE = _api(FIELDS, parse_generate, GenerateAnswer, None)
-GENERATE_STREAM = _api(FIELDS, parse_generate_stream, None, StreamEvent)
-COMPAT = _api(COMPAT_FIELDS, parse_compat, list[GenerateAnswer], StreamEvent)
+GENERATE = _api("generate", FIELDS, parse_generate, GenerateAnswer, None)
+GENERATE_STREAM = _api("generate_stream", FIELDS, parse_generate_stream, None, StreamEvent)
+COMPAT = _api("compat", COMPAT_FIELDS, parse_compat, list[GenerateAnswer], StreamEvent)

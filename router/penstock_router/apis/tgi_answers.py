@@ -113,8 +113,10 @@ class GenerateRequest(CompletionRequest):
 
     samples: bool
     details: bool
-    # What the text begins with.
-    full_text_of: str = ""
+    # The text begins with the inputs.
+    full_text: bool = False
+    # Of the inputs.
+    num_chars: int = 0
     # The answer is an array, of one.
     as_list: bool = False
 
@@ -258,7 +260,7 @@ class GenerateShape:
             if top_tokens:
                 event["top_tokens"] = top_tokens[position]
             if delta.finish_reason is not None and position == len(tokens) - 1:
-                event["generated_text"] = self._options.full_text_of + self._text
+                event["generated_text"] = self._job.full_text + self._text
                 event["details"] = self._stream_details(delta)
             frames.append(data_frame(_encode(event)))
         return b"".join(frames) or None
@@ -292,7 +294,7 @@ class GenerateShape:
         """The likeliest answer, and the others among its details."""
         best, *others = sorted(deltas, key=mean_logprob, reverse=True)
         self._text, self._num_tokens = best.text, len(best.token_ids)
-        answer: GenerateAnswer = {"generated_text": self._options.full_text_of + best.text}
+        answer: GenerateAnswer = {"generated_text": self._job.full_text + best.text}
         if self._options.details:
             sequence = self._sequence(best)
             answer["details"] = details = _details(sequence)
@@ -302,7 +304,7 @@ class GenerateShape:
 
     def _sequence(self, delta: Delta) -> BestOfSequence:
         sequence: BestOfSequence = {
-            "generated_text": self._options.full_text_of + delta.text,
+            "generated_text": self._job.full_text + delta.text,
             "finish_reason": _finish_reason(delta),
             "generated_tokens": len(delta.token_ids),
             "seed": self._seed(delta),
@@ -320,11 +322,10 @@ class GenerateShape:
         usage = self._envelope.usage
         queue_s = usage.queue_s or 0.0
         inference_s = max(0.0, total_s - validation_s - queue_s)
-        [prompt] = self._options.prompts
         return {
             "x-compute-type": self._job.model.info.device,
             "x-compute-time": f"{total_s:.6f}",
-            "x-compute-characters": str(len(prompt)),
+            "x-compute-characters": str(self._options.num_chars),
             "x-total-time": _milliseconds(total_s),
             "x-validation-time": _milliseconds(validation_s),
             "x-queue-time": _milliseconds(queue_s),

@@ -6,8 +6,10 @@ tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypedDict
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self, TypedDict
 
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.apis.openai import CHAT_FIELDS, template_options
@@ -18,6 +20,8 @@ from penstock_router.fields import (
     STRING,
     Field,
     JsonObject,
+    Table,
+    read_fields,
     string,
     table,
     token_ids,
@@ -64,6 +68,33 @@ DETOKENIZE_FIELDS = table(
     ]
 )
 TOKENIZER_INFO_QUERY = table([_MODEL])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensRequest:
+    """A body of one of these routes."""
+
+    model: str
+    values: JsonObject
+
+    @property
+    def brings_template(self) -> bool:
+        """Whether a program of its own is to make its prompt."""
+        return "chat_template" in self.values
+
+    def without_text(self) -> Self:
+        """The same without whatever may be long."""
+        return dataclasses.replace(self, values={})
+
+
+def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:
+    """Reads bodies with these fields; raises `BadRequest`."""
+
+    def parse(body: JsonObject) -> TokensRequest:
+        values = read_fields(fields, body)
+        return TokensRequest(model=values.get("model", ""), values=values)
+
+    return parse
 
 
 class PromptTokens(TypedDict):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import hmac
 import re
+import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -13,17 +17,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from penstock_router.admission import Admission
+from penstock_router.admission import Admission, Ticket
 from penstock_router.apis.base import ERRORS, ErrorForm
+from penstock_router.apis.openai import TIMEOUT
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
+from penstock_router.bodies import LONG_BYTES, Bodies, Body
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, Unauthorized
-from penstock_router.fields import JsonObject, Table, decode_object, short
+from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
+from penstock_router.text_work import AnySort
+from penstock_router.threads import Threads
 
 VERSION = version("penstock")
 
@@ -37,6 +45,8 @@ class Router:
     config: RouterConfig
     fleet: Fleet
     models: Models
+    threads: Threads
+    bodies: Bodies
     admission: Admission
     metrics: Metrics
     cursors: CursorCodec
@@ -51,6 +61,14 @@ REQUEST_ID = web.RequestKey("request_id", str)
 ERROR_FORM = web.RequestKey("error_form", ErrorForm)
 # As `time.perf_counter` has it.
 RECEIVED_S = web.RequestKey("received_s", float)
+
+TIMEOUT_HEADER = "x-penstock-timeout-s"
+# What all routes read that are not done at once.
+HEADERS = table(
+    [Field(TIMEOUT_HEADER, TIMEOUT.kind, "As the field timeout; the least of both counts.")]
+)
+# Keys of clients are kept as hashes that mean nothing elsewhere.
+_KEY_SALT = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +108,44 @@ class Route:
 
 @asynccontextmanager
 async def using_model(request: web.Request, name: str) -> AsyncIterator[ServedModel]:
-    """The model of that name, for text work: one place, and as long as a request may take."""
-    router = request.app[ROUTER]
-    with router.admission.places(1) as limit:
-        async with limit.scope():
-            yield await router.models.get(name)
+    """The model of that name, for text work: within a request's time, without a place in flight."""
+    with let_in(request, 1) as ticket:
+        async with ticket.limit.scope():
+            yield await request.app[ROUTER].models.get(name)
+
+
+def let_in(
+    request: web.Request, sequences: int, param: str = "n", timeout_s: float | None = None
+) -> AbstractContextManager[Ticket]:
+    """As `Admission.enter`, for the key that the request shows, from its arrival on."""
+    limits_s = [limit for limit in (timeout_s, _timeout_header(request)) if limit is not None]
+    return request.app[ROUTER].admission.enter(
+        _client(request),
+        sequences,
+        param,
+        timeout_s=min(limits_s, default=None),
+        waited_s=time.perf_counter() - request[RECEIVED_S],
+    )
+
+
+def _timeout_header(request: web.Request) -> float | None:
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        value: Any = float(given)
+    except ValueError:
+        value = given
+    timeout_s: float = TIMEOUT.kind.read(TIMEOUT_HEADER, value)
+    return timeout_s
+
+
+def _client(request: web.Request) -> str:
+    """Who asks, as far as a key tells; "" without one."""
+    given = _shown_key(request)
+    if not given:
+        return ""
+    return hashlib.blake2b(given, key=_KEY_SALT, digest_size=16).hexdigest()
 
 
 def usable_request_id(given: str | None) -> str | None:
@@ -106,12 +157,16 @@ def usable_request_id(given: str | None) -> str | None:
 
 def bears_key(request: web.Request, key: str) -> bool:
     """Whether it has this key, as a Bearer or as an x-api-key."""
+    # Takes the same time wherever the two begin to differ.
+    return hmac.compare_digest(_shown_key(request), key.encode())
+
+
+def _shown_key(request: web.Request) -> bytes:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         given = request.headers.get("x-api-key", "")
-    # Takes the same time wherever the two begin to differ. Headers arrive with bytes that are
-    # not UTF-8 as surrogates; they must equal nothing.
-    return hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+    # Headers arrive with bytes that are not UTF-8 as surrogates; they must equal nothing.
+    return given.strip().encode("utf-8", "surrogateescape")
 
 
 def check_admin(request: web.Request) -> None:
@@ -131,19 +186,60 @@ def flag_header(request: web.Request, name: str) -> bool:
     return value == "1"
 
 
+def with_body(
+    sort: AnySort, handle: Callable[[web.Request, Body], Awaitable[web.StreamResponse]]
+) -> Handler:
+    """A handler that reads a body of this sort first."""
+
+    async def read_and_handle(request: web.Request) -> web.StreamResponse:
+        pieces = await _pieces(request)
+        with_digest = request.headers.get("x-penstock-resumable") == "1"
+        async with asyncio.timeout(_left_s(request)):
+            body = await request.app[ROUTER].bodies.read(sort, pieces, with_digest=with_digest)
+        del pieces
+        try:
+            request[ERROR_FORM] = body.sort.errors
+            if body.refusal is not None:
+                raise body.refusal
+            return await handle(request, body)
+        finally:
+            body.let_go()
+
+    return read_and_handle
+
+
+def _left_s(request: web.Request) -> float | None:
+    """Of a request's time, as far as its body need not be read for that."""
+    limits_s = (request.app[ROUTER].config.request_timeout_s, _timeout_header(request))
+    limit_s = min((limit for limit in limits_s if limit is not None), default=None)
+    return None if limit_s is None else limit_s - (time.perf_counter() - request[RECEIVED_S])
+
+
 async def read_object(request: web.Request) -> JsonObject:
-    """The request's JSON object."""
+    """The request's JSON object, which is short."""
+    return decode_object(b"".join(await _pieces(request)))
+
+
+async def _pieces(request: web.Request) -> list[bytes]:
+    """The request's body as it comes: to join a long one takes milliseconds."""
     given = request.headers.get("Content-Type")
     if given is not None and not _is_json(request.content_type):
         raise BadRequest(f"Content-Type must be application/json, not {short(given)}")
+    router = request.app[ROUTER]
+    limit = router.config.max_body_bytes
+    pieces: list[bytes] = []
+    num_bytes = 0
     try:
-        body = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        limit = request.app[ROUTER].config.max_body_bytes
-        raise BodyTooLarge(f"the body is larger than {limit} bytes") from None
+        while piece := await request.content.readany():
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > limit:
+                raise BodyTooLarge(f"the body is larger than {limit} bytes")
+            if num_bytes > LONG_BYTES:
+                await router.bodies.take_turn()
     except web.RequestPayloadError:
         raise BadRequest("the body is damaged: it does not decode or ends too early") from None
-    return decode_object(body)
+    return pieces
 
 
 def _is_json(content_type: str) -> bool:

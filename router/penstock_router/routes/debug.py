@@ -48,8 +48,7 @@ async def profile(request: web.Request) -> web.Response:
     async with turn:
         taken = await _sample(seconds, rate_hz)
     title = f"penstock router, process {os.getpid()}, {rate_hz} samples a second"
-    executor = request.app[ROUTER].models.executor
-    svg = await asyncio.get_running_loop().run_in_executor(executor, profiler.render, taken, title)
+    svg = await request.app[ROUTER].threads.run(lambda: profiler.render(taken, title))
     return web.Response(text=svg, content_type="image/svg+xml", charset="utf-8", headers=_HEADERS)
 
 

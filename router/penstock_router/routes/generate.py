@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict, TypeVar
 
@@ -18,31 +19,43 @@ import msgspec
 from aiohttp import web
 
 from penstock_client.membership import check_address
+from penstock_client.types import GenerationRequest
 from penstock_router import sse
-from penstock_router.admission import TimeLimit
+from penstock_router.admission import Ticket
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
+from penstock_router.bodies import Body
 from penstock_router.deltas import LOGPROB_BYTES, Deltas, bounded, collect, spaced
 from penstock_router.errors import BadRequest
-from penstock_router.fields import STRING, Field, JsonObject, one_of, string, table
+from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
 from penstock_router.job import Job, prepare
-from penstock_router.request import MAX_SESSION_CHARS, Options
+from penstock_router.prompts import Prepared
+from penstock_router.request import MAX_SESSION_CHARS, MAX_TIMEOUT_S, Options
+from penstock_router.routes import base
 from penstock_router.routes.base import (
-    ERROR_FORM,
     RECEIVED_S,
     REQUEST_ID,
     ROUTER,
     Handler,
+    Router,
     flag_header,
-    read_object,
+    let_in,
     usable_request_id,
+    with_body,
 )
+from penstock_router.text_work import Sort
 
 _Result = TypeVar("_Result")
+
+# A router that lives ends a request at its deadline itself; shards do so a little later.
+_SHARDS_WAIT_S = 0.1
+# So many sequences are told their deadline before the event loop gets a turn.
+_SEQUENCES_A_TURN = 100
 
 # What each route that generates reads besides its body: described here, read below.
 HEADERS = table(
     [
+        *base.HEADERS.values(),
         Field(
             "x-penstock-exact",
             one_of("0", "1"),
@@ -64,24 +77,25 @@ class Call(Generic[AnyRequest]):
 
     request: web.Request
     api: Api[AnyRequest]
-    given: JsonObject
+    body: Body
     asked: AnyRequest
     # Whether the client chose the request's id.
     named: bool
     response_id: str
+    # What was said before, as JSON.
+    earlier: bytes = b""
 
     @classmethod
-    def read(
-        cls, request: web.Request, api: Api[AnyRequest], given: JsonObject
-    ) -> Call[AnyRequest]:
-        """Translate a body; raises `BadRequest`."""
+    def read(cls, request: web.Request, body: Body) -> Call[AnyRequest]:
+        """Add to a body what headers say; raises `BadRequest`."""
+        api = body.sort.api
+        assert api is not None
         if flag_header(request, "x-penstock-resumable") and not api.resumable:
             raise BadRequest("x-penstock-resumable: not on this route")
-        asked = api.parse(given)
-        named = _name_request(request, asked)
-        asked = dataclasses.replace(asked, request_id=request[REQUEST_ID], **_wishes(request))
+        named = _name_request(request, body.asked)
+        asked = dataclasses.replace(body.asked, request_id=request[REQUEST_ID], **_wishes(request))
         response_id = api.name_answer(request[REQUEST_ID], named)
-        return cls(request, api, given, asked, named, response_id)
+        return cls(request, api, body, asked, named, response_id)
 
 
 # Takes a call over where it wants to; None: it does not.
@@ -90,22 +104,16 @@ Detour = Callable[[Call[Any]], Awaitable[web.StreamResponse | None]]
 BeforeEnd = Callable[[Shape], Awaitable[None]]
 
 
-def generates(api: Api[AnyRequest], detour: Detour | None = None) -> Handler:
-    """A handler that speaks this API."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        given = await read_object(request)
-        return await dispatch(request, api, given, detour)
-
-    return handle
+def generates(sort: Sort, detour: Detour | None = None) -> Handler:
+    """A handler of bodies that ask for tokens."""
+    return with_body(sort, functools.partial(dispatch, detour=detour))
 
 
 async def dispatch(
-    request: web.Request, api: Api[AnyRequest], given: JsonObject, detour: Detour | None = None
+    request: web.Request, body: Body, detour: Detour | None = None
 ) -> web.StreamResponse:
-    """Answer a body in the way of this API."""
-    request[ERROR_FORM] = api.errors
-    call = Call.read(request, api, given)
+    """Answer a body in the way of its API."""
+    call: Call[Any] = Call.read(request, body)
     taken = None if detour is None else await detour(call)
     return await answer(call) if taken is None else taken
 
@@ -113,9 +121,10 @@ async def dispatch(
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
     """Generate and show; `before_end` is told of the whole answer before its end is sent."""
     router = call.request.app[ROUTER]
-    with router.admission.places(*call.asked.places) as limit:
-        job = await prepared(call, call.asked, limit)
-        async with Generation(job, router.fleet, router.metrics) as generation:
+    with entered(call) as ticket:
+        limit = ticket.limit
+        job = await started(await prepared(call, call.asked, ticket), ticket)
+        async with generation_of(job, router) as generation:
             shape = make_shape(call, job, generation, int(time.time()))
             if call.asked.stream:
                 return await sse.stream(
@@ -126,6 +135,7 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
                     request_id=call.request[REQUEST_ID],
                     config=router.config,
                     limit=limit,
+                    threads=router.threads,
                     before_end=None if before_end is None else lambda: before_end(shape),
                 )
             async with limit.scope():
@@ -141,6 +151,12 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
             return response
 
 
+def generation_of(job: Job, router: Router) -> Generation:
+    """The job, ready to be submitted."""
+    silence_timeout_s = router.config.silence_timeout_s
+    return Generation(job, router.fleet, router.metrics, silence_timeout_s=silence_timeout_s)
+
+
 def _deltas(call: Call[Any], generation: Generation) -> Deltas:
     deltas = spaced(generation, call.asked.stream_interval)
     if not call.api.repeats_answer:
@@ -153,8 +169,7 @@ async def _run(call: Call[Any], work: Callable[[], _Result]) -> _Result:
     """Here, or in a thread where log-probabilities may make it long."""
     if call.asked.logprobs is None and call.asked.prompt_logprobs is None:
         return work()
-    executor = call.request.app[ROUTER].models.executor
-    return await asyncio.get_running_loop().run_in_executor(executor, work)
+    return await call.request.app[ROUTER].threads.run(work)
 
 
 def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created: int) -> Shape:
@@ -164,19 +179,44 @@ def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created
     return call.api.make_shape(job, envelope)
 
 
-async def prepared(call: Call[AnyRequest], asked: AnyRequest, limit: TimeLimit) -> Job:
+def entered(call: Call[Any]) -> AbstractContextManager[Ticket]:
+    """The call's ticket; raises what its refusal is."""
+    sequences, param = call.asked.places
+    return let_in(call.request, sequences, param, call.asked.timeout_s)
+
+
+async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) -> Job:
     """The job, within its time."""
     router = call.request.app[ROUTER]
-    async with limit.scope():
-        job = await prepare(asked, router.models)
+    async with ticket.limit.scope():
+        model = await router.models.get(asked.model)
+        made = await call.body.work(model, call.earlier)
+        assert isinstance(made, Prepared)
+        job = prepare(asked, model, made)
     _check_size(job, router.config.max_answer_bytes)
     # Its last shard may have left meanwhile; the fleet would call the model unknown.
-    model = router.models.info(job.model.info.model).model
+    name = router.models.info(job.model.info.model).model
     for shard in router.fleet.shards:
         # It would be waited for, in vain.
-        if shard.address == asked.shard and shard.info is not None and shard.info.model != model:
-            raise BadRequest(f"x-penstock-shard: {shard.address} does not serve {model}")
+        if shard.address == asked.shard and shard.info is not None and shard.info.model != name:
+            raise BadRequest(f"x-penstock-shard: {shard.address} does not serve {name}")
     return job
+
+
+async def started(job: Job, ticket: Ticket) -> Job:
+    """The job, when it has its places; its sequences end by themselves when its time is up."""
+    await ticket.start(sum(len(prompt.token_ids) for prompt in job.prompts))
+    left_s = ticket.limit.left_s
+    if left_s is None:
+        return job
+    deadline_s = min(max(left_s, 0.0) + _SHARDS_WAIT_S, MAX_TIMEOUT_S)
+    requests: list[GenerationRequest] = []
+    for request in job.requests:
+        objective = dataclasses.replace(request.objective, deadline_s=deadline_s)
+        requests.append(dataclasses.replace(request, objective=objective))
+        if len(requests) % _SEQUENCES_A_TURN == 0:
+            await asyncio.sleep(0)
+    return dataclasses.replace(job, requests=tuple(requests))
 
 
 def _check_size(job: Job, max_bytes: int) -> None:

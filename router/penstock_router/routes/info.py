@@ -46,9 +46,11 @@ class VersionAnswer(TypedDict):
 
 
 class LoadAnswer(TypedDict):
-    """How many sequences this worker has in flight."""
+    """How many sequences this worker has in flight, and what it has queued besides."""
 
     server_load: int
+    queued: int
+    queued_tokens: int
 
 
 class InfoAnswer(TypedDict):
@@ -162,5 +164,10 @@ async def show_version(request: web.Request) -> web.Response:
 
 async def load(request: web.Request) -> web.Response:
     """GET /load"""
-    answer: LoadAnswer = {"server_load": request.app[ROUTER].admission.in_flight}
+    admission = request.app[ROUTER].admission
+    answer: LoadAnswer = {
+        "server_load": admission.in_flight,
+        "queued": admission.queued,
+        "queued_tokens": admission.queued_tokens,
+    }
     return json_response(answer)

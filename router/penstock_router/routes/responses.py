@@ -32,7 +32,7 @@ from penstock_router.apis.responses_answers import (
     ResponseShape,
     lost,
 )
-from penstock_router.apis.responses_request import Item, ResponsesRequest
+from penstock_router.apis.responses_request import ResponsesRequest
 from penstock_router.deltas import bounded, for_each
 from penstock_router.errors import BadRequest, NotFound, Unavailable, noted
 from penstock_router.fields import STRING, Field, integer, one_of, short, table
@@ -44,7 +44,15 @@ from penstock_router.response_store import (
     StoreUnavailable,
 )
 from penstock_router.routes.base import REQUEST_ID, ROUTER, json_response
-from penstock_router.routes.generate import Call, answer, make_shape, prepared
+from penstock_router.routes.generate import (
+    Call,
+    answer,
+    entered,
+    generation_of,
+    make_shape,
+    prepared,
+    started,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +82,14 @@ async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
     previous = repeated["previous_response_id"]
     if previous is not None:
         earlier = await _conversation(call.request, previous)
-        call = dataclasses.replace(call, asked=call.asked.after(earlier))
+        call = dataclasses.replace(call, earlier=earlier)
     if repeated["background"]:
         # Not cancelled with its client: what the store was told of must come to an end.
         return await asyncio.shield(_begin(call))
     return await answer(call, functools.partial(_keep, call) if repeated["store"] else None)
 
 
-async def _conversation(request: web.Request, previous: str) -> list[Item]:
+async def _conversation(request: web.Request, previous: str) -> bytes:
     stored = await _find(request, previous)
     if stored is None:
         text = f"Previous response with id {short(previous)} not found."
@@ -89,8 +97,7 @@ async def _conversation(request: web.Request, previous: str) -> list[Item]:
     if stored.status not in (COMPLETED, INCOMPLETE):
         text = f"previous_response_id: that response is {stored.status}; nothing can follow it"
         raise BadRequest(text, param="previous_response_id")
-    items: list[Item] = msgspec.json.decode(stored.messages)
-    return items
+    return stored.messages
 
 
 async def _keep(call: Call[ResponsesRequest], shape: Shape) -> None:
@@ -104,11 +111,10 @@ async def _keep(call: Call[ResponsesRequest], shape: Shape) -> None:
 
 
 async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> None:
-    encode = msgspec.json.encode
     await call.request.app[ROUTER].responses.put(
         call.response_id,
-        encode(shape.answer),
-        encode(shape.conversation),
+        msgspec.json.encode(shape.answer),
+        shape.conversation,
         status=shape.answer["status"],
     )
 
@@ -120,10 +126,11 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
     """Hand it to a shard, and answer. What is wrong with it is found before."""
     router = call.request.app[ROUTER]
     async with AsyncExitStack() as scope:
-        limit = scope.enter_context(router.admission.places(*call.asked.places))
+        ticket = scope.enter_context(entered(call))
         # As for a stream: what was said is there also when it ends early.
-        job = await prepared(call, dataclasses.replace(call.asked, stream=True), limit)
-        generation = await scope.enter_async_context(Generation(job, router.fleet, router.metrics))
+        asked = dataclasses.replace(call.asked, stream=True)
+        job = await started(await prepared(call, asked, ticket), ticket)
+        generation = await scope.enter_async_context(generation_of(job, router))
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
         with _store_errors():
@@ -131,7 +138,7 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
         begun = json_response(shape.answer)
         router.background.start(
             call.response_id,
-            _make(generation, shape, limit, router.config.max_answer_bytes),
+            _make(generation, shape, ticket.limit, router.config.max_answer_bytes),
             scope.pop_all(),
             functools.partial(_keep_end, call, shape),
         )

@@ -23,11 +23,18 @@ from penstock_router.resumption import (
     Event,
     LiveStream,
     Progress,
-    body_digest,
     job_digest,
 )
 from penstock_router.routes.base import REQUEST_ID, ROUTER, flag_header
-from penstock_router.routes.generate import Call, make_shape, prepared
+from penstock_router.routes.generate import (
+    Call,
+    entered,
+    generation_of,
+    make_shape,
+    prepared,
+    started,
+)
+from penstock_router.threads import Threads
 
 HEADERS = table(
     [
@@ -89,7 +96,7 @@ def _check(call: Call[Any]) -> None:
 
 def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
     """Where the client is: after an event, or before the first of a new answer."""
-    body = body_digest(call.given)
+    body = call.body.digest
     if not last_id:
         request_id = call.request[REQUEST_ID]
         return Cursor(body, request_id, created=int(time.time()), seed=random_seed())
@@ -119,8 +126,8 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
             "Last-Event-ID: the answer comes from shards with several numerics, so it cannot be "
             "made again; send the request without an id"
         )
-    with router.admission.places(*call.asked.places) as limit:
-        job = await prepared(call, call.asked, limit)
+    with entered(call) as ticket:
+        job = await prepared(call, call.asked, ticket)
         made_of = job_digest(job)
         if cursor.job not in (b"", made_of):
             raise BadRequest(
@@ -133,14 +140,14 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
                 "that no answer of it can be made again"
             )
         cursor = msgspec.structs.replace(cursor, job=made_of)
-        job = dataclasses.replace(job, delivered=cursor.delivered)
-        async with Generation(job, router.fleet, router.metrics) as generation, limit.scope():
+        job = await started(dataclasses.replace(job, delivered=cursor.delivered), ticket)
+        async with generation_of(job, router) as generation, ticket.limit.scope():
             shape = make_shape(call, job, generation, cursor.created)
-            await _put_events(live, generation, shape, cursor)
+            await _put_events(live, generation, shape, cursor, router.threads)
 
 
 async def _put_events(
-    live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor
+    live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor, threads: Threads
 ) -> None:
     job = generation.job
     progress = Progress.of(job.delivered, len(job.requests))
@@ -159,7 +166,7 @@ async def _put_events(
             live.put(Event(frame, here()))
         opening = []
         progress.add(delta)
-        chunk = await sse.frame_of(shape, delta)
+        chunk = await sse.frame_of(shape, delta, threads)
         if chunk is not None:
             live.put(Event(chunk, here()))
     for frame in shape.closing():

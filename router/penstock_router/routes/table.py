@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock_router import text_work
 from penstock_router.apis import embeddings, messages, tgi, tgi_answers, tokens
-from penstock_router.apis.base import Api
 from penstock_router.apis.openai import CHATS, COMPLETIONS
-from penstock_router.apis.responses import RESPONSES
 from penstock_router.apis.responses_answers import DeletedAnswer, ItemList, ResponseAnswer
 from penstock_router.routes import docs, generate, info, invocations, responses, resume
 from penstock_router.routes import tokens as token_routes
-from penstock_router.routes.base import Route
+from penstock_router.routes.base import HEADERS, Route, with_body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Detour, generates
 from penstock_router.routes.resume import resumable
+from penstock_router.text_work import Sort
 
 
-def _generation(path: str, api: Api[Any], summary: str, detour: Detour | None = None) -> Route:
+def _generation(path: str, sort: Sort, summary: str, detour: Detour | None = None) -> Route:
+    api = sort.api
+    assert api is not None
     return Route(
         method="POST",
         path=path,
-        handler=generates(api, detour),
+        handler=generates(sort, detour),
         summary=summary,
         fields=api.fields,
         headers={**generate.HEADERS, **(resume.HEADERS if api.resumable else {})},
@@ -32,27 +34,31 @@ def _generation(path: str, api: Api[Any], summary: str, detour: Detour | None = 
 
 
 ROUTES: tuple[Route, ...] = (
-    _generation("/v1/completions", COMPLETIONS, "Go on after a prompt.", resumable),
-    _generation("/v1/chat/completions", CHATS, "Answer a chat.", resumable),
-    _generation("/v1/messages", messages.MESSAGES_API, "Answer a chat, as Anthropic has it."),
+    _generation("/v1/completions", text_work.COMPLETIONS, "Go on after a prompt.", resumable),
+    _generation("/v1/chat/completions", text_work.CHATS, "Answer a chat.", resumable),
+    _generation("/v1/messages", text_work.MESSAGES, "Answer a chat, as Anthropic has it."),
     Route(
         method="POST",
         path="/v1/embeddings",
-        handler=embed,
+        handler=with_body(text_work.EMBEDDINGS, embed),
         summary="Vectors of texts.",
         fields=embeddings.FIELDS,
+        headers=HEADERS,
         answer=embeddings.EmbeddingAnswer,
     ),
     Route(
         method="POST",
         path="/v1/messages/count_tokens",
-        handler=token_routes.count_message_tokens,
+        handler=with_body(text_work.COUNT_TOKENS, token_routes.answer),
         summary="How many tokens the prompt of such a chat has.",
         fields=messages.COUNT_FIELDS,
+        headers=HEADERS,
         answer=messages.TokenCount,
         errors=messages.ERRORS,
     ),
-    _generation("/v1/responses", RESPONSES, "Answer, and keep the answer.", responses.respond),
+    _generation(
+        "/v1/responses", text_work.RESPONSES, "Answer, and keep the answer.", responses.respond
+    ),
     Route(
         method="GET",
         path="/v1/responses/{id}",
@@ -83,9 +89,13 @@ ROUTES: tuple[Route, ...] = (
         query=responses.ITEMS_QUERY,
         answer=ItemList,
     ),
-    _generation("/generate", tgi.GENERATE, "Go on after a text, as text-generation-inference."),
-    _generation("/generate_stream", tgi.GENERATE_STREAM, "The same, with events as tokens come."),
-    _generation("/", tgi.COMPAT, "The same in an array, or with events."),
+    _generation(
+        "/generate", text_work.GENERATE, "Go on after a text, as text-generation-inference."
+    ),
+    _generation(
+        "/generate_stream", text_work.GENERATE_STREAM, "The same, with events as tokens come."
+    ),
+    _generation("/", text_work.COMPAT, "The same in an array, or with events."),
     # Until something better stands there.
     Route(method="GET", path="/", handler=info.health, summary="As /health.", is_open=True),
     Route(
@@ -100,16 +110,17 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/chat_tokenize",
-        handler=token_routes.chat_tokenize,
+        handler=with_body(text_work.CHAT_TOKENIZE, token_routes.answer),
         summary="The prompt of a chat and its tokens.",
         fields=tokens.CHAT_TOKENIZE_FIELDS,
+        headers=HEADERS,
         answer=tokens.ChatTokens,
         errors=tgi_answers.ERRORS,
     ),
     Route(
         method="POST",
         path="/invocations",
-        handler=invocations.invoke,
+        handler=with_body(text_work.INVOCATIONS, invocations.invoke),
         summary="As another route, by the body: one with messages, prompt, input or inputs.",
         bodies=(CHATS.fields, COMPLETIONS.fields, embeddings.FIELDS, tgi.COMPAT.fields),
         headers={**generate.HEADERS, **resume.HEADERS},
@@ -135,9 +146,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/tokenize",
-        handler=token_routes.tokenize,
+        handler=with_body(text_work.TOKENIZE, token_routes.answer),
         summary="The token ids of a prompt or a chat.",
         fields=tokens.TOKENIZE_FIELDS,
+        headers=HEADERS,
         needs_one_of=("prompt", "messages", "inputs"),
         answer=tokens.TokenizeAnswer,
         other_errors=(tgi_answers.ERRORS,),
@@ -145,9 +157,10 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST",
         path="/detokenize",
-        handler=token_routes.detokenize,
+        handler=with_body(text_work.DETOKENIZE, token_routes.answer),
         summary="The text of token ids.",
         fields=tokens.DETOKENIZE_FIELDS,
+        headers=HEADERS,
         answer=tokens.DetokenizeAnswer,
     ),
     Route(

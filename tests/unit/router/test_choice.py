@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from tokenizers import Tokenizer
 
 from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Output
 from penstock_router.choice import Choice, Delta, first_rows
-from penstock_router.job import Job, Prompt
+from penstock_router.job import Job
 from penstock_router.models import ServedModel
+from penstock_router.prompts import Prompt
 from penstock_router.request import CompletionRequest
 from penstock_router.tokenizer import load_tokenizer
 
@@ -21,14 +21,13 @@ EOS = INFO.eos_token_ids[0]
 
 
 @pytest.fixture
-def model(byte_level: Tokenizer) -> Iterator[ServedModel]:
-    with ThreadPoolExecutor(1) as executor:
-        yield ServedModel(INFO, load_tokenizer(model_files(byte_level), executor), None)
+def model(byte_level: Tokenizer) -> ServedModel:
+    return ServedModel(INFO, load_tokenizer(model_files(byte_level)), None)
 
 
 def choice_of(model: ServedModel, prompt: Prompt | None = None, **options: Any) -> Choice:
     prompt = prompt or Prompt([5], "$")
-    asked = CompletionRequest(prompts=(prompt.token_ids,), **options)
+    asked = CompletionRequest(prompts=(list(prompt.token_ids),), **options)
     request = GenerationRequest(prompt_token_ids=prompt.token_ids)
     return Choice(Job(model, asked, (prompt,), (request,)), 0)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from penstock_router.config import RouterConfig, parse_config
+from penstock_router.config import RouterConfig, _build_parser, parse_config
 
 
 def test_defaults_serve_on_localhost_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +54,7 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", "a:1", "--port", "x"], "--port: 'x' is not a port"),
         (["--shards", "a:1", "--workers", "0"], "below 1"),
         (["--shards", "a:1", "--response-store-bytes", "4096"], "4096 is below 1048576"),
-        (["--shards", "a:1", "--keep-alive-s", "nan"], "not a positive number"),
+        (["--shards", "a:1", "--keep-alive-s", "nan"], "'nan' is not a number of seconds from"),
         (["--shards", "a:1", "--chat-template", "/no/such/file"], "No such file"),
         (["--shards", "a:1", "--unknown"], "--unknown"),
         (["--shards", "::1:5"], "IPv6 as [::1]:50051"),
@@ -61,10 +62,26 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", "a:1", "--api-key", "schlüssel"], "printable ASCII"),
         (["--shards", "a:1", "--shard-api-key", "a\nb"], "--shard-api-key: a key is printable"),
         (["--shards", "a:1", "--workers", "3", "--max-concurrent-requests", "2"], "--workers 3"),
+        (
+            ["--shards", "a:1", "--workers", "3", "--max-concurrent-requests-per-key", "2"],
+            "--workers 3: more than --max-concurrent-requests-per-key (2)",
+        ),
+        (
+            ["--shards", "a:1", "--max-concurrent-requests-per-key", "2049"],
+            "--max-concurrent-requests-per-key 2049: more than --max-concurrent-requests (2048)",
+        ),
+        (
+            ["--shards", "a:1", "--max-queued-requests", "5", "--max-queued-requests-per-key", "6"],
+            "--max-queued-requests-per-key 6: more than --max-queued-requests (5)",
+        ),
+        (
+            ["--shards", "a:1", "--max-queued-tokens-per-key", "1000001"],
+            "--max-queued-tokens-per-key 1000001: more than --max-queued-tokens (1000000)",
+        ),
         (["--shards", "a:1", "--resume-key", "a b "], "--resume-key: a key is printable ASCII"),
         (["--shards", "a:1", "--admin-key", ""], "--admin-key: a key is printable ASCII"),
         (["--shards", "a:1", "--stall-timeout-s", "1"], "--stall-timeout-s 1: must be above 1"),
-        (["--shards", "a:1", "--verify-share", "1.5"], "--verify-share: 1.5 is not between 0"),
+        (["--shards", "a:1", "--verify-share", "1.5"], "--verify-share: '1.5' is not between 0"),
         (["--shards", "a:1", "--audit-prompts"], "--audit-prompts: there is no --audit-log"),
         (["--shards", "a:1", "--audit-key-file", "/k"], "--audit-key-file: there is no"),
         (["--shards", "a:1", "--audit-log", "a", "--audit-key-file", "/k"], "/k: No such file"),
@@ -83,6 +100,87 @@ def test_bad_flags_are_one_line_and_status_2(
     assert line.endswith("(see penstock router --help)")
     assert words in line
     assert " _" not in line
+
+
+def test_the_queue_is_a_quarter_of_the_places_where_nothing_else_is_said() -> None:
+    for places, queued in ((2048, 512), (64, 16), (5, 2), (1, 1)):
+        config = parse_config(["--shards", "a:1", f"--max-concurrent-requests={places}"])
+        assert config.max_queued_requests == queued
+    assert parse_config(["--shards", "a:1", "--max-queued-requests=0"]).max_queued_requests == 0
+
+
+# Every flag that is a number, with values at both of its ends.
+SECONDS = ("0.001", "31536000")
+COUNTS = ("1", "1000000000000000")
+NUMBERS = {
+    "--port": ("0", "65535"),
+    "--workers": ("1", "1024"),
+    "--tokenizer-threads": ("1", "1024"),
+    "--text-processes": ("1", "1024"),
+    "--stall-timeout-s": ("1.001", "31536000"),
+    "--failover-timeout-s": SECONDS,
+    "--resume-grace-s": SECONDS,
+    "--verify-share": ("0", "1"),
+    "--response-store-bytes": ("1048576", "1000000000000000"),
+    "--response-ttl-s": SECONDS,
+    "--max-body-bytes": COUNTS,
+    "--max-answer-bytes": COUNTS,
+    "--max-concurrent-requests": COUNTS,
+    "--max-queued-requests": ("0", "1000000000000000"),
+    "--max-queued-tokens": COUNTS,
+    "--max-concurrent-requests-per-key": ("1", "2048"),
+    "--max-queued-requests-per-key": ("0", "512"),
+    "--max-queued-tokens-per-key": ("1", "1000000"),
+    "--queue-timeout-s": SECONDS,
+    "--request-timeout-s": ("0.001", "4294967"),
+    "--shutdown-timeout-s": SECONDS,
+    "--write-timeout-s": SECONDS,
+    "--keep-alive-s": SECONDS,
+    "--silence-timeout-s": SECONDS,
+}
+NO_NUMBERS = (
+    "-1",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "1e400",
+    "x",
+    "",
+    " ",
+    "1_0",
+    "\u0665",
+    "9" * 5000,
+)
+TOO_SMALL = ("0", "-0.0", "1e-320", "0.0000001")
+
+
+def _is_a_number(action: argparse.Action) -> bool:
+    return action.type is not None and action.dest != "model_alias"
+
+
+def test_every_flag_that_is_a_number_is_in_the_table() -> None:
+    flags = {
+        action.option_strings[0] for action in _build_parser()._actions if _is_a_number(action)
+    }
+    assert flags == set(NUMBERS)
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_a_number_is_taken_between_its_bounds_and_refused_elsewhere(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in NUMBERS[flag]:
+        parse_config(["--shards", "a:1", f"{flag}={value}"])
+    is_zero_fine = NUMBERS[flag][0] == "0"
+    for value in (*NO_NUMBERS, *(() if is_zero_fine else TOO_SMALL)):
+        with pytest.raises(SystemExit) as ended:
+            parse_config(["--shards", "a:1", f"{flag}={value}"])
+        assert ended.value.code == 2, (flag, value)
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("penstock router: "), (flag, value)
+        assert flag in line, (flag, value)
+        assert len(line) < 250
 
 
 def test_an_empty_key_in_the_environment_does_not_serve_without_one(

@@ -219,6 +219,8 @@ COMMON: dict[str, Proof] = {
     "cache_salt": engine("cache_salt", "sea"),
     "request_id": Proof("mine", lambda seen: "mine" in seen.answer.json()["id"], True),
     "session_id": Proof("ours", lambda seen: seen.requests[0].session, "ours"),
+    # What is left when it is sent; a tenth of a second is for the router to end it.
+    "timeout": Proof(60, lambda seen: round(seen.engine.objective.deadline_s or 0), 60),
     "user": inert("somebody"),
     # Works for its neutral value only, and has a bound that says so.
     "length_penalty": inert(1.0),
@@ -406,6 +408,9 @@ def ids_of(name: str, **beside: Any) -> list[Bound]:
 
 INT32_MAX = 2**31 - 1
 COMMON_BOUNDS = [
+    # Nothing is done within a millisecond.
+    Bound("timeout", 0.001, 0, "at least 0.001 and at most 4294967", only_read=True),
+    Bound("timeout", 4294967, 4294968, "at most 4294967"),
     Bound("n", 1, 0, "at least 1"),
     Bound("n", 16384, 16385, "at most 16384", only_read=True),
     *range_of("temperature", 0, 2, 0.001),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import AsyncIterator
 from itertools import chain, pairwise
@@ -391,22 +390,23 @@ async def test_a_requests_own_template_is_refused_where_nobody_trusts_it(
     assert router.fleet.requests == []
 
 
-async def test_a_requests_own_template_is_rendered_off_the_loop(
+async def test_a_requests_own_template_is_rendered_in_another_process(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[bool] = []
+    rendered_here: list[object] = []
     render = ChatTemplate.render
 
     def noting(*given: Any, **named: Any) -> str:
-        threads.append(threading.current_thread() is threading.main_thread())
+        rendered_here.append(given[1])
         return render(*given, **named)
 
     monkeypatch.setattr(ChatTemplate, "render", noting)
     fleet = FakeFleet(model_files(byte_level))
     async with memory_router(fleet, trust_request_chat_template=True) as router:
-        await router.chat("fox")
-        await router.chat("fox", chat_template="{{ 'x' * 300 }}")
-    assert threads == [True, False]
+        assert (await router.chat("fox")).status == 200
+        assert (await router.chat("fox", chat_template="{{ 'fox' * 3 }}")).status == 200
+    assert len(rendered_here) == 1
+    assert list(fleet.requests[1].prompt_token_ids) == byte_level.encode("fox" * 3).ids
 
 
 @pytest.mark.parametrize("character", ["x", "\U0001f98a", "\x01", "\\", '"'])

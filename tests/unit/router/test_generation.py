@@ -21,24 +21,27 @@ from penstock_router.deltas import collect, for_each
 from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
 from penstock_router.generation import Generation, _num_ids
-from penstock_router.job import Job, _is_small, choice_seed, prepare
+from penstock_router.job import Job, choice_seed, prepare
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.prompts import is_small, prepare_prompts
+from penstock_router.threads import Threads
 
 
 @pytest.fixture
-def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as made:
-        yield made
+def threads() -> Iterator[Threads]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Threads(executor, 8)
 
 
 @pytest.fixture
-def models(fleet: FakeFleet, executor: ThreadPoolExecutor) -> Models:
-    return Models(fleet, executor, RouterConfig(shards="fake:1"))
+def models(fleet: FakeFleet, threads: Threads) -> Models:
+    return Models(fleet, threads, RouterConfig(shards="fake:1"))
 
 
 async def job_of(models: Models, **fields: object) -> Job:
-    return await prepare(parse_completion({"prompt": "fox", **fields}), models)
+    request, model = parse_completion({"prompt": "fox", **fields}), await models.get("")
+    return prepare(request, model, prepare_prompts(request, model.text))
 
 
 def test_the_seeds_of_choices_never_change() -> None:
@@ -367,12 +370,12 @@ async def test_a_choice_that_goes_on_is_not_silent_nor_is_one_whose_reader_is_sl
 
 def test_everything_in_messages_counts_for_the_render_on_the_loop() -> None:
     user = {"role": "user", "content": "x"}
-    assert _is_small([[user] * 5, {}])
-    assert not _is_small([[user] * 5000, {}])
-    assert not _is_small([[{**user, "content": "x" * 5000}], {}])
+    assert is_small([[user] * 5, {}])
+    assert not is_small([[user] * 5000, {}])
+    assert not is_small([[{**user, "content": "x" * 5000}], {}])
     call = {"function": {"name": "f", "arguments": {"text": "x" * 5000}}}
-    assert not _is_small([[{"role": "assistant", "tool_calls": [call]}], {}])
-    assert not _is_small([[user], {"documents": ["x"] * 5000}])
+    assert not is_small([[{"role": "assistant", "tool_calls": [call]}], {}])
+    assert not is_small([[user], {"documents": ["x"] * 5000}])
 
 
 async def test_models_are_found_by_name_and_alias_over_all_shards(
@@ -410,19 +413,19 @@ def test_all_ids_that_a_submission_copies_count_for_a_turn_of_the_loop() -> None
 
 
 async def test_a_request_without_a_model_is_served_where_there_is_no_choice_or_an_alias_says_which(
-    byte_level: Tokenizer, executor: ThreadPoolExecutor
+    byte_level: Tokenizer, threads: Threads
 ) -> None:
     fleet = FakeFleet(model_files(byte_level))
     config = RouterConfig(shards="fake:1")
-    assert Models(fleet, executor, config).info("").model == INFO.model
+    assert Models(fleet, threads, config).info("").model == INFO.model
     other = replace(INFO, model="other", model_aliases=())
     fleet.shards.append(FakeShard(other, address="fake:2"))
     for name in ("", "tgi", "dummy"):
         with pytest.raises(BadRequest, match="model: needed"):
-            Models(fleet, executor, config).info(name)
+            Models(fleet, threads, config).info(name)
     config = replace(config, model_aliases=(("default", "other"), ("tgi", "other")))
     for name in ("", "tgi", "default"):
-        assert Models(fleet, executor, config).info(name).model == "other"
+        assert Models(fleet, threads, config).info(name).model == "other"
 
 
 def test_tokens_that_are_counted_in_batches_are_what_one_at_a_time_would_be() -> None:

@@ -522,9 +522,9 @@ async def test_a_model_whose_shard_leaves_while_its_text_is_made_is_503(
     fleet.shards.append(second)
     encode = RouterTokenizer.encode
 
-    async def leave(self: RouterTokenizer, *args: Any, **options: Any) -> list[list[int]]:
+    def leave(self: RouterTokenizer, *args: Any, **options: Any) -> list[list[int]]:
         second.ready, second.info = False, None
-        return await encode(self, *args, **options)
+        return encode(self, *args, **options)
 
     monkeypatch.setattr(RouterTokenizer, "encode", leave)
     assert (await router.complete(model="second")).status == 503
@@ -678,7 +678,8 @@ async def test_too_many_sequences_are_429_and_too_many_at_once_400(
     byte_level: Tokenizer,
 ) -> None:
     fleet = FakeFleet(model_files(byte_level), step_s=0.01)
-    async with memory_router(fleet, max_concurrent_requests=3) as router:
+    bounds = {"max_concurrent_requests": 3, "max_queued_requests": 0}
+    async with memory_router(fleet, **bounds) as router:
         answers = await asyncio.gather(*(router.complete(n=2) for _ in range(3)))
         statuses = sorted(answer.status for answer in answers)
         assert statuses == [200, 429, 429]

@@ -349,7 +349,8 @@ async def test_so_many_sequences_are_taken_up_again_that_an_id_fits_a_header() -
 
 async def test_an_answer_that_finds_no_room_is_429_and_holds_no_place() -> None:
     fleet = FakeFleet(model_files(byte_level_tokenizer()), step_s=0.005)
-    async with memory_router(fleet, max_concurrent_requests=1, resume_grace_s=0.01) as router:
+    bounds = {"max_concurrent_requests": 1, "max_queued_requests": 0}
+    async with memory_router(fleet, **bounds, resume_grace_s=0.01) as router:
         running = asyncio.create_task(_all_events(router, BODY))
         await asyncio.sleep(0.05)
         answer = await router.post("/v1/completions", BODY, **RESUMABLE)

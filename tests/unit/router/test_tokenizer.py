@@ -1,12 +1,10 @@
-"""Text to ids: limits before work, no state between requests, off the loop when long."""
+"""Text to ids: limits before work, no state between requests."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from router_doubles import random_text
@@ -23,62 +21,39 @@ from penstock_router.tokenizer import (
 )
 
 
-@pytest.fixture
-def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as made:
-        yield made
+def loaded(fast: FastTokenizer) -> Tokenizer:
+    return Tokenizer(fast.to_str().encode())
 
 
-def loaded(fast: FastTokenizer, executor: ThreadPoolExecutor) -> Tokenizer:
-    return Tokenizer(fast.to_str().encode(), executor)
-
-
-async def test_short_and_long_texts_get_the_librarys_ids(
-    byte_level: FastTokenizer, sentencepiece: FastTokenizer, executor: ThreadPoolExecutor
+def test_short_and_long_texts_get_the_librarys_ids(
+    byte_level: FastTokenizer, sentencepiece: FastTokenizer
 ) -> None:
     rng = seeded("encode")
     for fast in (byte_level, sentencepiece):
-        tokenizer = loaded(fast, executor)
+        tokenizer = loaded(fast)
         texts = [random_text(rng, 10), "the fox " * INLINE_CHARS, "x"]
         for special in (True, False):
-            got = await tokenizer.encode(texts, add_special_tokens=special, max_tokens=10**6)
+            got = tokenizer.encode(texts, add_special_tokens=special, max_tokens=10**6)
             assert got == [fast.encode(text, add_special_tokens=special).ids for text in texts]
 
 
-async def test_only_long_texts_leave_the_thread(
-    byte_level: FastTokenizer, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    byte_level: FastTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = loaded(byte_level, executor)
-    threads: list[threading.Thread] = []
-    encode = tokenizer._encode
-
-    def noted(*args: object) -> list[list[int]]:
-        threads.append(threading.current_thread())
-        return encode(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tokenizer, "_encode", noted)
-    await tokenizer.encode(["x" * INLINE_CHARS], add_special_tokens=True, max_tokens=10**6)
-    await tokenizer.encode(["x" * INLINE_CHARS, "x"], add_special_tokens=True, max_tokens=10**6)
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
-
-
-async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
-    byte_level: FastTokenizer, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = loaded(byte_level, executor)
+    tokenizer = loaded(byte_level)
     limit = tokenizer.max_chars(100)
     assert limit is not None
-    monkeypatch.setattr(tokenizer, "_encode", None)
+    monkeypatch.setattr(tokenizer, "_fast", None)
     with pytest.raises(BadRequest, match=r"maximum context length is 100 tokens.*characters"):
-        await tokenizer.encode(["x" * (limit + 1)], add_special_tokens=True, max_tokens=100)
+        tokenizer.encode(["x" * (limit + 1)], add_special_tokens=True, max_tokens=100)
 
 
 def test_no_text_has_fewer_tokens_than_its_length_promises(
-    byte_level: FastTokenizer, sentencepiece: FastTokenizer, executor: ThreadPoolExecutor
+    byte_level: FastTokenizer, sentencepiece: FastTokenizer
 ) -> None:
     rng = seeded("length")
     for fast in (byte_level, sentencepiece):
-        tokenizer = loaded(fast, executor)
+        tokenizer = loaded(fast)
         for _ in range(budget(300, 10_000)):
             text = random_text(rng, rng.randrange(1, 40))
             limit = tokenizer.max_chars(len(fast.encode(text, add_special_tokens=False)))
@@ -87,12 +62,12 @@ def test_no_text_has_fewer_tokens_than_its_length_promises(
 
 
 def test_where_length_promises_nothing_nothing_is_refused_by_it(
-    wordpiece: FastTokenizer, metaspace: FastTokenizer, executor: ThreadPoolExecutor
+    wordpiece: FastTokenizer, metaspace: FastTokenizer
 ) -> None:
     # A word of a thousand unknown characters is one token here.
     assert len(wordpiece.encode("ξ" * 1000)) == 1
-    assert loaded(wordpiece, executor).max_chars(1) is None
-    assert loaded(metaspace, executor).max_chars(1) is None
+    assert loaded(wordpiece).max_chars(1) is None
+    assert loaded(metaspace).max_chars(1) is None
 
 
 @pytest.mark.parametrize(
@@ -109,52 +84,44 @@ def test_where_length_promises_nothing_nothing_is_refused_by_it(
 )
 def test_where_text_may_become_shorter_its_length_promises_nothing(
     byte_level: FastTokenizer,
-    executor: ThreadPoolExecutor,
     normalizer: normalizers.Normalizer,
     bounds: bool,
 ) -> None:
     fast = FastTokenizer.from_str(byte_level.to_str())
     fast.normalizer = normalizer
-    assert (loaded(fast, executor).max_chars(1) is not None) == bounds
+    assert (loaded(fast).max_chars(1) is not None) == bounds
 
 
-async def test_too_many_tokens_are_refused_with_their_number(
-    byte_level: FastTokenizer, executor: ThreadPoolExecutor
-) -> None:
-    tokenizer = loaded(byte_level, executor)
+def test_too_many_tokens_are_refused_with_their_number(byte_level: FastTokenizer) -> None:
+    tokenizer = loaded(byte_level)
     count = len(byte_level.encode("a b c d e f"))
     with pytest.raises(BadRequest, match=f"contains {count} input tokens"):
-        await tokenizer.encode(["a b c d e f"], add_special_tokens=True, max_tokens=count - 1)
+        tokenizer.encode(["a b c d e f"], add_special_tokens=True, max_tokens=count - 1)
 
 
-async def test_truncation_and_padding_of_training_do_not_apply(
-    byte_level: FastTokenizer, executor: ThreadPoolExecutor
-) -> None:
+def test_truncation_and_padding_of_training_do_not_apply(byte_level: FastTokenizer) -> None:
     fast = FastTokenizer.from_str(byte_level.to_str())
     fast.enable_truncation(3)
     fast.enable_padding(length=64)
-    tokenizer = loaded(fast, executor)
-    got = await tokenizer.encode(["a b c d e f"], add_special_tokens=True, max_tokens=99)
+    tokenizer = loaded(fast)
+    got = tokenizer.encode(["a b c d e f"], add_special_tokens=True, max_tokens=99)
     assert got == [byte_level.encode("a b c d e f").ids]
 
 
-async def test_requests_at_once_do_not_disturb_one_another(
-    byte_level: FastTokenizer, executor: ThreadPoolExecutor
-) -> None:
-    tokenizer = loaded(byte_level, executor)
+async def test_requests_at_once_do_not_disturb_one_another(byte_level: FastTokenizer) -> None:
+    tokenizer = loaded(byte_level)
     texts = [f"number {n} " * (INLINE_CHARS // (4 if n % 2 else 100)) for n in range(10)]
-    got = await asyncio.gather(
-        *(tokenizer.encode([text], add_special_tokens=True, max_tokens=10**6) for text in texts)
-    )
+    encode = functools.partial(tokenizer.encode, add_special_tokens=True, max_tokens=10**6)
+    got = await asyncio.gather(*(asyncio.to_thread(encode, [text]) for text in texts))
     assert [ids for [ids] in got] == [byte_level.encode(text).ids for text in texts]
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"not json", b'{"model": {"type": "BPE"}}'])
-def test_files_that_do_not_load_say_so(data: bytes, executor: ThreadPoolExecutor) -> None:
+def test_files_that_do_not_load_say_so(data: bytes) -> None:
     with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json does not load"):
-        Tokenizer(data, executor)
+        Tokenizer(data)
 
 
-def test_a_shard_without_a_tokenizer_is_named(executor: ThreadPoolExecutor) -> None:
+def test_a_shard_without_a_tokenizer_is_named() -> None:
     with pytest.raises(TokenizerUnusable, match=r"no tokenizer\.json"):
-        load_tokenizer({"tokenizer_config.json": json.dumps({}).encode()}, executor)
+        load_tokenizer({"tokenizer_config.json": json.dumps({}).encode()})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
 
-from penstock_router.routes import tokens
-from penstock_router.routes.base import json_response
+from penstock_router import text_work
 from penstock_router.tokenizer import MAX_TEXT_CHARS
 
 CHAT = [{"role": "user", "content": "café 😀"}]
@@ -118,7 +118,7 @@ async def test_a_text_that_would_take_too_much_is_refused(
 async def test_more_tokens_than_can_be_shown_are_refused(
     router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "_MAX_PLACES", 10)
+    monkeypatch.setattr(text_work, "MAX_PLACES", 10)
     assert (await router.post("/tokenize", {"inputs": "😀" * 2})).status == 200
     refused = await router.post("/tokenize", {"inputs": "😀" * 20})
     assert refused.status == 422
@@ -133,11 +133,11 @@ async def test_a_long_text_is_taken_apart_off_the_loop(
 ) -> None:
     threads: list[bool] = []
 
-    def noted(answer: object) -> Any:
+    def noted(answer: object) -> bytes:
         threads.append(threading.current_thread() is threading.main_thread())
-        return json_response(answer)
+        return msgspec.json.encode(answer)
 
-    monkeypatch.setattr(tokens, "json_response", noted)
+    monkeypatch.setattr(text_work, "_encode", noted)
     assert (await router.post("/tokenize", body)).status == 200
     [(name, text), *rest] = body.items()
     long = {name: text * 2000, **dict(rest)}

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock_router.config import RouterConfig
+from penstock_router.workers import _config_of
+
 # The module is imported again in each worker, as `__mp_main__`.
 SCRIPT = """
 import sys, time
@@ -24,8 +27,13 @@ def note(what):
     with open(folder + "/notes", "a") as file:
         file.write(what + "\\n")
 
-def serve(config, lifeline, replaces):
+def serve(config, lifeline, replaces, serving):
     note("up")
+    if work_s < 0:
+        sys.exit(int(-work_s))
+    serving.send_bytes(b"!")
+    if work_s == 99:
+        sys.exit(1)
     lifeline.poll(None)
     time.sleep(work_s)
     note("done")
@@ -41,14 +49,16 @@ time.sleep(start_s)
 
 
 class Parent:
-    def __init__(self, folder: Path, start_s: float, work_s: float, log: str = "") -> None:
+    def __init__(
+        self, folder: Path, start_s: float, work_s: float, log: str = "", *, heard: bool = False
+    ) -> None:
         script = folder / "script.py"
         script.write_text(SCRIPT)
         self.notes_file = folder / "notes"
         self.process = subprocess.Popen(
             [sys.executable, str(script), str(folder), str(start_s), str(work_s), log],
             start_new_session=True,
-            stderr=subprocess.PIPE if log else None,
+            stderr=subprocess.PIPE if log or heard else None,
             text=True,
         )
 
@@ -144,3 +154,51 @@ def test_an_audit_log_that_a_worker_could_not_write_is_one_line_and_the_end(
         f"penstock router: --audit-log: audit log {path}: the file there is no audit log"
     )
     assert parent.notes() == ["parent"]
+
+
+def test_a_worker_that_never_gets_to_serve_is_given_up_with_a_line(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, 0, -7, heard=True)
+    _, error = parent.process.communicate(timeout=60)
+    assert parent.process.returncode == 2
+    *restarts, last = error.splitlines()
+    assert "ended with status 7, 3 times before it could serve" in last
+    assert all("ended with status 7" in line for line in restarts)
+    assert "Traceback" not in error
+    assert 4 <= parent.notes().count("up") <= 6
+
+
+def test_a_worker_that_refuses_to_start_has_said_why_and_is_not_started_again(
+    tmp_path: Path,
+) -> None:
+    parent = Parent(tmp_path, 0, -2, heard=True)
+    _, error = parent.process.communicate(timeout=30)
+    assert (parent.process.returncode, error) == (2, "")
+    assert parent.notes().count("up") == 2
+
+
+def test_a_worker_that_has_served_is_started_again_as_often_as_it_ends(
+    start: Callable[[float, float], Parent],
+) -> None:
+    parent = start(0, 99)
+    wait_for(lambda: parent.notes().count("up") >= 9)
+    assert parent.process.poll() is None
+
+
+def test_bounds_are_shared_out_over_workers() -> None:
+    config = RouterConfig(
+        "a:1",
+        workers=3,
+        max_concurrent_requests=10,
+        max_queued_requests=2,
+        max_queued_tokens=1000,
+        max_concurrent_requests_per_key=4,
+        max_queued_requests_per_key=None,
+        audit_log="log",
+    )
+    parts = [_config_of(config, index) for index in range(3)]
+    assert [part.max_concurrent_requests for part in parts] == [4, 3, 3]
+    assert [part.max_queued_requests for part in parts] == [1, 1, 0]
+    assert [part.max_queued_tokens for part in parts] == [334, 333, 333]
+    assert [part.max_concurrent_requests_per_key for part in parts] == [2, 1, 1]
+    assert {part.max_queued_requests_per_key for part in parts} == {None}
+    assert [part.audit_log for part in parts] == ["log-worker0", "log-worker1", "log-worker2"]

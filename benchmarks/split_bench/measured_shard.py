@@ -1,0 +1,45 @@
+"""A shard whose engine writes down its steps: see `steps.py`.
+
+Started in place of `python -m penstock_shard`, with the same flags; its engine process is this
+module too, told by its first argument.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import Process
+from typing import Any
+
+from benchmarks.split_bench.steps import STEPS_VARIABLE, measure_engine
+
+_ENGINE = "engine"
+_start_process = asyncio.create_subprocess_exec
+
+
+async def _start_engine(program: str, *arguments: str, **options: Any) -> Process:
+    """The shard's supervisor starts `penstock_shard.engine_main`: here this module in its place."""
+    assert arguments[1] == "penstock_shard.engine_main", arguments
+    module = "benchmarks.split_bench.measured_shard"
+    return await _start_process(program, "-m", module, _ENGINE, *arguments[2:], **options)
+
+
+def _run_engine() -> int:
+    from penstock_shard import engine_main
+
+    measure_engine(os.environ[STEPS_VARIABLE])
+    del sys.argv[1]
+    engine_main.main()
+    return 0
+
+
+def _run_shard() -> int:
+    from penstock_shard.__main__ import main
+
+    asyncio.create_subprocess_exec = _start_engine  # type: ignore[assignment]
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(_run_engine() if sys.argv[1] == _ENGINE else _run_shard())

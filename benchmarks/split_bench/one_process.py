@@ -1,0 +1,279 @@
+"""Router and engine in one interpreter: what penstock is not, to measure what that costs.
+
+    python -m benchmarks.split_bench.one_process ROUTER_FLAGS -- SHARD_FLAGS
+
+The engine's loop runs in a thread and the router on the event loop beside it, both as they are: in
+place of the fleet, its gRPC and the engine's socket there are one queue and one callback a step.
+With "STREAMS,SEED" in the variable below there is no router either: so many sequences at once run
+from ids to ids, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import queue
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self, cast
+
+import numpy as np
+import uvloop
+
+from benchmarks.split_bench.load import lengths, sampling_fields
+from benchmarks.split_bench.steps import STEPS_VARIABLE, measure_engine
+from penstock_client import Fleet, _wire
+from penstock_client.errors import NotServed, ShardFailed
+from penstock_client.shard_client import new_request_id
+from penstock_client.stream import GenerationStream
+from penstock_client.types import (
+    EmbeddingRequest,
+    FinishReason,
+    GenerationRequest,
+    LoadReport,
+    Output,
+    SamplingParams,
+    ShardInfo,
+)
+from penstock_router import workers
+from penstock_router.config import parse_config as parse_router_config
+from penstock_shard import engine_main, link, wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.config import parse_config as parse_shard_config
+from penstock_shard.loading import LoadedModel, load_model
+from penstock_shard.tokenizer_files import tokenizer_hash
+from penstock_shard.validation import IncomingRequest, check
+
+TOKENS_ONLY_VARIABLE = "PENSTOCK_BENCH_TOKENS_ONLY"
+
+_ADDRESS = "127.0.0.1:1"
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+class EngineThread:
+    """The engine's loop in a thread of this process. Usable once `ready`."""
+
+    def __init__(self, config: ShardConfig) -> None:
+        self.config = config
+        self.inbox: queue.SimpleQueue[link.Inbox] = queue.SimpleQueue()
+        self.outputs_go_to: InProcessFleet | None = None
+        self.loaded: LoadedModel | None = None
+        self.ready = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="engine").start()
+
+    def _run(self) -> None:
+        try:
+            # In the thread that computes, as in an engine process: torch counts threads for each.
+            self.loaded = load_model(self.config, print)
+            engine = engine_main._build_engine(self.loaded, self.config, lambda ids: None)
+            gc.collect()
+            gc.freeze()
+            self.ready.set()
+            engine_main._run(self, engine, self.inbox)  # type: ignore[arg-type]
+        finally:
+            # It ends only by an error, and the router would go on without it.
+            traceback.print_exc()
+            os._exit(1)
+
+    def send(self, message: link.FromEngine) -> None:
+        """As `link.EngineEnd` has it."""
+        if isinstance(message, link.StepOutputs) and self.outputs_go_to is not None:
+            self.outputs_go_to.take_soon(message.outputs)
+
+
+class _Shard:
+    """The engine as the router sees a shard: `penstock_router.backend.ShardState`."""
+
+    address = _ADDRESS
+    load = LoadReport(serving=True)
+    ready = True
+    in_flight = 0
+    problem = ""
+    leaving = False
+
+    def __init__(self, engine: EngineThread) -> None:
+        assert engine.loaded is not None
+        files = engine.loaded.tokenizer_files
+        message = wire.info_response(
+            engine.loaded.runner.info,
+            engine.config,
+            instance_id="one process",
+            revision=engine.loaded.revision,
+            tokenizer_hash=tokenizer_hash(files),
+            version=version("penstock"),
+        )
+        self.info: ShardInfo = _wire.shard_info(message, _ADDRESS)
+
+    async def drain(self) -> None:
+        return
+
+
+class InProcessFleet:
+    """Implements `penstock_router.backend.Fleet` on an engine in this process.
+
+    Serves what the benchmark asks for: completions, without log-probabilities, masks or adapters.
+    """
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+        self._shard = _Shard(engine)
+        self._streams: dict[str, GenerationStream] = {}
+        self._loop = asyncio.get_running_loop()
+        engine.outputs_go_to = self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._engine.outputs_go_to = None
+
+    @property
+    def shards(self) -> Sequence[_Shard]:
+        return [self._shard]
+
+    async def wait_ready(self, timeout_s: float | None = None) -> None:
+        return
+
+    def info(self, model: str = "") -> ShardInfo:
+        return self._shard.info
+
+    async def tokenizer_files(self, model: str = "", tokenizer_hash: str = "") -> dict[str, bytes]:
+        assert self._engine.loaded is not None
+        return self._engine.loaded.tokenizer_files
+
+    def submit(self, request: GenerationRequest) -> GenerationStream:
+        """Raises `penstock_shard.validation.Refusal`, which the router knows nothing of."""
+        assert self._engine.loaded is not None
+        stream = GenerationStream(new_request_id(), 0, 0, self._cancel)
+        incoming = _incoming(request, stream.request_id)
+        submit = check(incoming, self._engine.loaded.runner.info, self._engine.config)
+        self._streams[stream.request_id] = stream
+        self._engine.inbox.put(link.Inbox([submit], []))
+        return stream
+
+    def _cancel(self, stream: GenerationStream) -> None:
+        del self._streams[stream.request_id]
+        self._engine.inbox.put(link.Inbox([], [(stream.request_id, stream.attempt)]))
+
+    async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
+        raise NotServed("embeddings are not measured")
+
+    def add(self, address: str) -> None:
+        raise ValueError("there is one engine, in this process")
+
+    def remove(self, address: str) -> None:
+        raise ValueError("there is one engine, in this process")
+
+    # ---- what the engine says ----
+
+    def take_soon(self, outputs: Sequence[link.Output]) -> None:
+        """From the engine's thread: once a step."""
+        self._loop.call_soon_threadsafe(self._take, outputs)
+
+    def _take(self, outputs: Sequence[link.Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            if output.is_last:
+                del self._streams[output.request_id]
+            if output.error is not None:
+                stream.fail(ShardFailed(output.error.message))
+            else:
+                stream.feed(_output(output))
+
+
+def _incoming(request: GenerationRequest, request_id: str) -> IncomingRequest:
+    return IncomingRequest(
+        request_id=request_id,
+        attempt=0,
+        prompt=np.array(request.prompt_token_ids, dtype="<u4"),
+        output=np.array(request.output_token_ids, dtype="<u4"),
+        model=request.model,
+        **{name: getattr(request.sampling, name) for name in _SAMPLING},
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens or 0,
+        stop_token_ids=np.array(request.stop_token_ids, dtype="<u4"),
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def _output(output: link.Output) -> Output:
+    finish = output.finish
+    return Output(
+        output.token_ids,
+        output.first_position,
+        cached_tokens=output.cached_tokens,
+        finish_reason=None if finish is None else FinishReason[finish.name],
+        stop_token_id=output.stop_token_id,
+    )
+
+
+# ---- without text -------------------------------------------------------------------------------
+
+
+def _requests(seed: int, vocab_size: int) -> Iterator[GenerationRequest]:
+    """As the load has them, with ids where that has words."""
+    rng = random.Random(seed)
+    for number, (prompt_tokens, output_tokens) in enumerate(lengths(seed)):
+        yield GenerationRequest(
+            [rng.randrange(3, vocab_size) for _ in range(prompt_tokens)],
+            sampling=SamplingParams(**sampling_fields(number)),
+            max_tokens=output_tokens,
+            ignore_eos=True,
+        )
+
+
+async def _run_tokens_only(engine: EngineThread, num_streams: int, seed: int) -> int:
+    """Until the process is killed."""
+    async with InProcessFleet(engine) as fleet:
+        requests = _requests(seed, fleet.info().vocab_size)
+
+        async def read() -> None:
+            for request in requests:
+                async for _ in fleet.submit(request):
+                    pass
+
+        await asyncio.gather(*(read() for _ in range(num_streams)))
+    return 0
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    at = arguments.index("--")
+    router_config = parse_router_config(["--shards", _ADDRESS, *arguments[:at]])
+    measure_engine(os.environ[STEPS_VARIABLE])
+    engine = EngineThread(parse_shard_config(arguments[at + 1 :]))
+    engine.ready.wait()
+    if tokens_only := os.environ.get(TOKENS_ONLY_VARIABLE):
+        num_streams, seed = map(int, tokens_only.split(","))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run_tokens_only(engine, num_streams, seed))
+
+    workers._fleet = lambda *_: cast(Fleet, InProcessFleet(engine))
+    return workers.run(router_config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""What each step of an engine took, and of what: written in the engine's thread, read elsewhere.
+
+Counts time three ways: by the clock, by the thread's CPU, and by how long the thread was ready to
+run while no core was free. Knows nothing of routers and requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from penstock_shard import engine_main
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine import Engine
+from penstock_shard.link import Inbox
+from penstock_shard.loading import LoadedModel
+from penstock_shard.request import Request
+from penstock_shard.runner.base import RowResult, Runner, RunnerInfo, StepPlan
+
+# Where the engine of a process writes its steps.
+STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"
+
+# The fields of `Moment`.
+_RECORD = struct.Struct("<7dII")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """The end of a step. All but the first and the last two are sums over the thread's life, in
+    seconds; `at_s` is of `time.monotonic`.
+    """
+
+    at_s: float
+    # Of the whole thread, and within calls of the runner.
+    cpu_s: float
+    runner_cpu_s: float
+    runner_s: float
+    # Ready to run, and no core was free.
+    core_wait_s: float
+    runner_core_wait_s: float
+    # There was no request.
+    idle_s: float
+    rows: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """Of a window: its steps, the mean time of one from end to end, and what that is made of.
+
+    `device_s` is the device's or the model's; `engine_s` the engine's own CPU time as far as the
+    device waits for it; `wait_s` is the rest: the engine's thread could not run. Of that, it was
+    for a core for `core_wait_s` at most. `engine_cpu_s` is all of the engine's CPU time.
+    """
+
+    steps: int
+    tokens: int
+    rows: float
+    period_s: float
+    device_s: float
+    engine_s: float
+    wait_s: float
+    core_wait_s: float
+    engine_cpu_s: float
+    # In cores: of the thread, whatever it did.
+    thread_cores: float
+
+
+# ---- in the engine's process --------------------------------------------------------------------
+
+
+class _Log:
+    """Used in one thread, the one that steps."""
+
+    def __init__(self, path: str) -> None:
+        # Written at once, so that it can be read while the engine runs.
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._scheduler = -1
+        self._runner_s = self._runner_cpu_s = self._runner_core_wait_s = 0.0
+        self._began = (0.0, 0.0, 0.0)
+        self.idle_s = 0.0
+
+    def begin_call(self) -> None:
+        self._began = self._now()
+
+    def end_call(self) -> tuple[float, float, float]:
+        now, began = self._now(), self._began
+        self._runner_s += now[0] - began[0]
+        self._runner_cpu_s += now[1] - began[1]
+        self._runner_core_wait_s += now[2] - began[2]
+        return now
+
+    def end_step(self, rows: int, tokens: int) -> None:
+        at_s, cpu_s, core_wait_s = self.end_call()
+        runner = (self._runner_cpu_s, self._runner_s, core_wait_s, self._runner_core_wait_s)
+        os.write(self._file, _RECORD.pack(at_s, cpu_s, *runner, self.idle_s, rows, tokens))
+
+    def _now(self) -> tuple[float, float, float]:
+        if self._scheduler < 0:
+            self._scheduler = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        waited_ns = int(os.pread(self._scheduler, 64, 0).split()[1])
+        return time.monotonic(), time.thread_time(), 1e-9 * waited_ns
+
+
+class _TimedRunner:
+    """A `Runner` whose calls are timed; a step ends when it has been collected."""
+
+    def __init__(self, runner: Runner, log: _Log) -> None:
+        self._runner = runner
+        self._log = log
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    def launch(self, plan: StepPlan) -> None:
+        self._log.begin_call()
+        self._runner.launch(plan)
+        self._log.end_call()
+
+    def collect(self) -> Sequence[RowResult]:
+        self._log.begin_call()
+        results = self._runner.collect()
+        tokens = sum(result.token_id is not None for result in results)
+        self._log.end_step(len(results), tokens)
+        return results
+
+    def release(self, request: Request) -> None:
+        self._runner.release(request)
+
+
+def measure_engine(path: str) -> None:
+    """Have the engine that is built in this process write its steps to a file."""
+    log = _Log(path)
+    build_engine, take_inbox = engine_main._build_engine, engine_main._take_inbox
+
+    def build(
+        loaded: LoadedModel, config: ShardConfig, tell_started: Callable[[list[str]], None]
+    ) -> Engine:
+        timed = dataclasses.replace(loaded, runner=_TimedRunner(loaded.runner, log))
+        return build_engine(timed, config, tell_started)
+
+    def take(engine: Engine, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
+        from_s = time.monotonic()
+        take_inbox(engine, inbox, wait=wait)
+        if wait:
+            log.idle_s += time.monotonic() - from_s
+
+    engine_main._build_engine = build
+    engine_main._take_inbox = take
+
+
+# ---- in the benchmark's -------------------------------------------------------------------------
+
+
+def read_moments(path: Path) -> Iterator[Moment]:
+    """In the order in which they were written."""
+    data = path.read_bytes()
+    whole = data[: len(data) // _RECORD.size * _RECORD.size]
+    return (Moment(*fields) for fields in _RECORD.iter_unpack(whole))
+
+
+def parts_of(
+    moments: Sequence[Moment], from_s: float, to_s: float, *, step_s: float | None, threads: int
+) -> Parts:
+    """Of the steps that began and ended in the window.
+
+    `step_s` is how long a device takes for a step that runs beside the engine: it waits only for
+    what does not fit into that. Without one the engine's own thread computes the model: with one
+    compute thread what it waits for meanwhile is told from the model by its CPU time; with several
+    it also waits for those, and only waits for a core are told.
+
+    Raises `RuntimeError` where there are no steps.
+    """
+    steps = [
+        _difference(before, after)
+        for before, after in pairwise(moments)
+        if from_s <= before.at_s and after.at_s < to_s
+    ]
+    if not steps:
+        raise RuntimeError("the engine ran no step while it was measured")
+    count = len(steps)
+    busy_s = sum(step.at_s - step.idle_s for step in steps)
+    cpu_s = sum(step.cpu_s for step in steps)
+    runner_cpu_s = sum(step.runner_cpu_s for step in steps)
+    if step_s is not None:
+        device_s = count * step_s
+        beyond_s = sum(max(0.0, step.cpu_s - step_s) for step in steps)
+        engine_s = min(max(0.0, busy_s - device_s), beyond_s)
+    else:
+        waits_s = sum(step.runner_core_wait_s for step in steps)
+        runner_s = sum(step.runner_s for step in steps)
+        device_s = runner_cpu_s if threads == 1 else runner_s - waits_s
+        engine_s = cpu_s - runner_cpu_s
+    return Parts(
+        steps=count,
+        tokens=sum(step.tokens for step in steps),
+        rows=sum(step.rows for step in steps) / count,
+        period_s=busy_s / count,
+        device_s=device_s / count,
+        engine_s=engine_s / count,
+        wait_s=max(0.0, busy_s - device_s - engine_s) / count,
+        core_wait_s=sum(step.core_wait_s for step in steps) / count,
+        engine_cpu_s=(cpu_s - runner_cpu_s) / count,
+        thread_cores=cpu_s / sum(step.at_s for step in steps),
+    )
+
+
+def _difference(before: Moment, after: Moment) -> Moment:
+    """What the step that ended last took; `at_s` is how long it was."""
+    return Moment(
+        at_s=after.at_s - before.at_s,
+        cpu_s=after.cpu_s - before.cpu_s,
+        runner_cpu_s=after.runner_cpu_s - before.runner_cpu_s,
+        runner_s=after.runner_s - before.runner_s,
+        core_wait_s=after.core_wait_s - before.core_wait_s,
+        runner_core_wait_s=after.runner_core_wait_s - before.runner_core_wait_s,
+        idle_s=after.idle_s - before.idle_s,
+        rows=after.rows,
+        tokens=after.tokens,
+    )

@@ -1,0 +1,287 @@
+"""A request's text -> prompts: rendered, tokenized and checked, in one go.
+
+Plain functions that wait for nothing, so that they run wherever there is time for them: on the
+event loop for short texts, in a thread for longer ones, in a text process for long bodies. Knows
+no shard, no HTTP and no API's fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_router.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.errors import BadRequest, ContextExceeded
+from penstock_router.fields import INT32_MAX
+from penstock_router.request import ChatRequest, CompletionRequest, Options
+from penstock_router.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
+
+# What an item of a message costs a template, in characters of text.
+_ITEM_CHARS = 10
+# As shards have it.
+_MAX_BAD_WORD_IDS = 64
+# Up to so many ids are decoded on the event loop (about 0.2 us each).
+INLINE_IDS = 1000
+ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """What text work knows of a model."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    # Whether a request may bring a chat template of its own.
+    trusts_templates: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its ids, and its text where an answer may echo it.
+
+    The ids of a long one are an `array` of 32 bits: nothing should walk them in Python.
+    """
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the text of a request for tokens has become."""
+
+    prompts: tuple[Prompt, ...]
+    bad_words: Sequence[Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] = ()
+    # What the answer's text begins with.
+    full_text: str = ""
+    # The items before the answer's, as a JSON array; empty where none are kept.
+    conversation: bytes = b""
+
+
+def prepare_prompts(request: Options, model: TextModel) -> Prepared:
+    """The prompts of a request of either kind. One bad prompt refuses it."""
+    if isinstance(request, ChatRequest):
+        prompts = [chat_prompt(request, model)]
+    else:
+        assert isinstance(request, CompletionRequest)
+        prompts = completion_prompts(request, model)
+    _check_ids(model, request)
+    return Prepared(tuple(prompts), _bad_words(model, request), request.allowed_token_ids)
+
+
+def embedding_prompts(request: CompletionRequest, model: TextModel) -> Prepared:
+    """The inputs of a request for vectors."""
+    if request.truncate_prompt_tokens == -1:
+        # Nothing follows: the whole context is the input's.
+        request = dataclasses.replace(request, truncate_prompt_tokens=model.max_model_len)
+    prompts = completion_prompts(request, model, "input")
+    if not all(prompt.token_ids for prompt in prompts):
+        raise BadRequest("input: one of the inputs has no tokens", param="input")
+    return Prepared(tuple(prompts))
+
+
+def is_short(request: Options) -> bool:
+    """Whether its text work takes well under a millisecond."""
+    if isinstance(request, ChatRequest):
+        text = [request.messages, request.documents, request.template_kwargs, request.bad_words]
+        return is_small(text)
+    assert isinstance(request, CompletionRequest)
+    num_ids = sum(len(prompt) for prompt in request.prompts if not isinstance(prompt, str))
+    if request.echo and num_ids > INLINE_IDS:
+        return False
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    return is_small([texts, request.bad_words])
+
+
+def is_small(value: object) -> bool:
+    """Whether a template is through with it in no time: all text counts, and so does each item.
+
+    Looks no further than to the answer.
+    """
+    size, rest = 0, [value]
+    while rest and size <= INLINE_CHARS:
+        item = rest.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, list | tuple | dict):
+            size += _ITEM_CHARS * len(item)
+            if size <= INLINE_CHARS:
+                rest += item.values() if isinstance(item, dict) else item
+    return size <= INLINE_CHARS
+
+
+# ---- Completions -------------------------------------------------------------------------------
+
+
+def completion_prompts(
+    request: CompletionRequest, model: TextModel, param: str = "prompt"
+) -> list[Prompt]:
+    """Texts tokenized, ids checked; `param` is the field that they came in."""
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    truncation = _truncation(request, model)
+    encoded = iter(
+        model.tokenizer.encode(
+            texts,
+            add_special_tokens=request.add_special_tokens,
+            max_tokens=model.max_model_len,
+            truncation=truncation,
+        )
+    )
+    prompts = []
+    for prompt in request.prompts:
+        ids = next(encoded) if isinstance(prompt, str) else prompt
+        if truncation is None and isinstance(prompt, str):
+            prompts.append(Prompt(ids, prompt if request.echo else None))
+        else:
+            ids = ids if truncation is None else truncation.cut(ids)
+            prompts.append(_prompt_of_ids(ids, model, request, param))
+    return prompts
+
+
+def _prompt_of_ids(token_ids: list[int], model: TextModel, request: Options, param: str) -> Prompt:
+    # First, as there may be millions of them to look at.
+    if len(token_ids) > model.max_model_len:
+        raise prompt_too_long(len(token_ids), model.max_model_len)
+    largest = max(token_ids, default=0)
+    if largest >= model.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param=param)
+    if not request.echo:
+        return Prompt(token_ids)
+    skip = request.skip_special_tokens
+    return Prompt(token_ids, model.tokenizer.decode(token_ids, skip_special_tokens=skip))
+
+
+def _truncation(request: Options, model: TextModel) -> Truncation | None:
+    """How long a prompt may be and which end is cut off; None: a longer one is refused."""
+    wanted, limit = request.truncate_prompt_tokens, model.max_model_len
+    if wanted is None:
+        return None
+    if wanted > limit:
+        raise ContextExceeded(
+            f"truncate_prompt_tokens: must be at most {limit}, the model's context length; "
+            f"given: {wanted}",
+            limit_tokens=limit,
+            wanted_tokens=wanted,
+            param="truncate_prompt_tokens",
+        )
+    if wanted == -1:
+        may_follow = request.max_tokens
+        if may_follow is None:
+            may_follow = request.default_max_tokens or 1
+        wanted = max(1, limit - max(1, may_follow))
+    return Truncation(wanted, request.truncation_side or model.tokenizer.truncation_side)
+
+
+# ---- Chats -------------------------------------------------------------------------------------
+
+
+def chat_prompt(request: ChatRequest, model: TextModel, max_tokens: int | None = None) -> Prompt:
+    """A chat's messages, rendered by a template and tokenized; refused where they have more than
+    `max_tokens`, or else than the model's context.
+    """
+    text = rendered(request, model)
+    [token_ids] = model.tokenizer.encode(
+        [text],
+        add_special_tokens=request.add_special_tokens,
+        max_tokens=max_tokens or model.max_model_len,
+        truncation=_truncation(request, model),
+    )
+    return Prompt(token_ids, _last_message(request) if request.echo else None)
+
+
+def rendered(request: ChatRequest, model: TextModel) -> str:
+    """The prompt's text, by the model's template or, where those are trusted, the request's."""
+    template = model.chat_template
+    if request.chat_template is not None:
+        template = _template_of_request(request.chat_template, model)
+    if template is None:
+        raise BadRequest(
+            f"the model {model.name} has no chat template; start the router with "
+            "--chat-template FILE to give it one",
+            param="messages",
+        )
+    return template.render(
+        request.messages,
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        kwargs=request.template_kwargs,
+    )
+
+
+def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
+    if not model.trusts_templates:
+        raise BadRequest(
+            "chat_template: this server takes none from requests (--trust-request-chat-template)",
+            param="chat_template",
+        )
+    known = model.chat_template
+    try:
+        return ChatTemplate({"default": source}, {} if known is None else known.special_tokens)
+    except TemplateUnusable as error:
+        raise BadRequest(f"chat_template: {error}", param="chat_template") from None
+
+
+def _last_message(request: ChatRequest) -> str:
+    """What `echo` puts before the answer: a last message of the answer's own role."""
+    last = request.messages[-1]
+    return str(last.get("content", "")) if last["role"] == "assistant" else ""
+
+
+# ---- What else depends on the model's vocabulary -----------------------------------------------
+
+
+def _check_ids(model: TextModel, request: Options) -> None:
+    # Shards refuse it too, but once for each choice that the ids were sent for.
+    if (count := len(request.allowed_token_ids)) > model.vocab_size:
+        text = f"allowed_token_ids: at most {model.vocab_size} ids; given: {count}"
+        raise BadRequest(text, param="allowed_token_ids")
+    for name in ("allowed_token_ids", "stop_token_ids", "logprob_token_ids", "logit_bias"):
+        largest = max(getattr(request, name), default=0)
+        if largest >= model.vocab_size:
+            allowed = f"0..{model.vocab_size - 1} (the vocabulary)"
+            text = f"{name}: {largest} is out of bounds; allowed: {allowed}"
+            raise BadRequest(text, param=name)
+
+
+def _bad_words(model: TextModel, request: Options) -> list[list[int]]:
+    """The ids of each word as it begins a text, and as it stands behind another."""
+    words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
+    if not words:
+        return []
+    encoded = model.tokenizer.encode(words, add_special_tokens=False, max_tokens=INT32_MAX)
+    longest = max(map(len, encoded))
+    if longest > _MAX_BAD_WORD_IDS:
+        raise BadRequest(
+            f"bad_words: a word may have {_MAX_BAD_WORD_IDS} tokens; one has {longest}",
+            param="bad_words",
+        )
+    return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
+
+
+# ---- Ids as bytes: little-endian, 32 bits each -------------------------------------------------
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Ids of 32 bits each."""
+    values = ids if isinstance(ids, array) else array("I", ids)
+    if sys.byteorder == "big":
+        values = array("I", values)
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack_ids(data: memoryview) -> Sequence[int]:
+    """What `pack_ids` was given, as an array."""
+    values = array("I")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,217 @@
+"""What a router and its text processes say to each other, and how it is framed.
+
+A frame is a message in MessagePack and, after it, bytes as they are: a body, files, ids. Every
+message is decoded by its type, and an error travels as its name and its words: nothing that is
+received is a program. Ids are packed, little-endian and 32 bits each, so that either end takes them
+with one copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from penstock_router import errors
+from penstock_router.errors import ApiError, ContextExceeded
+from penstock_router.prompts import ID_BYTES, Prepared, Prompt, pack_ids, unpack_ids
+
+# Of the message, and of what comes after it.
+HEADER = struct.Struct("<IQ")
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """Of a model whose files a text process has, or asks for."""
+
+    name: str
+    tokenizer_hash: str
+    max_model_len: int
+    vocab_size: int
+    trusts_templates: bool
+
+
+# ---- To a text process -------------------------------------------------------------------------
+
+
+class Read(msgspec.Struct, tag=True, frozen=True):
+    """Read the body that follows, and keep what it is for a `Work` with its number."""
+
+    number: int
+    sort: str
+    with_digest: bool
+
+
+class Work(msgspec.Struct, tag=True, frozen=True):
+    """Work on a body that was read, or that follows; then come `earlier_bytes` of JSON."""
+
+    number: int
+    sort: str
+    model: ModelFacts
+    body_bytes: int
+    earlier_bytes: int
+
+
+class Files(msgspec.Struct, tag=True, frozen=True):
+    """A model's files, which follow one after another, and the operator's chat template."""
+
+    model: str
+    tokenizer_hash: str
+    chat_template: str | None
+    sizes: dict[str, int]
+
+
+Task = Read | Work | Files
+
+
+# ---- From a text process -----------------------------------------------------------------------
+
+
+class WasRead(msgspec.Struct, tag=True, frozen=True):
+    """What the body asks, without its text, as the type that its sort names."""
+
+    sort: str
+    asked: bytes
+    digest: bytes
+
+
+class WasPrepared(msgspec.Struct, tag=True, frozen=True):
+    """Prompts; the ids of each follow, then those that are allowed, then the conversation."""
+
+    # The number of ids, and the text.
+    prompts: list[tuple[int, str | None]]
+    bad_words: list[list[int]]
+    num_allowed: int
+    full_text: str
+
+
+class WasAnswered(msgspec.Struct, tag=True, frozen=True):
+    """The answer's JSON follows."""
+
+
+class NeedsFiles(msgspec.Struct, tag=True, frozen=True):
+    """Of the model: send them, and the work once more, without the body."""
+
+
+class WasLoaded(msgspec.Struct, tag=True, frozen=True):
+    """The model's files are here now."""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """An `ApiError`, and the sort of the body where that was known already."""
+
+    error: str
+    message: str
+    param: str | None = None
+    sort: str = ""
+    # Of `ContextExceeded`.
+    limit_tokens: int = 0
+    prompt_tokens: int | None = None
+    wanted_tokens: int | None = None
+
+
+Report = WasRead | WasPrepared | WasAnswered | NeedsFiles | WasLoaded | Failed
+
+_encode = msgspec.msgpack.encode
+_TASKS: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
+_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def framed(message: Task | Report, after_bytes: int) -> bytes:
+    """The frame of a message, up to what comes after it."""
+    data = _encode(message)
+    return HEADER.pack(len(data), after_bytes) + data
+
+
+def decode_task(data: bytes | bytearray) -> Task:
+    """What a text process is told."""
+    return _TASKS.decode(data)
+
+
+def decode_report(data: bytes | bytearray) -> Report:
+    """What a text process says."""
+    return _REPORTS.decode(data)
+
+
+def split(data: memoryview, sizes: Iterable[int]) -> list[memoryview]:
+    """The parts of what came after a message."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(data[start : start + size])
+        start += size
+    return parts
+
+
+# ---- Requests without their text ---------------------------------------------------------------
+
+
+def pack_asked(asked: Any) -> bytes:
+    """A dataclass, field by field."""
+    return _encode(asked)
+
+
+def unpack_asked(data: bytes, kind: type[Any]) -> Any:
+    """What `pack_asked` was given, of this type."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+# ---- Prompts -----------------------------------------------------------------------------------
+
+
+def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes]]:
+    """The message, and what comes after it."""
+    prompts = prepared.prompts
+    message = WasPrepared(
+        prompts=[(len(prompt.token_ids), prompt.text) for prompt in prompts],
+        bad_words=[list(word) for word in prepared.bad_words],
+        num_allowed=len(prepared.allowed_token_ids),
+        full_text=prepared.full_text,
+    )
+    ids = [pack_ids(prompt.token_ids) for prompt in prompts]
+    return message, [*ids, pack_ids(prepared.allowed_token_ids), prepared.conversation]
+
+
+def unpack_prepared(message: WasPrepared, data: memoryview) -> Prepared:
+    """What `pack_prepared` was given; ids are arrays."""
+    counts = [count for count, _ in message.prompts] + [message.num_allowed]
+    *prompts, allowed = map(unpack_ids, split(data, [ID_BYTES * count for count in counts]))
+    rows = zip(prompts, message.prompts, strict=True)
+    return Prepared(
+        tuple(Prompt(ids, text) for ids, (_, text) in rows),
+        message.bad_words,
+        allowed,
+        message.full_text,
+        bytes(data[ID_BYTES * sum(counts) :]),
+    )
+
+
+# ---- Errors ------------------------------------------------------------------------------------
+
+
+def pack_error(error: ApiError, sort: str = "") -> Failed:
+    """An error as data."""
+    failed = Failed(type(error).__name__, error.message, error.param, sort)
+    if isinstance(error, ContextExceeded):
+        return msgspec.structs.replace(
+            failed,
+            limit_tokens=error.limit_tokens,
+            prompt_tokens=error.prompt_tokens,
+            wanted_tokens=error.wanted_tokens,
+        )
+    return failed
+
+
+def unpack_error(failed: Failed) -> ApiError:
+    """The same error again."""
+    kind = getattr(errors, failed.error, ApiError)
+    if kind is ContextExceeded:
+        return ContextExceeded(
+            failed.message,
+            limit_tokens=failed.limit_tokens,
+            prompt_tokens=failed.prompt_tokens,
+            wanted_tokens=failed.wanted_tokens,
+            param=failed.param,
+        )
+    assert issubclass(kind, ApiError)
+    return kind(failed.message, param=failed.param)

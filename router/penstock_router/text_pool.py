@@ -1,0 +1,310 @@
+"""Text processes: started when they are first needed, leased to one body at a time, replaced.
+
+A body waits for a process behind those that came before it, and a long one also behind shorter ones
+that come a little later. Waiting ends with whoever waits. A process that is at work for somebody
+who has left may finish within a moment, so that the next body need not wait for a new one; after
+that it is killed. One that dies costs the body it had. Knows messages, not what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from penstock_router.errors import TooManyRequests, Unavailable
+from penstock_router.text_messages import HEADER, Report, Task, decode_report, framed
+
+logger = logging.getLogger(__name__)
+
+# Of bodies that wait or are worked on: enough for a burst, and little beside a router's memory.
+MAX_BODIES = 64
+MAX_BYTES = 256 * 1024 * 1024
+
+# A body counts as having come so much later: about twice as long as its text work takes.
+SECONDS_A_BYTE = 5e-7
+# No text takes so long: what does is a template that never ends, or a machine without memory.
+MAX_TASK_S = 60.0
+# What one whose client has left may still take: less than a new process would.
+_GRACE_S = 1.0
+# How long a process waits for the next task of the body that it was leased to.
+_HOLD_S = 0.05
+# A piece that is sent or received between two turns of the event loop.
+_PIECE_BYTES = 256 * 1024
+
+_Parts = Sequence[bytes | memoryview]
+# What is said, and what came after it.
+Said = tuple[Report, memoryview]
+
+
+class ProcessLost(Exception):
+    """A text process ended in the middle of a task."""
+
+
+class TextProcess:
+    """One process, and the socket to it. Only one task at a time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], router_end: socket.socket) -> None:
+        self._process = process
+        self._socket = router_end
+
+    @classmethod
+    async def start(cls, log_level: str) -> TextProcess:
+        """Start one. It ends when this process does, whatever ends it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "penstock_router.text_process"]
+            # Not for it: it counts nothing.
+            environment = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}
+            fd = theirs.fileno()
+            process = await asyncio.to_thread(
+                subprocess.Popen,
+                [*command, str(fd), log_level],
+                pass_fds=(fd,),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        ours.setblocking(False)
+        logger.info("text process %d started", process.pid)
+        return cls(process, ours)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    async def ask(self, task: Task, after: _Parts) -> Said:
+        """What it says to a task. Raises `ProcessLost`."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self._socket, framed(task, sum(map(len, after))))
+            for part in after:
+                view = memoryview(part)
+                for start in range(0, len(view), _PIECE_BYTES):
+                    await loop.sock_sendall(self._socket, view[start : start + _PIECE_BYTES])
+            message_bytes, after_bytes = HEADER.unpack(await self._receive(HEADER.size))
+            report = decode_report(await self._receive(message_bytes))
+            return report, memoryview(await self._receive(after_bytes))
+        except (OSError, EOFError):
+            raise ProcessLost from None
+
+    async def _receive(self, num_bytes: int) -> bytearray:
+        loop = asyncio.get_running_loop()
+        data = bytearray(num_bytes)
+        view = memoryview(data)
+        while view:
+            received = await loop.sock_recv_into(self._socket, view[:_PIECE_BYTES])
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return data
+
+    async def kill(self) -> int:
+        """End it, whatever it does; its status, negative for a signal's number."""
+        self._process.kill()
+        self._socket.close()
+        return await asyncio.to_thread(self._process.wait)
+
+
+class _Place:
+    """Where a process is, or would be."""
+
+    def __init__(self) -> None:
+        self.process: TextProcess | None = None
+
+
+class TextPool:
+    """A few text processes, and the bodies that wait for them."""
+
+    def __init__(self, num_processes: int, log_level: str) -> None:
+        self._log_level = log_level
+        self._places = [_Place() for _ in range(num_processes)]
+        self._free = list(self._places)
+        # By urgency, lowest first; the number tells equals apart.
+        self._waiting: list[tuple[float, int, asyncio.Future[_Place]]] = []
+        self._numbers = itertools.count()
+        # What runs on after those who began it: kept here, as the loop holds tasks weakly.
+        self._ending: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[Said]] = set()
+        self._num_bodies = 0
+        self._num_bytes = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes there are."""
+        return [place.process.pid for place in self._places if place.process is not None]
+
+    async def lease(self, num_bytes: int, arrived_s: float, *, admitted: bool = False) -> Lease:
+        """A process for a body that came at `arrived_s`, as the loop's clock has it.
+
+        Raises `TooManyRequests` beyond the bounds, unless it was `admitted` already.
+        """
+        if not admitted:
+            self._check_room(num_bytes)
+        self._num_bodies += 1
+        self._num_bytes += num_bytes
+        try:
+            place = await self._place(arrived_s + SECONDS_A_BYTE * num_bytes)
+        except BaseException:
+            self._leave(num_bytes)
+            raise
+        return Lease(self, place, num_bytes)
+
+    def _check_room(self, num_bytes: int) -> None:
+        # One body may always come, however long bodies may be.
+        too_long = self._num_bodies and self._num_bytes + num_bytes > MAX_BYTES
+        if self._num_bodies >= MAX_BODIES or too_long:
+            raise TooManyRequests(
+                f"{self._num_bodies} long bodies of {self._num_bytes} bytes are being read; at "
+                f"most {MAX_BODIES} of {MAX_BYTES} bytes are at once; try again shortly"
+            )
+
+    async def _place(self, urgency: float) -> _Place:
+        if self._free:
+            return self._free.pop()
+        turn: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        entry = (urgency, next(self._numbers), turn)
+        heapq.heappush(self._waiting, entry)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                # It came at the very end.
+                self._free_place(turn.result())
+            elif entry in self._waiting:
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+            raise
+
+    def _free_place(self, place: _Place) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(place)
+                return
+        self._free.append(place)
+
+    def _leave(self, num_bytes: int) -> None:
+        self._num_bodies -= 1
+        self._num_bytes -= num_bytes
+
+    # ---- called by leases ----
+
+    def give_back(self, place: _Place, num_bytes: int) -> None:
+        """A lease is over."""
+        self._leave(num_bytes)
+        self._free_place(place)
+
+    async def _process_at(self, place: _Place) -> TextProcess:
+        """The process there, started if need be."""
+        if place.process is not None and place.process.has_ended:
+            # While nobody needed it.
+            await self.end_process(place)
+        if place.process is None:
+            place.process = await TextProcess.start(self._log_level)
+        return place.process
+
+    async def end_process(self, place: _Place) -> None:
+        """End the one there; the next lease starts another."""
+        process, place.process = place.process, None
+        if process is not None:
+            status = await process.kill()
+            logger.warning("text process %d ended with status %d", process.pid, status)
+
+    def ask(self, place: _Place, task: Task, after: _Parts) -> asyncio.Task[Said]:
+        """Begin to ask the process there."""
+        asking = asyncio.create_task(self._ask(place, task, after))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return asking
+
+    async def _ask(self, place: _Place, task: Task, after: _Parts) -> Said:
+        return await (await self._process_at(place)).ask(task, after)
+
+    def let_end(self, lease: Lease, asking: asyncio.Task[Said]) -> None:
+        """Nobody waits for what was asked: end the lease soon, and the process if it goes on."""
+        task = asyncio.create_task(self._let_end(lease, asking))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _let_end(self, lease: Lease, asking: asyncio.Task[Said]) -> None:
+        try:
+            await asyncio.wait((asking,), timeout=_GRACE_S)
+            asking.cancel()
+            await asyncio.wait((asking,))
+            if asking.cancelled() or asking.exception() is not None:
+                await self.end_process(lease.place)
+        finally:
+            lease.give_back()
+
+    async def close(self) -> None:
+        """End all processes; no lease is in use any more, or will be of use."""
+        # Before their sockets are closed.
+        tasks = [*self._asking, *self._ending]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for place in self._places:
+            process, place.process = place.process, None
+            if process is not None:
+                await process.kill()
+
+
+class Lease:
+    """A process for one body, until it is given back."""
+
+    def __init__(self, pool: TextPool, place: _Place, num_bytes: int) -> None:
+        self._pool = pool
+        self.place = place
+        self._num_bytes = num_bytes
+        self._ended = False
+        self._hold: asyncio.TimerHandle | None = None
+
+    async def ask(self, task: Task, after: _Parts) -> Said:
+        """What the process says to a task.
+
+        The lease is over where this raises: `Unavailable` when the process died, `TimeoutError`
+        when it took too long.
+        """
+        asking = self._pool.ask(self.place, task, after)
+        try:
+            async with asyncio.timeout(MAX_TASK_S):
+                return await asyncio.shield(asking)
+        except ProcessLost:
+            try:
+                await self._pool.end_process(self.place)
+            finally:
+                self.give_back()
+            raise Unavailable(
+                "the process that worked on this request's text ended; try again"
+            ) from None
+        except BaseException:
+            self._pool.let_end(self, asking)
+            raise
+
+    def hold(self) -> None:
+        """Keep it for a moment: `take_up` says whether it is still there."""
+        self._hold = asyncio.get_running_loop().call_later(_HOLD_S, self.give_back)
+
+    def take_up(self) -> bool:
+        """Go on with it after `hold`, where it was not given back meanwhile."""
+        if self._hold is not None:
+            self._hold.cancel()
+        return not self._ended
+
+    def give_back(self) -> None:
+        """Done with it. Nothing happens the second time."""
+        if not self._ended:
+            self._ended = True
+            self._pool.give_back(self.place, self._num_bytes)
+        if self._hold is not None:
+            self._hold.cancel()

@@ -1,0 +1,287 @@
+"""Sorts of bodies: how each is read, and what is made of its text where its model is known.
+
+Reading and making are plain functions, and the same ones wherever they run: `bodies.py` says where.
+Between the two the router finds the model, and what else a body refers to. Knows no HTTP and no
+processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock_router.apis import embeddings, messages, openai, responses, tgi, tgi_answers, tokens
+from penstock_router.apis.base import ERRORS, Api, ErrorForm
+from penstock_router.apis.responses_request import ResponsesRequest
+from penstock_router.apis.tokens import TokensRequest
+from penstock_router.errors import ApiError, BadRequest
+from penstock_router.fields import INT32_MAX, JsonObject, decode_object
+from penstock_router.prompts import (
+    INLINE_IDS,
+    Prepared,
+    TextModel,
+    chat_prompt,
+    embedding_prompts,
+    is_short,
+    is_small,
+    prepare_prompts,
+    rendered,
+)
+from penstock_router.request import ChatRequest, Options
+from penstock_router.resumption import body_digest
+
+# Each takes some 500 bytes while it is shown.
+MAX_PLACES = 1_000_000
+
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sort:
+    """Bodies that are read and worked on in one way."""
+
+    name: str
+    # What `parse` gives: a dataclass with `model`, `brings_template` and `without_text`.
+    asked: type[Any]
+    # Raises `BadRequest`.
+    parse: Callable[[JsonObject], Any]
+    # Of what `parse` gave, its model, and the JSON of what was said before: prompts, or the JSON of
+    # the answer. Raises `BadRequest`.
+    work: Callable[[Any, TextModel, bytes], Prepared | bytes]
+    # Whether that takes well under a millisecond.
+    is_short: Callable[[Any], bool]
+    errors: ErrorForm = ERRORS
+    # Where it asks for tokens.
+    api: Api[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralSorts:
+    """Bodies whose fields say of which sort they are."""
+
+    name: str
+    # Raises `BadRequest`.
+    choose: Callable[[JsonObject], Sort]
+
+
+AnySort = Sort | SeveralSorts
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What came of reading a body: what it asks, or why it is refused."""
+
+    sort: Sort
+    asked: Any = None
+    refusal: ApiError | None = None
+    # As `body_digest` has it, where that was wanted.
+    digest: bytes = b""
+
+
+def read(sort: AnySort, data: bytes | memoryview, *, with_digest: bool) -> Reading:
+    """Read a body. Raises `BadRequest` where it does not even show of which sort it is."""
+    given = decode_object(data)
+    if isinstance(sort, SeveralSorts):
+        sort = sort.choose(given)
+    try:
+        asked = sort.parse(given)
+        return Reading(sort, asked, digest=body_digest(given) if with_digest else b"")
+    except ApiError as error:
+        return Reading(sort, refusal=error)
+
+
+# ---- What asks for tokens, or for vectors ------------------------------------------------------
+
+
+def _prepared(asked: Options, model: TextModel, earlier: bytes) -> Prepared:
+    return prepare_prompts(asked, model)
+
+
+def _generate(asked: tgi_answers.GenerateRequest, model: TextModel, earlier: bytes) -> Prepared:
+    prepared = prepare_prompts(asked, model)
+    [inputs] = asked.prompts
+    assert isinstance(inputs, str)
+    return dataclasses.replace(prepared, full_text=inputs) if asked.full_text else prepared
+
+
+def _respond(asked: ResponsesRequest, model: TextModel, earlier: bytes) -> Prepared:
+    if earlier:
+        asked = asked.after(msgspec.json.decode(earlier))
+    prepared = prepare_prompts(asked, model)
+    if not asked.repeated["store"]:
+        return prepared
+    return dataclasses.replace(prepared, conversation=_encode(asked.items))
+
+
+def _of(api: Api[Any], work: Callable[..., Prepared] = _prepared) -> Sort:
+    return Sort(
+        name=api.name,
+        asked=api.asked,
+        parse=api.parse,
+        work=work,
+        is_short=is_short,
+        errors=api.errors,
+        api=api,
+    )
+
+
+COMPLETIONS = _of(openai.COMPLETIONS)
+CHATS = _of(openai.CHATS)
+MESSAGES = _of(messages.MESSAGES_API)
+RESPONSES = _of(responses.RESPONSES, _respond)
+GENERATE = _of(tgi.GENERATE, _generate)
+GENERATE_STREAM = _of(tgi.GENERATE_STREAM, _generate)
+COMPAT = _of(tgi.COMPAT, _generate)
+EMBEDDINGS = Sort(
+    name="embeddings",
+    asked=embeddings.EmbedRequest,
+    parse=embeddings.parse,
+    work=lambda asked, model, earlier: embedding_prompts(asked, model),
+    is_short=is_short,
+)
+
+
+def _meant(given: JsonObject) -> Sort:
+    if given.get("inputs") is not None:
+        return COMPAT
+    if given.get("messages") is not None:
+        return CHATS
+    if given.get("prompt") is not None:
+        return COMPLETIONS
+    if given.get("input") is not None:
+        return EMBEDDINGS
+    raise BadRequest("the body must have messages, prompt, input or inputs")
+
+
+INVOCATIONS = SeveralSorts("invocations", _meant)
+
+
+# ---- What is answered with tokens or text ------------------------------------------------------
+
+
+def _count(asked: ChatRequest, model: TextModel, earlier: bytes) -> bytes:
+    prompt = chat_prompt(asked, model, INT32_MAX)
+    answer: messages.TokenCount = {"input_tokens": len(prompt.token_ids)}
+    return _encode(answer)
+
+
+def _tokenize_prompt(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
+    values = asked.values
+    if "messages" in values:
+        prompt = chat_prompt(tokens.chat_to_tokenize(values), model, INT32_MAX)
+        token_ids = list(prompt.token_ids)
+    elif "prompt" in values:
+        [token_ids] = model.tokenizer.encode(
+            [values["prompt"]],
+            add_special_tokens=values.get("add_special_tokens", True),
+            max_tokens=INT32_MAX,
+        )
+    else:
+        raise BadRequest("prompt: needed, or messages or inputs", param="prompt")
+    texts = None
+    if values.get("return_token_strs"):
+        texts = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+    answer: tokens.PromptTokens = {
+        "tokens": token_ids,
+        "count": len(token_ids),
+        "max_model_len": model.max_model_len,
+        "token_strs": texts,
+    }
+    return _encode(answer)
+
+
+def _tokenize_inputs(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
+    values = asked.values
+    return _encode(_placed(values["inputs"], model, values.get("add_special_tokens", True)))
+
+
+def _chat_tokenize(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
+    chat = tokens.chat_to_tokenize(asked.values)
+    text = rendered(chat, model)
+    answer: tokens.ChatTokens = {
+        "tokenize_response": _placed(text, model, chat.add_special_tokens),
+        "templated_text": text,
+    }
+    return _encode(answer)
+
+
+def _placed(text: str, model: TextModel, add_special_tokens: bool) -> list[tokens.TextToken]:
+    if len(text) > tokens.MAX_CHARS:
+        raise BadRequest(
+            f"the text has {len(text)} characters; at most {tokens.MAX_CHARS} are tokenized"
+        )
+    places = model.tokenizer.places(text, add_special_tokens=add_special_tokens, at_most=MAX_PLACES)
+    return tokens.text_tokens(text, places)
+
+
+def _detokenize(asked: TokensRequest, model: TextModel, earlier: bytes) -> bytes:
+    token_ids = asked.values["tokens"]
+    largest = max(token_ids, default=0)
+    if largest >= model.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param="tokens")
+    text = model.tokenizer.decode(token_ids, skip_special_tokens=False)
+    answer: tokens.DetokenizeAnswer = {"prompt": text}
+    return _encode(answer)
+
+
+def _has_little_text(asked: TokensRequest) -> bool:
+    return is_small(asked.values)
+
+
+def _has_few_ids(asked: TokensRequest) -> bool:
+    return len(asked.values["tokens"]) <= INLINE_IDS
+
+
+COUNT_TOKENS = Sort(
+    name="count_tokens",
+    asked=ChatRequest,
+    parse=messages.parse_count,
+    work=_count,
+    is_short=is_short,
+    errors=messages.ERRORS,
+)
+_TOKENIZE_PROMPT = Sort(
+    name="tokenize_prompt",
+    asked=TokensRequest,
+    parse=tokens.parse_with(tokens.TOKENIZE_FIELDS),
+    work=_tokenize_prompt,
+    is_short=_has_little_text,
+)
+_TOKENIZE_INPUTS = dataclasses.replace(
+    _TOKENIZE_PROMPT,
+    name="tokenize_inputs",
+    work=_tokenize_inputs,
+    errors=tgi_answers.ERRORS,
+)
+TOKENIZE = SeveralSorts(
+    "tokenize",
+    lambda given: _TOKENIZE_PROMPT if given.get("inputs") is None else _TOKENIZE_INPUTS,
+)
+CHAT_TOKENIZE = Sort(
+    name="chat_tokenize",
+    asked=TokensRequest,
+    parse=tokens.parse_with(tokens.CHAT_TOKENIZE_FIELDS),
+    work=_chat_tokenize,
+    is_short=_has_little_text,
+    errors=tgi_answers.ERRORS,
+)
+DETOKENIZE = Sort(
+    name="detokenize",
+    asked=TokensRequest,
+    parse=tokens.parse_with(tokens.DETOKENIZE_FIELDS),
+    work=_detokenize,
+    is_short=_has_few_ids,
+)
+
+SORTS: dict[str, AnySort] = {
+    sort.name: sort
+    for sort in (
+        *(COMPLETIONS, CHATS, MESSAGES, RESPONSES, GENERATE, GENERATE_STREAM, COMPAT),
+        *(EMBEDDINGS, INVOCATIONS, COUNT_TOKENS, TOKENIZE, _TOKENIZE_PROMPT, _TOKENIZE_INPUTS),
+        *(CHAT_TOKENIZE, DETOKENIZE),
+    )
+}

@@ -1,0 +1,41 @@
+"""A few threads for what is too long for the event loop and lets go of the interpreter lock.
+
+Their queue is bounded: work beyond it is refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from penstock_router.errors import TooManyRequests
+
+_Result = TypeVar("_Result")
+
+
+class Threads:
+    """Runs functions in an executor, which belongs to the caller."""
+
+    def __init__(self, executor: Executor, most: int) -> None:
+        """`most` bounds what runs and waits, together."""
+        self._executor = executor
+        self._most = most
+        self._room = threading.BoundedSemaphore(most)
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` gives and raises; or `TooManyRequests`, where too much waits already."""
+        if not self._room.acquire(blocking=False):
+            raise TooManyRequests(
+                f"{self._most} pieces of work wait for the router's threads; try again shortly"
+            )
+        try:
+            future = self._executor.submit(work)
+        except BaseException:
+            self._room.release()
+            raise
+        # Once it is through, also where nobody waits for it any more.
+        future.add_done_callback(lambda _: self._room.release())
+        return await asyncio.wrap_future(future)

@@ -1,0 +1,168 @@
+"""Long bodies beside everything else: the router answers others at once, whatever they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from support.processes import Router, Shard, is_alive, running, wait_until
+
+WORDS = "the quick brown fox jumps " * 8_000
+USER = {"role": "user", "content": WORDS}
+# By path: a long body, and the status where its text does not fit into the context.
+ROUTES: dict[str, tuple[dict[str, Any], int]] = {
+    "/v1/completions": ({"prompt": [WORDS, WORDS], "max_tokens": 1}, 400),
+    "/v1/chat/completions": ({"messages": [USER], "max_tokens": 1}, 400),
+    "/v1/messages": ({"model": "tgi", "messages": [USER], "max_tokens": 1}, 400),
+    "/v1/messages/count_tokens": ({"model": "tgi", "messages": [USER]}, 200),
+    "/v1/responses": ({"input": WORDS, "max_output_tokens": 1}, 400),
+    "/v1/embeddings": ({"input": WORDS}, 400),
+    "/generate": ({"inputs": WORDS, "parameters": {"max_new_tokens": 1}}, 422),
+    "/generate_stream": ({"inputs": WORDS, "parameters": {"max_new_tokens": 1}}, 422),
+    "/": ({"inputs": WORDS, "parameters": {"max_new_tokens": 1}}, 422),
+    "/invocations": ({"prompt": WORDS, "max_tokens": 1}, 400),
+    "/tokenize": ({"prompt": WORDS}, 200),
+    "/chat_tokenize": ({"messages": [USER]}, 200),
+    "/detokenize": ({"tokens": [40, 41, 42] * 30_000}, 200),
+}
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def shard_of(logs: Path, context: int) -> Shard:
+    flags = ("--max-model-len", str(context), "--step-ms", "2", "--kv-blocks", "200000")
+    return Shard(logs / f"shard{context}", *flags, "--embeddings", "last")
+
+
+@pytest.fixture(scope="module", params=[2048, 400_000], ids=["refused", "served"])
+def context(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory, context: int) -> Iterator[Router]:
+    logs = tmp_path_factory.mktemp("long")
+    shard = shard_of(logs, context)
+    router = Router(logs / "router", [shard.address])
+    with running(shard, router):
+        yield router
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as opened:
+        yield opened
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: Any) -> int:
+    async with session.post(url, json=body) as response:
+        await response.read()
+        return response.status
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_others_are_answered_at_once_while_long_bodies_come(
+    router: Router, session: aiohttp.ClientSession, context: int, path: str
+) -> None:
+    body, refused = ROUTES[path]
+    expected = refused if context == 2048 else 200
+    posts = [asyncio.create_task(post(session, router.url + path, body)) for _ in range(8)]
+    took_s = []
+    while not all(task.done() for task in posts):
+        began_s = time.perf_counter()
+        async with session.get(f"{router.url}/health") as response:
+            assert response.status == 200
+        took_s.append(time.perf_counter() - began_s)
+        await asyncio.sleep(0.01)
+    assert Counter(task.result() for task in posts) == {expected: 8}
+    # Nobody knows how busy this machine is; what is worked on here takes seconds.
+    assert max(took_s) < 0.5
+
+
+async def test_the_answer_to_a_long_body_is_that_to_a_short_one(
+    router: Router, session: aiohttp.ClientSession, context: int
+) -> None:
+    """What makes it long is white space."""
+    body = {"prompt": "the quick brown fox", "max_tokens": 8, "seed": 1, "echo": True}
+    texts = []
+    for space in ("", " " * 100_000):
+        data = (space + json.dumps(body)).encode()
+        headers = {"Content-Type": "application/json"}
+        url = f"{router.url}/v1/completions"
+        async with session.post(url, data=data, headers=headers) as response:
+            texts.append((await response.json())["choices"])
+    assert texts[0] == texts[1]
+
+
+# ---- text processes that are lost --------------------------------------------------------------
+
+
+@pytest.fixture
+def trusting(tmp_path: Path) -> Iterator[Router]:
+    """A router whose text processes can be given something to do for ever."""
+    shard = shard_of(tmp_path, 2048)
+    router = Router(tmp_path / "router", [shard.address], "--trust-request-chat-template")
+    with running(shard, router):
+        yield router
+
+
+def text_process(router: Router) -> psutil.Process:
+    """The only one there is, once it is there."""
+
+    def found() -> list[psutil.Process]:
+        return [child for child in router.children if is_alive(child)]
+
+    wait_until(lambda: len(found()) == 1, timeout_s=10, what="one text process")
+    return found()[0]
+
+
+def endless(session: aiohttp.ClientSession, router: Router) -> asyncio.Task[int]:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": ENDLESS}
+    return asyncio.create_task(post(session, f"{router.url}/v1/chat/completions", body))
+
+
+async def test_a_text_process_that_is_killed_costs_its_request_only(
+    trusting: Router, session: aiohttp.ClientSession
+) -> None:
+    assert trusting.children == []
+    task = endless(session, trusting)
+    await asyncio.sleep(1)
+    text_process(trusting).kill()
+    assert await task == 503
+    assert await post(session, f"{trusting.url}/tokenize", {"prompt": WORDS}) == 200
+
+
+async def test_work_without_end_goes_with_its_client(
+    trusting: Router, session: aiohttp.ClientSession
+) -> None:
+    task = endless(session, trusting)
+    await asyncio.sleep(1)
+    process = text_process(trusting)
+    task.cancel()
+    assert await post(session, f"{trusting.url}/tokenize", {"prompt": WORDS}) == 200
+    assert not is_alive(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_text_process_ends_with_its_router_whatever_it_does(
+    trusting: Router, session: aiohttp.ClientSession, number: signal.Signals
+) -> None:
+    task = endless(session, trusting)
+    await asyncio.sleep(1)
+    process = text_process(trusting)
+    if number == signal.SIGTERM:
+        # Else the router waits for it.
+        task.cancel()
+        await asyncio.sleep(0.1)
+    trusting.process.send_signal(number)
+    trusting.process.wait(20)
+    wait_until(lambda: not is_alive(process), timeout_s=5, what="the text process ended")
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,337 @@
+"""Bounds, waiting and deadlines as clients meet them on each route."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
+from tokenizers import Tokenizer
+
+from penstock_router.routes.base import ROUTER
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+# By name: the path, and a body that asks for one sequence.
+ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": "x"}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "messages": ("/v1/messages", {**CHAT, "model": "fake-model", "max_tokens": 100}),
+    "responses": ("/v1/responses", {"input": "x"}),
+    "invocations": ("/invocations", CHAT),
+    "embeddings": ("/v1/embeddings", {"input": "x"}),
+    "generate": ("/generate", {"inputs": "x"}),
+    "generate_stream": ("/generate_stream", {"inputs": "x"}),
+}
+TEXT_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tokenize": ("/tokenize", {"prompt": "x"}),
+    "detokenize": ("/detokenize", {"tokens": [5]}),
+    "count_tokens": ("/v1/messages/count_tokens", {**CHAT, "model": "fake-model"}),
+    "chat_tokenize": ("/chat_tokenize", CHAT),
+}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def slow_fleet(tokenizer: Tokenizer) -> FakeFleet:
+    """Its answers end when somebody ends them."""
+    return FakeFleet(model_files(tokenizer), step_s=0.02, script=lambda request: [5] * 100_000)
+
+
+def send(router: MemoryRouter, **more: Any) -> asyncio.Task[Answer]:
+    """A request that takes for ever, but for `max_tokens`."""
+    headers = more.pop("headers", {})
+    body = {"prompt": "x", **more}
+    return asyncio.create_task(router.post("/v1/completions", body, **headers))
+
+
+async def fill(router: MemoryRouter) -> asyncio.Task[Answer]:
+    """Take the only place there is."""
+    running = send(router)
+    await until(lambda: router.app[ROUTER].admission.in_flight == 1)
+    return running
+
+
+@asynccontextmanager
+async def small_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[MemoryRouter]:
+    """It has one place, and waits for nobody when it stops."""
+    settings = {"max_concurrent_requests": 1, "shutdown_timeout_s": 0.01, **settings}
+    async with memory_router(fleet, **settings) as router:
+        yield router
+
+
+async def leave(*tasks: asyncio.Task[Answer]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- Waiting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROUTES)
+async def test_a_request_that_finds_no_place_waits_for_one(
+    byte_level: Tokenizer, name: str
+) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.01, script=lambda request: [5] * 10)
+    async with small_router(fleet) as router:
+        admission = router.app[ROUTER].admission
+        first = await fill(router)
+        path, body = ROUTES[name]
+        waiting = asyncio.create_task(router.post(path, body))
+        await until(lambda: admission.queued_tokens)
+        assert (admission.in_flight, admission.queued) == (1, 1)
+        assert len(fleet.requests) == 1
+        assert (await first).status == 200
+        assert (await waiting).status == 200
+        assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+@pytest.mark.parametrize("name", [*ROUTES, *TEXT_ROUTES])
+async def test_with_a_full_queue_every_route_answers_429(byte_level: Tokenizer, name: str) -> None:
+    bounds = {"max_queued_requests": 0}
+    async with small_router(slow_fleet(byte_level), **bounds) as router:
+        running = await fill(router)
+        path, body = {**ROUTES, **TEXT_ROUTES}[name]
+        answer = await router.post(path, body)
+        assert answer.status == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert b"has no room" in answer.body
+        await leave(running)
+
+
+@pytest.mark.parametrize("name", TEXT_ROUTES)
+async def test_text_work_needs_no_place_in_flight(byte_level: Tokenizer, name: str) -> None:
+    bounds = {"max_queued_requests": 1}
+    async with small_router(slow_fleet(byte_level), **bounds) as router:
+        running = await fill(router)
+        assert (await router.post(*TEXT_ROUTES[name])).status == 200
+        await leave(running)
+
+
+async def test_whoever_asks_how_the_router_is_waits_for_nobody(byte_level: Tokenizer) -> None:
+    bounds = {"max_queued_requests": 1}
+    async with small_router(slow_fleet(byte_level), **bounds) as router:
+        tasks = [await fill(router), send(router)]
+        await until(lambda: router.app[ROUTER].admission.queued_tokens)
+        paths = ("/health", "/ready", "/v1/models", "/metrics", "/load", "/info", "/version")
+        for path in paths:
+            assert (await router.get(path)).status == 200
+        load = (await router.get("/load")).json()
+        assert (load["server_load"], load["queued"]) == (1, 1)
+        assert load["queued_tokens"] >= 1
+        await router.complete()
+        text = (await router.get("/metrics")).body.decode()
+        assert "penstock_router_sequences_queued 1.0" in text
+        assert f"penstock_router_prompt_tokens_queued {float(load['queued_tokens'])}" in text
+        assert 'penstock_router_refused_total{reason="queue_full"} 1.0' in text
+        assert "penstock_router_queue_seconds_count 1.0" in text
+        await leave(*tasks)
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing_there(byte_level: Tokenizer) -> None:
+    fleet = slow_fleet(byte_level)
+    async with small_router(fleet) as router:
+        running, connection = await fill(router), router.connect()
+        connection.send("POST", "/v1/completions", b'{"prompt": "x"}', {})
+        admission = router.app[ROUTER].admission
+        await until(lambda: admission.queued_tokens)
+        connection.close()
+        await until(lambda: not admission.queued)
+        assert len(fleet.requests) == 1
+        await leave(running)
+
+
+async def test_a_response_in_the_background_keeps_its_place_until_it_is_made(
+    byte_level: Tokenizer,
+) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.01, script=lambda request: [5] * 10)
+    async with small_router(fleet) as router:
+        begun = await router.post("/v1/responses", {"input": "x", "background": True})
+        assert begun.json()["status"] == "in_progress"
+        assert router.app[ROUTER].admission.in_flight == 1
+        assert (await router.complete()).status == 200
+        await until(lambda: not router.app[ROUTER].admission.in_flight)
+
+
+async def test_what_waits_when_the_router_stops_is_told_so(byte_level: Tokenizer) -> None:
+    async with small_router(slow_fleet(byte_level), shutdown_timeout_s=0.1) as router:
+        running = await fill(router)
+        waiting = send(router)
+        await until(lambda: router.app[ROUTER].admission.queued_tokens)
+    for task in (running, waiting):
+        answer = await task
+        assert (answer.status, answer.error["message"]) == (503, "the router is shutting down")
+
+
+# ---- Keys --------------------------------------------------------------------------------------
+
+
+def bearer(key: str) -> dict[str, dict[str, str]]:
+    return {"headers": {"Authorization": f"Bearer {key}"}}
+
+
+async def test_the_key_that_a_request_shows_says_whose_it_is(byte_level: Tokenizer) -> None:
+    bounds = {
+        "max_concurrent_requests": 100,
+        "max_concurrent_requests_per_key": 1,
+        "max_queued_requests_per_key": 0,
+    }
+    async with small_router(slow_fleet(byte_level), **bounds) as router:
+        running = [send(router, **bearer("one"))]
+        await until(lambda: router.app[ROUTER].admission.in_flight == 1)
+        for headers in ({"Authorization": "bearer one"}, {"x-api-key": "one"}):
+            assert (await send(router, headers=headers)).status == 429
+        running += [send(router), send(router, headers={"x-api-key": "two"})]
+        await until(lambda: router.app[ROUTER].admission.in_flight == 3)
+        assert (await send(router)).status == 429, "those without a key are one"
+        assert (await send(router, headers={"Authorization": "Basic two"})).status == 429
+        await leave(*running)
+
+
+async def test_a_key_is_neither_kept_nor_logged_nor_shown(
+    byte_level: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with small_router(slow_fleet(byte_level), max_queued_requests=0) as router:
+        running = send(router, **bearer("the-secret"))
+        await until(lambda: router.app[ROUTER].admission.in_flight == 1)
+        refused = await send(router, **bearer("the-secret"))
+        assert refused.status == 429
+        assert "the-secret" not in "".join(router.app[ROUTER].admission._accounts)
+        assert b"the-secret" not in refused.body
+        assert b"the-secret" not in (await router.get("/metrics")).body
+        await leave(running)
+    assert "the-secret" not in caplog.text
+
+
+async def test_polite_keys_are_served_beside_a_greedy_one(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.01, script=lambda request: [5] * 5)
+    bounds = {"max_concurrent_requests": 2, "max_queued_requests": 8}
+    async with memory_router(fleet, **bounds) as router:
+        greedy = [send(router, **bearer("greedy")) for _ in range(30)]
+        await asyncio.sleep(0.02)
+        polite = [send(router, **bearer(f"polite{number}")) for number in range(5)]
+        answers = await asyncio.gather(*polite)
+        assert [answer.status for answer in answers] == [200] * 5
+        statuses = [answer.status for answer in await asyncio.gather(*greedy)]
+        # Two run, and the queue has five of other keys before the last three of its eight.
+        assert statuses.count(200) == 5
+
+
+# ---- Deadlines ---------------------------------------------------------------------------------
+
+
+def with_timeout(name: str, timeout: object) -> tuple[str, dict[str, Any]]:
+    path, body = ROUTES[name]
+    if name.startswith("generate"):
+        return path, {**body, "parameters": {"timeout": timeout}}
+    return path, {**body, "timeout": timeout}
+
+
+@pytest.mark.parametrize("how", ["field", "header", "server"])
+@pytest.mark.parametrize("name", ROUTES)
+async def test_a_request_ends_at_its_deadline(byte_level: Tokenizer, name: str, how: str) -> None:
+    fleet = slow_fleet(byte_level)
+    fleet.step_s = 30.0
+    settings = {"request_timeout_s": 0.1} if how == "server" else {}
+    async with memory_router(fleet, **settings) as router:
+        (path, body), headers = ROUTES[name], {}
+        if how == "field":
+            path, body = with_timeout(name, 0.1)
+        elif how == "header":
+            headers = {"x-penstock-timeout-s": "0.1"}
+        async with asyncio.timeout(5):
+            answer = await router.post(path, body, **headers)
+        assert answer.status == 504
+        assert b"took longer than it or this server allows" in answer.body
+        if name != "embeddings":
+            await until(lambda: not fleet.running)
+            deadline_s = fleet.requests[0].objective.deadline_s
+            assert deadline_s is not None
+            # What was left when it was sent, and a tenth of a second.
+            assert 0.1 < deadline_s < 0.2
+            text = (await router.get("/metrics")).body.decode()
+            assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in text
+
+
+async def test_the_deadline_of_a_stream_that_has_begun_is_its_last_event(
+    byte_level: Tokenizer,
+) -> None:
+    async with memory_router(slow_fleet(byte_level)) as router:
+        *_, error, done = (await router.complete(stream=True, timeout=0.1)).events
+        assert (error["error"]["code"], done) == (504, "[DONE]")
+
+
+async def test_a_deadline_ends_waiting_too(byte_level: Tokenizer) -> None:
+    fleet = slow_fleet(byte_level)
+    async with small_router(fleet) as router:
+        running = await fill(router)
+        for stream in (False, True):
+            assert (await send(router, timeout=0.05, stream=stream)).status == 504
+        assert len(fleet.requests) == 1
+        await leave(running)
+
+
+async def test_the_least_of_all_limits_counts(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level))
+    async with memory_router(fleet, request_timeout_s=300.0) as router:
+        for field, header, wanted in ((200, 100, 100), (100, 200, 100), (400, 500, 300)):
+            headers = {"x-penstock-timeout-s": f"{header}"}
+            assert (await send(router, timeout=field, headers=headers)).status == 200
+            deadline_s = fleet.requests[-1].objective.deadline_s
+            assert deadline_s is not None
+            assert wanted - 5 < deadline_s <= wanted + 0.1
+
+
+async def test_without_a_limit_shards_are_told_none(byte_level: Tokenizer) -> None:
+    fleet = FakeFleet(model_files(byte_level))
+    async with memory_router(fleet) as router:
+        assert (await router.complete()).status == 200
+        assert (await router.complete(timeout=4294967, n=150, max_tokens=1)).status == 200
+    assert fleet.requests[0].objective.deadline_s is None
+    assert [r.objective.deadline_s for r in fleet.requests[1:]] == [4294967] * 150
+
+
+BAD_TIMEOUTS = [0, -1, -0.0, 1e308, 4294968, 5e-324, "5", True, [5], {}]
+
+
+@pytest.mark.parametrize("name", ROUTES)
+async def test_a_timeout_that_is_none_is_refused_by_its_name(
+    byte_level: Tokenizer, name: str
+) -> None:
+    async with memory_router(FakeFleet(model_files(byte_level))) as router:
+        for value in BAD_TIMEOUTS:
+            answer = await router.post(*with_timeout(name, value))
+            assert answer.status == (422 if name.startswith("generate") else 400), value
+            text = answer.body.decode()
+            assert "timeout: must be " in text
+            assert "given: " in text
+        for given in (
+            "0",
+            "-1",
+            "nan",
+            "NaN",
+            "inf",
+            "-Infinity",
+            "1e308",
+            "1e-320",
+            "x",
+            "",
+            "5s",
+        ):
+            headers = {"x-penstock-timeout-s": given}
+            answer = await router.post(*ROUTES[name], **headers)
+            assert answer.status == (422 if name.startswith("generate") else 400), given
+            assert b"x-penstock-timeout-s: must be " in answer.body
+        path, body = with_timeout(name, "HERE")
+        for word in (b"NaN", b"Infinity", b"-Infinity", b"1e400"):
+            data = str(body).replace("'HERE'", word.decode()).replace("'", '"').encode()
+            assert (await router.post(path, data)).status in (400, 422)

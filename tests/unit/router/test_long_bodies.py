@@ -1,0 +1,581 @@
+"""Long bodies: what a text process makes of them is what would be made of them here."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import struct
+import threading
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from router_doubles import INFO, FakeFleet, memory_router, model_files
+from support.budget import seeded
+from tokenizers import Tokenizer
+
+from penstock_router import bodies as bodies_module
+from penstock_router import errors, text_pool
+from penstock_router.apis.openai import parse_completion
+from penstock_router.bodies import Bodies, Body
+from penstock_router.config import RouterConfig
+from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
+from penstock_router.job import prepare
+from penstock_router.models import Models, ServedModel
+from penstock_router.prompts import Prepared, Prompt, pack_ids, unpack_ids
+from penstock_router.resumption import job_digest
+from penstock_router.text_messages import (
+    HEADER,
+    Read,
+    decode_report,
+    decode_task,
+    framed,
+    pack_error,
+    pack_prepared,
+    unpack_error,
+    unpack_prepared,
+)
+from penstock_router.text_pool import Lease, TextPool, TextProcess
+from penstock_router.text_work import SORTS
+from penstock_router.threads import Threads
+
+USER = {"role": "user", "content": "the quick brown fox 日本語 😀"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+ITEM = {"type": "message", "id": "msg_1", "role": "user", "status": "completed",
+        "content": [{"type": "input_text", "text": "before"}]}  # fmt: skip
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# By sort: bodies that are well, and bodies that are refused for all sorts of reasons.
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": "the fox"}),
+    ("completions", {"prompt": ["the fox", "😀 café"], "n": 2, "best_of": 3, "seed": 5}),
+    ("completions", {"prompt": [5, 6, 7], "echo": True, "logprobs": 2, "max_tokens": 0}),
+    ("completions", {"prompt": [[5, 6], [7]], "truncate_prompt_tokens": 1}),
+    ("completions", {"prompt": "the fox and the dog", "truncate_prompt_tokens": -1}),
+    ("completions", {"prompt": "x", "bad_words": ["fox", " the dog"], "logit_bias": {"7": -3}}),
+    ("completions", {"prompt": "x", "allowed_token_ids": [3, 4, 5], "stop": ["a", "b"]}),
+    ("completions", {"prompt": "x", "echo": True, "stream": True, "timeout": 3, "slo": 0.5}),
+    ("completions", {"prompt": "x", "stop_token_ids": [9], "logprobs": 1, "request_id": "me"}),
+    ("completions", {"prompt": "the fox " * 2000}),
+    ("completions", {"prompt": [5] * 600}),
+    ("completions", {"prompt": [5, 10**6]}),
+    ("completions", {"prompt": "x", "allowed_token_ids": [10**6]}),
+    ("completions", {"prompt": "x", "truncate_prompt_tokens": 10**6}),
+    ("completions", {"prompt": "x", "bad_words": ["zebra jumps " * 80]}),
+    ("completions", {"prompt": ""}),
+    ("completions", {"prompt": "x", "temperature": 9}),
+    ("completions", {"suffix": "x"}),
+    ("chats", {"messages": [USER]}),
+    ("chats", {"messages": [USER, ANSWER], "add_generation_prompt": False, "echo": True,
+               "continue_final_message": True}),
+    ("chats", {"messages": [USER], "documents": [{"text": "d"}], "reasoning_effort": "low",
+               "chat_template_kwargs": {"mood": "calm"}, "logprobs": True, "top_logprobs": 3}),
+    ("chats", {"messages": [USER], "chat_template": "{{ messages[0].content }}!"}),
+    ("chats", {"messages": [USER], "chat_template": "{{ nothing"}),
+    ("chats", {"messages": [USER], "chat_template": "{{ raise_exception('not so') }}"}),
+    ("chats", {"messages": [{**USER, "content": "the fox " * 2000}]}),
+    ("chats", {"messages": []}),
+    ("messages", {"model": INFO.model, "messages": [USER], "max_tokens": 4, "system": "be brief"}),
+    ("messages", {"model": INFO.model, "messages": [USER, ANSWER], "max_tokens": 4}),
+    ("messages", {"model": INFO.model, "messages": [USER]}),
+    ("responses", {"input": "the fox", "instructions": "be brief"}),
+    ("responses", {"input": [USER, ANSWER, USER], "store": False, "metadata": {"a": "b"}}),
+    ("responses", {"input": "the fox", "previous_response_id": "resp_1", "truncation": "auto"}),
+    ("responses", {"input": []}),
+    ("generate", {"inputs": "the fox", "parameters": {"best_of": 2, "return_full_text": True}}),
+    ("generate", {"inputs": "the fox " * 40, "parameters": {"truncate": 5, "details": True}}),
+    ("generate", {"inputs": "the fox " * 2000}),
+    ("generate", {"inputs": ""}),
+    ("generate_stream", {"inputs": "the fox", "parameters": {"top_n_tokens": 2}}),
+    ("compat", {"inputs": "the fox"}),
+    ("compat", {"inputs": "the fox", "stream": True}),
+    ("embeddings", {"input": ["the fox", "the dog"], "encoding_format": "base64"}),
+    ("embeddings", {"input": [[5, 6], [7]], "truncate_prompt_tokens": -1, "dimensions": 4}),
+    ("embeddings", {"input": "the fox " * 2000, "truncate_prompt_tokens": -1}),
+    ("embeddings", {"input": "the fox " * 2000}),
+    ("embeddings", {"input": [""]}),
+    ("invocations", {"inputs": "the fox"}),
+    ("invocations", {"messages": [USER]}),
+    ("invocations", {"prompt": "the fox"}),
+    ("invocations", {"input": "the fox"}),
+    ("invocations", {"inputs": ""}),
+    ("invocations", {"nothing": "the fox"}),
+    ("count_tokens", {"model": INFO.model, "messages": [USER]}),
+    ("tokenize", {"prompt": "the fox 😀", "return_token_strs": True}),
+    ("tokenize", {"messages": [USER]}),
+    ("tokenize", {"inputs": "the fox 😀"}),
+    ("tokenize", {"inputs": 7}),
+    ("tokenize", {"model": INFO.model}),
+    ("chat_tokenize", {"messages": [USER]}),
+    ("detokenize", {"tokens": [5, 6, 7]}),
+    ("detokenize", {"tokens": [10**6]}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def models(fleet: FakeFleet) -> Iterator[Models]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Models(fleet, Threads(executor, 8), RouterConfig(shards="fake:1"))
+
+
+@asynccontextmanager
+async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Bodies]:
+    """With one text process, which is started when it is needed."""
+    config = RouterConfig(shards="fake:1", trust_request_chat_template=True, **settings)
+    with ThreadPoolExecutor(1) as executor:
+        threads = Threads(executor, 8)
+        pool = TextPool(1, "info")
+        try:
+            yield Bodies(Models(fleet, threads, config), threads, pool)
+        finally:
+            await pool.close()
+
+
+async def outcome(bodies: Bodies, sort: str, data: bytes, earlier: bytes = b"") -> Any:
+    """All that comes of a body, in a form that can be compared."""
+    try:
+        body = await bodies.read(SORTS[sort], (data[:9], data[9:]), with_digest=True)
+        if body.refusal is not None:
+            raise body.refusal
+        model = await bodies.models.get(body.asked.model)
+        made = await body.work(model, earlier)
+        asked = body.asked.without_text()
+        if isinstance(made, Prepared) and body.sort.api is not None:
+            # Seeds are drawn where none was given.
+            job = prepare(dataclasses.replace(asked, drawn_seed=1), model, made)
+            return body.sort.name, body.digest, plain(asked), plain(job)
+        return body.sort.name, body.digest, plain(asked), plain(made)
+    except ApiError as error:
+        return type(error), error.args, vars(error)
+
+
+def plain(value: Any) -> Any:
+    """Without what sets equal values apart: arrays are lists, and ids of items are drawn."""
+    if isinstance(value, array | list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        items = msgspec.json.decode(value) if value else []
+        return [{**item, "id": ""} for item in items] if isinstance(items, list) else items
+    if dataclasses.is_dataclass(value) and not isinstance(value, ServedModel):
+        fields = dataclasses.fields(value)
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
+    return value
+
+
+async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with made_bodies(fleet) as bodies:
+        for sort, body in BODIES:
+            data, earlier = msgspec.json.encode(body), b""
+            if "previous_response_id" in body:
+                earlier = msgspec.json.encode([ITEM])
+            monkeypatch.setattr(bodies_module, "LONG_BYTES", 2**30)
+            here = await outcome(bodies, sort, data, earlier)
+            monkeypatch.setattr(bodies_module, "LONG_BYTES", 0)
+            there = await outcome(bodies, sort, data, earlier)
+            assert here == there, (sort, body)
+        # One, for all of them.
+        assert len(bodies.pool.pids) == 1
+
+
+async def test_of_a_long_body_no_text_and_no_list_of_ids_comes_back(
+    fleet: FakeFleet, byte_level: Tokenizer
+) -> None:
+    text = "the fox " * 20_000
+    fleet.shards[0].info = dataclasses.replace(INFO, max_model_len=10**6)
+    async with made_bodies(fleet) as bodies:
+        body = await read_long(bodies, "completions", {"prompt": [text, [5] * 10]})
+        assert body.asked.prompts == ("", "")
+        made = await body.work(await bodies.models.get(""))
+        assert isinstance(made, Prepared)
+        assert made.prompts == (Prompt(array("I", byte_level.encode(text).ids)),
+                                Prompt(array("I", [5] * 10)))  # fmt: skip
+
+
+async def test_a_long_conversation_before_a_short_body_makes_it_a_long_one(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.shards[0].info = dataclasses.replace(INFO, max_model_len=10**6)
+    part = {"type": "input_text", "text": "the fox " * 10_000}
+    earlier = msgspec.json.encode([{**ITEM, "content": [part]}])
+    async with made_bodies(fleet) as bodies:
+        there = await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
+        assert len(bodies.pool.pids) == 1
+        monkeypatch.setattr(bodies_module, "LONG_BYTES", 2**30)
+        assert there == await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
+
+
+async def read_long(bodies: Bodies, sort: str, body: dict[str, Any]) -> Body:
+    # JSON may have as much space as it likes.
+    return await bodies.read(SORTS[sort], (msgspec.json.encode(body), b" " * 70_000))
+
+
+async def answered(body: Body, model: ServedModel) -> Any:
+    made = await body.work(model)
+    assert isinstance(made, bytes)
+    return msgspec.json.decode(made)
+
+
+async def test_a_body_is_sent_again_where_its_process_was_wanted_elsewhere(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "_HOLD_S", 0.01)
+    async with made_bodies(fleet) as bodies:
+        model = await bodies.models.get("")
+        first = await read_long(bodies, "detokenize", {"tokens": [5, 6]})
+        second = await read_long(bodies, "detokenize", {"tokens": [7]})
+        wanted = [model.tokenizer.decode(ids, skip_special_tokens=False) for ids in ([5, 6], [7])]
+        answers = [await answered(body, model) for body in (first, second)]
+        assert [answer["prompt"] for answer in answers] == wanted
+
+
+async def test_a_replaced_tokenizer_is_replaced_in_the_process_too(
+    fleet: FakeFleet, sentencepiece: Tokenizer
+) -> None:
+    async with made_bodies(fleet) as bodies:
+        for tokenizer_hash in ("t", "new"):
+            fleet.shards[0].info = dataclasses.replace(INFO, tokenizer_hash=tokenizer_hash)
+            model = await bodies.models.get("")
+            body = await read_long(bodies, "tokenize", {"prompt": "the fox"})
+            answer = await answered(body, model)
+            wanted = model.tokenizer.encode(["the fox"], add_special_tokens=True, max_tokens=99)
+            assert [answer["tokens"]] == wanted
+            fleet.files = model_files(sentencepiece)
+        assert len(bodies.pool.pids) == 1
+
+
+async def test_files_are_asked_for_once(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    get = fleet.tokenizer_files
+
+    async def counted(*key: str) -> dict[str, bytes]:
+        nonlocal asked
+        asked += 1
+        return await get(*key)
+
+    monkeypatch.setattr(fleet, "tokenizer_files", counted)
+    async with made_bodies(fleet) as bodies:
+        model = await bodies.models.get("")
+        assert asked == 1
+        for _ in range(3):
+            await (await read_long(bodies, "tokenize", {"prompt": "x"})).work(model)
+        assert asked == 2
+
+
+async def test_of_many_long_bodies_a_few_are_read_from_in_one_turn_of_the_loop(
+    fleet: FakeFleet,
+) -> None:
+    async with made_bodies(fleet) as bodies:
+        tasks = [asyncio.create_task(bodies.take_turn()) for _ in range(40)]
+        done, turns = 0, 0
+        while done < len(tasks):
+            await asyncio.sleep(0)
+            before, done = done, sum(task.done() for task in tasks)
+            assert done - before <= 4
+            turns += 1
+        assert turns < 60
+
+
+async def test_what_a_job_is_made_of_does_not_depend_on_where_its_text_was_worked_on(
+    models: Models,
+) -> None:
+    """Also for cursors of routers before this one, which packed ids so."""
+    model, ids = await models.get(""), [5, 6, 499]
+    request = parse_completion({"prompt": ids})
+    here, there = (
+        prepare(request, model, Prepared((Prompt(given), Prompt([7]))))
+        for given in (ids, array("I", ids))
+    )
+    info = model.info
+    known = f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode()
+    packed = struct.pack("<4I", 3, *ids) + struct.pack("<2I", 1, 7)
+    expected = hashlib.blake2b(known + packed, digest_size=8).digest()
+    assert job_digest(here) == job_digest(there) == expected
+
+
+# ---- processes that are lost -------------------------------------------------------------------
+
+
+async def endless(bodies: Bodies) -> asyncio.Task[Any]:
+    """A body that is worked on for ever, and is."""
+    chat = {"messages": [USER], "chat_template": ENDLESS}
+    body, model = await read_long(bodies, "chats", chat), await bodies.models.get("")
+    # So that files are there.
+    await (await read_long(bodies, "tokenize", {"prompt": "x"})).work(model)
+    task = asyncio.create_task(body.work(model))
+    await asyncio.sleep(0.1)
+    return task
+
+
+async def test_a_process_that_dies_costs_its_request_and_the_next_one_gets_another(
+    fleet: FakeFleet,
+) -> None:
+    async with made_bodies(fleet) as bodies:
+        task = await endless(bodies)
+        [pid] = bodies.pool.pids
+        os.kill(pid, 9)
+        with pytest.raises(errors.Unavailable, match="text ended; try again"):
+            await task
+        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
+        assert bodies.pool.pids != [pid]
+
+
+async def test_a_process_that_died_while_idle_costs_nobody_anything(fleet: FakeFleet) -> None:
+    async with made_bodies(fleet) as bodies:
+        data = b'{"prompt": "x"}' + b" " * 70_000
+        before = await outcome(bodies, "tokenize", data)
+        os.kill(bodies.pool.pids[0], 9)
+        await asyncio.sleep(0.1)
+        assert await outcome(bodies, "tokenize", data) == before
+
+
+@pytest.mark.parametrize("small", [True, False])
+async def test_work_without_end_is_killed_when_its_client_leaves_or_its_time_is_up(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    monkeypatch.setattr(text_pool, "_GRACE_S", 0.05)
+    monkeypatch.setattr(text_pool, "MAX_TASK_S", 5.0 if small else 0.5)
+    async with made_bodies(fleet) as bodies:
+        task = await endless(bodies)
+        [pid] = bodies.pool.pids
+        if small:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError if small else TimeoutError):
+            await task
+        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
+        assert bodies.pool.pids != [pid]
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_a_short_body_with_a_template_of_its_own_can_be_put_an_end_to(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "MAX_TASK_S", 1.0)
+    async with memory_router(fleet, trust_request_chat_template=True) as router:
+        answer = await router.chat("x", chat_template=ENDLESS)
+        assert answer.status == 504
+        assert (await router.chat("x")).status == 200
+
+
+async def test_work_that_ends_soon_after_its_client_left_keeps_the_process(
+    fleet: FakeFleet,
+) -> None:
+    async with made_bodies(fleet) as bodies:
+        model = await bodies.models.get("")
+        await (await read_long(bodies, "tokenize", {"prompt": "x"})).work(model)
+        pids = bodies.pool.pids
+        body = await read_long(bodies, "tokenize", {"prompt": "the fox " * 20_000})
+        task = asyncio.create_task(body.work(model))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
+        assert bodies.pool.pids == pids
+
+
+# ---- who is next, without processes ------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class FakeProcess:
+    """Answers when it is told to."""
+
+    told: list[str]
+    go_on: asyncio.Event
+    pid: int = 1
+    has_ended: bool = False
+
+    async def ask(self, task: Read, after: Any) -> Any:
+        await self.go_on.wait()
+        self.told.append(task.sort)
+        return task, memoryview(b"")
+
+    async def kill(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> FakeProcess:
+    process = FakeProcess([], asyncio.Event())
+
+    async def start(log_level: str) -> Any:
+        return process
+
+    monkeypatch.setattr(TextProcess, "start", start)
+    return process
+
+
+async def ask(pool: TextPool, name: str, num_bytes: int, arrived_s: float) -> None:
+    lease = await pool.lease(num_bytes, arrived_s)
+    await lease.ask(Read(1, name, False), ())
+    lease.give_back()
+
+
+async def begun(pool: TextPool, *bodies: tuple[str, int, float]) -> list[asyncio.Task[None]]:
+    tasks = [asyncio.create_task(ask(pool, *body)) for body in bodies]
+    await asyncio.sleep(0.01)
+    return tasks
+
+
+async def test_short_bodies_pass_long_ones_that_came_a_little_before(process: FakeProcess) -> None:
+    pool = TextPool(1, "info")
+    mega = 10**6
+    tasks = await begun(
+        pool,
+        ("first", mega, 0.0),
+        ("long", 10 * mega, 0.0),
+        ("short", mega, 1.0),
+        ("shorter", mega // 2, 2.0),
+        # The long one has waited for long enough.
+        ("late", mega, 5.0),
+    )
+    process.go_on.set()
+    await asyncio.gather(*tasks)
+    assert process.told == ["first", "short", "shorter", "long", "late"]
+    await pool.close()
+
+
+async def test_who_stops_waiting_leaves_at_once_and_the_next_one_has_its_turn(
+    process: FakeProcess,
+) -> None:
+    pool = TextPool(1, "info")
+    tasks = await begun(pool, *((name, 10, number) for number, name in enumerate("abcd")))
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    assert len(pool._waiting) == 2
+    process.go_on.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert process.told == ["a", "c", "d"]
+    assert pool._num_bodies == pool._num_bytes == 0
+    await pool.close()
+
+
+async def test_who_leaves_in_the_moment_of_its_turn_passes_it_on(process: FakeProcess) -> None:
+    pool = TextPool(1, "info")
+    first = await pool.lease(1, 0)
+    second = asyncio.create_task(pool.lease(1, 0))
+    await asyncio.sleep(0)
+    first.give_back()
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    async with asyncio.timeout(1):
+        (await pool.lease(1, 0)).give_back()
+    await pool.close()
+
+
+async def test_beyond_so_many_bodies_or_bytes_the_next_one_is_refused(
+    process: FakeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "MAX_BODIES", 3)
+    monkeypatch.setattr(text_pool, "MAX_BYTES", 1000)
+    pool = TextPool(1, "info")
+    # One alone may be of any length.
+    tasks = await begun(pool, ("a", 5000, 0))
+    with pytest.raises(TooManyRequests, match="1 long bodies of 5000 bytes"):
+        await pool.lease(1, 0)
+    process.go_on.set()
+    await asyncio.gather(*tasks)
+    process.go_on.clear()
+    tasks = await begun(pool, *((name, 300, 0) for name in "abc"))
+    with pytest.raises(TooManyRequests, match="at most 3 of 1000 bytes") as refused:
+        await pool.lease(1, 0)
+    assert refused.value.headers() == {"Retry-After": "1"}
+    # One that was let in before comes again.
+    again = asyncio.create_task(pool.lease(1, 0, admitted=True))
+    process.go_on.set()
+    (await again).give_back()
+    await asyncio.gather(*tasks)
+    await pool.close()
+
+
+async def test_a_lease_that_is_held_too_long_is_given_to_the_next_one(
+    process: FakeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "_HOLD_S", 0.02)
+    pool = TextPool(1, "info")
+    first: Lease = await pool.lease(1, 0)
+    first.hold()
+    second = await pool.lease(1, 0)
+    assert not first.take_up()
+    second.hold()
+    assert second.take_up()
+    await asyncio.sleep(0.03)
+    second.give_back()
+    await pool.close()
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+ERRORS: list[ApiError] = [
+    BadRequest("a: must be b", param="a"),
+    ContextExceeded("too long", limit_tokens=5, prompt_tokens=7, wanted_tokens=3, param="prompt"),
+    ContextExceeded("too long", limit_tokens=5),
+    errors.TemplateFailed("no", param="messages"),
+    errors.Unavailable("not now"),
+    ApiError("internal error"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_is_the_same_after_its_way(error: ApiError) -> None:
+    data = framed(pack_error(error, "chats"), 0)[HEADER.size :]
+    failed = decode_report(data)
+    again = unpack_error(failed)  # type: ignore[arg-type]
+    assert (type(again), again.args, vars(again)) == (type(error), error.args, vars(error))
+    assert failed.sort == "chats"  # type: ignore[union-attr]
+
+
+def test_ids_are_little_endian_and_come_back_in_one_block() -> None:
+    rng = seeded("ids")
+    ids = [rng.randrange(2**32) for _ in range(1000)]
+    for given in (ids, array("I", ids), tuple(ids)):
+        data = pack_ids(given)
+        assert data[:4] == ids[0].to_bytes(4, "little")
+        assert unpack_ids(memoryview(data)) == array("I", ids)
+
+
+def test_prompts_are_the_same_after_their_way() -> None:
+    prompts = (Prompt([5, 6], "text"), Prompt([], None), Prompt(array("I", [7])))
+    given = Prepared(prompts, [[1], [2, 3]], (9, 8), "full", b'[{"a":1}]')
+    message, parts = pack_prepared(given)
+    frame = framed(message, sum(map(len, parts)))
+    message_bytes, after_bytes = HEADER.unpack(frame[: HEADER.size])
+    assert (len(frame) - HEADER.size, len(b"".join(parts))) == (message_bytes, after_bytes)
+    again = unpack_prepared(message, memoryview(b"".join(parts)))
+    assert plain(again) == plain(given)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "Nothing"})])
+def test_what_is_no_message_is_not_taken_for_one(data: bytes) -> None:
+    for decode in (decode_task, decode_report):
+        with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
+            decode(data)
+
+
+# ---- threads -----------------------------------------------------------------------------------
+
+
+async def test_what_finds_no_room_among_the_threads_is_refused_at_once() -> None:
+    with ThreadPoolExecutor(1) as executor:
+        threads = Threads(executor, 2)
+        until = threading.Event()
+        waiting = [asyncio.create_task(threads.run(until.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match="2 pieces of work wait"):
+            await threads.run(int)
+        # One that nobody waits for any more leaves, if it has not begun.
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        last = asyncio.create_task(threads.run(int))
+        await asyncio.sleep(0)
+        until.set()
+        assert (await waiting[0], await last) == (True, 0)
+        with pytest.raises(ZeroDivisionError):
+            await threads.run(lambda: 1 // 0)
