@@ -90,6 +90,9 @@ def serving(
 ) -> Iterator[Servers]:
     """Start so many shards and a router, wait until all serve, and end all on the way out.
 
+    Each shard's step is a hundredth longer than the one's before: shards of a real fleet do not
+    keep step with each other.
+
     `pin` gives the router the first core, and the shards and this process, with the loads that it
     starts, the others.
     """
@@ -103,19 +106,28 @@ def serving(
             started = []
             for index in range(shards):
                 log_file = folder / f"shard{number}-{index}.log"
-                started.append(StampingShard(log_file, (index, shards), *shard_flags))
+                flags = _with_longer_step(shard_flags, 1 + index / 100)
+                started.append(StampingShard(log_file, (index, shards), *flags))
                 scope.enter_context(running(started[-1]))
             if pin:
                 os.sched_setaffinity(0, cores[:1])
-            flags = ("--log-level", "warning", *router_flags)
+            router_flags = ("--log-level", "warning", *router_flags)
             addresses = [shard.address for shard in started]
-            router = Router(folder / f"router{number}.log", addresses, *flags)
+            router = Router(folder / f"router{number}.log", addresses, *router_flags)
             if pin and len(cores) > 1:
                 os.sched_setaffinity(0, cores[1:])
             with running(router):
                 yield Servers(started, router)
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def _with_longer_step(flags: Sequence[str], factor: float) -> list[str]:
+    changed = list(flags)
+    if "--step-ms" in changed:
+        at = changed.index("--step-ms") + 1
+        changed[at] = f"{float(changed[at]) * factor:g}"
+    return changed
 
 
 class Load:
