@@ -317,17 +317,18 @@ class _SharedCall:
             self.end(error)
 
     async def _dispatch(self, response: Any) -> None:
+        # First what is rarer, and waited for: first tokens, ends and errors.
+        for turn, message in enumerate(response.outputs, 1):
+            stream = self.streams.get(message.request_id)
+            if stream is not None and stream.attempt == message.attempt:
+                self._take(stream, _wire.output(message))
+            if turn % _OUTPUTS_A_TURN == 0:
+                await asyncio.sleep(0)
         numbered = self._numbered
         for turn, (number, output) in enumerate(_wire.tokens(response), 1):
             stream = numbered.get(number)
             if stream is not None:
                 stream.feed(output)
-            if turn % _OUTPUTS_A_TURN == 0:
-                await asyncio.sleep(0)
-        for turn, message in enumerate(response.outputs, 1):
-            stream = self.streams.get(message.request_id)
-            if stream is not None and stream.attempt == message.attempt:
-                self._take(stream, _wire.output(message))
             if turn % _OUTPUTS_A_TURN == 0:
                 await asyncio.sleep(0)
 
