@@ -28,7 +28,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.router_bench import figures, steady, traffic
+from benchmarks.router_bench import figures, steady, tokenizing, traffic
 from benchmarks.router_bench.figures import Row
 from benchmarks.router_bench.scenario import Scenario, positive
 from penstock_client.arguments import positive_int
@@ -41,6 +41,7 @@ _SCENARIOS: dict[str, tuple[Scenario, float, float, int]] = {
     "requests": (traffic.REQUESTS, 1.0, 10.0, 1),
     "long": (traffic.LONG, 20.0, 20.0, 1),
     "ttft": (traffic.TTFT, 20.0, 10.0, 3),
+    "tokenizing": (tokenizing.TOKENIZING, 10.0, 20.0, 3),
     "overload": (traffic.OVERLOAD, 20.0, 20.0, 1),
     "workers": (steady.WORKERS, 20.0, 10.0, 3),
 }

@@ -25,6 +25,8 @@ _TEXT = re.compile(rb'"content": *"([^"]+)"')
 # Of a listening socket whose backlog is full.
 _CONNECT_TIMEOUT_S = 60.0
 _LAST_CHUNK = b"0\r\n\r\n"
+# Of a stream whose status was sent.
+_ERROR_EVENT = b'data: {"error"'
 
 
 def post(path: str, body: dict[str, Any], key: str = "") -> bytes:
@@ -184,6 +186,8 @@ class Connection(asyncio.Protocol):
             return
         if not answer.first_s and _TEXT.search(data):
             answer.first_s = now_s
+        if _ERROR_EVENT in data:
+            answer.error = "an event that is an error"
         if answer.status:
             self._take(data, now_s)
         else:

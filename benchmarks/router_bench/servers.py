@@ -48,6 +48,15 @@ class StampingShard(Shard):
         return {STAMPS_VARIABLE: f"{self.stamps_file}:{index}:{count}"}
 
 
+class _Router(Router):
+    """One that is another module than `penstock_router`."""
+
+    def __init__(self, log_file: Path, shards: list[str], *flags: str, module: str) -> None:
+        port = free_port()
+        arguments = ["--shards", ",".join(shards), "--port", str(port), *flags]
+        Service.__init__(self, module, arguments, port, log_file, str(_ROOT))
+
+
 @dataclass(frozen=True, slots=True)
 class Servers:
     """Shards and a router in front of them."""
@@ -87,11 +96,12 @@ def serving(
     *,
     shards: int = 1,
     pin: bool = False,
+    router: str = "penstock_router",
 ) -> Iterator[Servers]:
     """Start so many shards and a router, wait until all serve, and end all on the way out.
 
-    Each shard's step is a hundredth longer than the one's before: shards of a real fleet do not
-    keep step with each other.
+    `router` is the module that is run as the router. Each shard's step is a hundredth longer than
+    the one's before: shards of a real fleet do not keep step with each other.
 
     `pin` gives the router the first core, and the shards and this process, with the loads that it
     starts, the others.
@@ -113,11 +123,12 @@ def serving(
                 os.sched_setaffinity(0, cores[:1])
             router_flags = ("--log-level", "warning", *router_flags)
             addresses = [shard.address for shard in started]
-            router = Router(folder / f"router{number}.log", addresses, *router_flags)
+            log_file = folder / f"router{number}.log"
+            started_router = _Router(log_file, addresses, *router_flags, module=router)
             if pin and len(cores) > 1:
                 os.sched_setaffinity(0, cores[1:])
-            with running(router):
-                yield Servers(started, router)
+            with running(started_router):
+                yield Servers(started, started_router)
     finally:
         os.sched_setaffinity(0, cores)
 

@@ -8,7 +8,6 @@ is there: waking a task costs as much as all else that a token does.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -103,10 +102,10 @@ class GenerationStream:
         while (output := self.take()) is None:
             if self._ended:
                 raise StopAsyncIteration
-            news = asyncio.get_running_loop().create_future()
-            self.listen(functools.partial(_settle, news), min_tokens=0)
+            news = asyncio.Event()
+            self.listen(news.set, min_tokens=0)
             try:
-                await news
+                await news.wait()
             finally:
                 self.listen(_nobody)
         return output
@@ -200,8 +199,3 @@ class GenerationStream:
         if not logprobs.chosen:
             output.prompt_logprobs = None
         return ""
-
-
-def _settle(news: asyncio.Future[None]) -> None:
-    if not news.done():
-        news.set_result(None)

@@ -21,6 +21,7 @@ Knows numbers and times only: no HTTP, no fields, no prompts.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import time
 from collections import OrderedDict
@@ -30,7 +31,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock_router.config import RouterConfig
-from penstock_router.errors import ApiError, BadRequest, TimedOut, TooManyRequests, Unavailable
+from penstock_router.errors import (
+    TIME_IS_UP,
+    ApiError,
+    BadRequest,
+    TimedOut,
+    TooManyRequests,
+    Unavailable,
+)
 from penstock_router.fair_queue import FairQueue, Share, Waiting
 from penstock_router.metrics import Metrics
 
@@ -55,9 +63,9 @@ class TimeLimit:
         return None if self._at is None else self._at - asyncio.get_running_loop().time()
 
     def check(self) -> None:
-        """Raises what `end` was given."""
+        """Raises what `end` was given, if it was."""
         if self._ended is not None:
-            raise self._ended
+            raise self._error()
 
     @asynccontextmanager
     async def scope(self) -> AsyncIterator[None]:
@@ -70,11 +78,13 @@ class TimeLimit:
         except TimeoutError:
             if not timer.expired():
                 raise
-            if self._ended is not None:
-                raise self._ended from None
-            raise TimedOut("the request took longer than it or this server allows") from None
+            raise self._error() from None
         finally:
             self._timer = None
+
+    def _error(self) -> ApiError:
+        # Another one each time: what is raised refers to all that it ends, and that to this.
+        return TimedOut(TIME_IS_UP) if self._ended is None else copy.copy(self._ended)
 
     def end(self, error: ApiError) -> None:
         """Its time is up now, for this reason."""
@@ -141,7 +151,7 @@ class Ticket(Waiting):
         self._admission = admission
         self.account = account
         self.limit = limit
-        self.state: Literal["prepared", "waiting", "in flight", "gone"] = "prepared"
+        self.state: Literal["preparing", "waiting", "in flight", "gone"] = "preparing"
         # Of a ticket that waits: how much of the queue it takes, and what is set when it is over.
         self.prompt_tokens = 0
         self.placed: asyncio.Future[None] | None = None
@@ -164,6 +174,18 @@ class Ticket(Waiting):
             Unavailable: the router stopped first.
         """
         await self._admission.start(self, prompt_tokens)
+
+
+def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
+    """Its latest requests that have so much of the queue between them."""
+    found: list[Ticket] = []
+    for ticket in reversed(account.tickets):
+        if excess <= 0:
+            break
+        if held := ticket.held(amount):
+            found.append(ticket)
+            excess -= held
+    return found
 
 
 class Admission:
@@ -321,15 +343,14 @@ class Admission:
         """
         others = [each for each in self._accounts.values() if getattr(each, amount) >= excess]
         most = max(others, key=lambda each: each.sequences, default=account)
-        freed = excess if amount == "queued" else 1
+        latest = _latest(most, amount, excess)
+        freed = sum(ticket.places for ticket in latest)
         if most.sequences - freed < account.sequences + wanted:
             return False
-        for ticket in reversed(list(most.tickets)):
-            if excess > 0 and (held := ticket.held(amount)):
-                excess -= held
-                text = "the queue is full and other keys have less here"
-                ticket.limit.end(self._refusal("pushed_out", ticket.places, text))
-                self._forget(ticket)
+        for ticket in latest:
+            text = "the queue is full and other keys have less here"
+            ticket.limit.end(self._refusal("pushed_out", ticket.places, text))
+            self._forget(ticket)
         # Not before: who waits behind them may be one of them.
         self._give_places()
         return True
@@ -353,8 +374,9 @@ class Admission:
             async with asyncio.timeout(timeout_s):
                 await ticket.placed
         except TimeoutError:
-            # They may have come at the very end.
-            if ticket.state == "waiting":
+            # They may have come at the very end, or another key's request in its stead.
+            ticket.limit.check()
+            if ticket.waits:
                 text = f"no place came free within {timeout_s:g} s (--queue-timeout-s)"
                 self._refuse("queue_timeout", ticket.places, text)
 

@@ -51,6 +51,9 @@ from penstock_router.threads import Threads
 
 logger = logging.getLogger(__name__)
 
+# Models that are loaded at once, and the like.
+_THREAD_WORK_OF_ITS_OWN = 64
+
 # By (method, path), as aiohttp names a path.
 _BY_PATH = {(route.method, route.canonical_path): route for route in ROUTES}
 
@@ -69,8 +72,10 @@ def build_app(
         ttl_s=config.response_ttl_s,
         owner=uuid.uuid4().hex,
     )
-    # Whoever was let in finds room, and some others.
-    threads = Threads(executor, most=config.max_concurrent_requests + config.max_queued_requests)
+    # Whoever was let in finds room, whatever was left running there or is the router's own.
+    let_in = config.max_concurrent_requests + config.max_queued_requests
+    max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
+    threads = Threads(executor, max_pending)
     models = Models(fleet, threads, config)
     pool = TextPool(config.text_processes, config.log_level)
     app[ROUTER] = Router(
@@ -78,7 +83,7 @@ def build_app(
         fleet=fleet,
         models=models,
         threads=threads,
-        bodies=Bodies(models, threads, pool),
+        bodies=Bodies(models, threads, pool, metrics),
         admission=Admission(config, metrics),
         metrics=metrics,
         cursors=CursorCodec(config.resume_key),
@@ -96,6 +101,7 @@ def build_app(
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
     app.cleanup_ctx.append(_watch_loop)
     app.cleanup_ctx.append(_follow_changes)
+    app.cleanup_ctx.append(_end_text_processes)
     app.cleanup_ctx.append(_load_models)
     app.cleanup_ctx.append(_store_responses)
     app.on_shutdown.append(_end_requests)
@@ -110,6 +116,10 @@ async def _load_models(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await models.close()
+
+
+async def _end_text_processes(app: web.Application) -> AsyncIterator[None]:
+    yield
     await app[ROUTER].bodies.pool.close()
 
 
@@ -140,6 +150,8 @@ async def _end_requests(app: web.Application) -> None:
     await router.admission.stop(router.config.shutdown_timeout_s)
     await router.live_streams.wait_ended()
     await router.background.close()
+    # Of bodies that wait to be read only: the others have ended by now.
+    router.bodies.pool.stop()
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:

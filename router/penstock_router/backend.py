@@ -21,9 +21,6 @@ class GenerationStream(Protocol):
     """One sequence in flight; `cancel` aborts it in the shard."""
 
     @property
-    def request_id(self) -> str: ...
-
-    @property
     def ended(self) -> bool: ...
 
     @property

@@ -120,47 +120,18 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
             f"--stall-timeout-s {args.stall_timeout_s:g}: must be above {_REPORTS_EVERY_S:g}, "
             "as a shard with nothing to do says so once a second"
         )
-    return RouterConfig(
-        shards=_shards(parser, args.shards),
-        host=args.host,
-        port=args.port,
-        workers=args.workers,
-        api_key=api_key,
-        shard_api_key=api_key if args.shard_api_key is None else args.shard_api_key,
-        admin_key=args.admin_key,
-        policy=args.policy,
-        stall_timeout_s=args.stall_timeout_s,
-        failover_timeout_s=args.failover_timeout_s,
-        resume_key=resume_key or "",
-        resume_grace_s=args.resume_grace_s,
-        audit_log=args.audit_log,
-        audit_prompts=args.audit_prompts,
-        audit_key=_audit_key(parser, args),
-        verify_share=args.verify_share,
-        response_store=args.response_store,
-        response_store_bytes=args.response_store_bytes,
-        response_ttl_s=args.response_ttl_s,
-        chat_template=_chat_template(parser, args.chat_template),
-        trust_request_chat_template=args.trust_request_chat_template,
-        model_aliases=tuple(args.model_alias),
-        max_body_bytes=args.max_body_bytes,
-        max_answer_bytes=args.max_answer_bytes,
-        max_concurrent_requests=args.max_concurrent_requests,
-        max_queued_requests=args.max_queued_requests,
-        max_queued_tokens=args.max_queued_tokens,
-        max_concurrent_requests_per_key=args.max_concurrent_requests_per_key,
-        max_queued_requests_per_key=args.max_queued_requests_per_key,
-        max_queued_tokens_per_key=args.max_queued_tokens_per_key,
-        queue_timeout_s=args.queue_timeout_s,
-        request_timeout_s=args.request_timeout_s,
-        shutdown_timeout_s=args.shutdown_timeout_s,
-        write_timeout_s=args.write_timeout_s,
-        keep_alive_s=args.keep_alive_s,
-        silence_timeout_s=args.silence_timeout_s,
-        tokenizer_threads=args.tokenizer_threads,
-        text_processes=args.text_processes,
-        log_level=args.log_level,
-    )
+    # Each flag is named as its field.
+    given = vars(args) | {
+        "shards": _shards(parser, args.shards),
+        "api_key": api_key,
+        "shard_api_key": api_key if args.shard_api_key is None else args.shard_api_key,
+        "resume_key": resume_key or "",
+        "audit_key": _audit_key(parser, args),
+        "chat_template": _chat_template(parser, args.chat_template),
+        "model_aliases": tuple(args.model_aliases),
+    }
+    del given["audit_key_file"]
+    return RouterConfig(**given)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -207,6 +178,7 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--model-alias",
+        dest="model_aliases",
         type=_alias,
         action="append",
         default=[],
@@ -376,8 +348,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add(
         "--silence-timeout-s",
         default=600.0,
-        help="504 when shards say nothing of a request for so long, also while it waits there "
-        f"{_DEFAULT}",
+        help="504 when shards say nothing of a request for so long, also while it waits there or "
+        f"for one {_DEFAULT}",
         **_SECONDS,
     )
 

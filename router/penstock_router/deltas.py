@@ -6,9 +6,9 @@ Knows deltas only; neither where they come from nor how they are shown.
 from __future__ import annotations
 
 import asyncio
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 from penstock_router.choice import Delta
@@ -20,10 +20,28 @@ from penstock_router.request import Options
 LOGPROB_BYTES = 64
 
 
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a whole request. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    # From arrival at a shard to the first step there: the longest of all sequences.
+    queue_s: float | None = None
+    # A sequence went on at a shard whose tokens may come out otherwise at a near-tie.
+    approximate: bool = False
+
+
+def nobody() -> None:
+    """Listens to nothing."""
+
+
 class Deltas(ABC):
     """A source of deltas for one reader: one that iterates, or one that listens and takes.
 
-    To listen costs less: it wakes no task.
+    To listen costs less: it wakes no task. Who is done listening leaves `nobody` in its place: the
+    two would keep each other alive.
     """
 
     @property
@@ -46,15 +64,10 @@ class Deltas(ABC):
         while (delta := self.take()) is None:
             if self.ended:
                 raise StopAsyncIteration
-            news = asyncio.get_running_loop().create_future()
-            self.listen(functools.partial(_settle, news))
-            await news
+            news = asyncio.Event()
+            self.listen(news.set)
+            await news.wait()
         return delta
-
-
-def _settle(news: asyncio.Future[None]) -> None:
-    if not news.done():
-        news.set_result(None)
 
 
 class _Wrapped(Deltas):
@@ -126,7 +139,10 @@ async def for_each(deltas: Deltas, use: Callable[[Delta], object]) -> None:
 
     deltas.listen(on_news)
     on_news()
-    await end
+    try:
+        await end
+    finally:
+        deltas.listen(nobody)
     if errors:
         raise errors[0]
 

@@ -28,9 +28,9 @@ import penstock_client.errors as client_errors
 logger = logging.getLogger(__name__)
 
 # Long enough for a queue to move, short enough not to leave a free machine idle.
-RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1
 
-_TIME_IS_UP = "the request took longer than it or this server allows"
+TIME_IS_UP = "the request took longer than it or this server allows"
 
 # A message may quote what the client sent; it must not send it all back.
 MAX_MESSAGE_CHARS = 300
@@ -133,10 +133,10 @@ class TooManyRequests(ApiError):
 
     status = 429
     type = "RateLimitError"
-    retry_after_s = RETRY_AFTER_S
+    retry_after_s = _RETRY_AFTER_S
 
     def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: int = RETRY_AFTER_S
+        self, message: str, *, param: str | None = None, retry_after_s: int = _RETRY_AFTER_S
     ) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
@@ -147,7 +147,7 @@ class Unavailable(ApiError):
 
     status = 503
     type = "ServiceUnavailableError"
-    retry_after_s = RETRY_AFTER_S
+    retry_after_s = _RETRY_AFTER_S
 
 
 class TimedOut(ApiError):
@@ -182,7 +182,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, client_errors.PenstockError):
         return _from_client(error)
     if isinstance(error, TimeoutError):
-        return TimedOut(_TIME_IS_UP)
+        return TimedOut(TIME_IS_UP)
     return ApiError("internal error; the server's log has the details under this request's id")
 
 
@@ -200,7 +200,7 @@ def _from_client(error: client_errors.PenstockError) -> ApiError:
                 "the shards that served this request went away one after another; try again"
             )
         case client_errors.DeadlineExceeded():
-            return TimedOut(_TIME_IS_UP)
+            return TimedOut(TIME_IS_UP)
         case client_errors.Unauthenticated():
             # The shard does not accept *this router*: nothing the client could send cures that.
             return Unavailable("a shard refuses this router's API key (--shard-api-key)")

@@ -2,7 +2,7 @@
 
     request = api.parse(body)                        # fields, types, bounds: `apis/`
     prepared = prepare_prompts(request, model)       # template, tokens: `prompts.py`
-    job = prepare(request, model, prepared)          # lengths, seeds, choices: `job.py`
+    job = await make_job(request, model, prepared)   # lengths, seeds, choices: `job.py`
     async with Generation(job, fleet, metrics) as generation:
         async for delta in generation: ...           # what a choice has gained, as it comes
 
@@ -20,7 +20,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -28,7 +27,7 @@ from penstock_client.errors import ShardFailed
 from penstock_client.types import GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
-from penstock_router.deltas import Deltas
+from penstock_router.deltas import Deltas, Usage, nobody
 from penstock_router.errors import SlowReader, TimedOut, Unavailable
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
@@ -37,25 +36,8 @@ from penstock_router.metrics import Metrics
 # half a millisecond of it the event loop gets a turn.
 _TOKENS_A_TURN = 50_000
 _SUBMISSION_TOKENS = 2_000
-# At a choice, within the time that it may be silent.
+# So often a choice is looked at within the time that it may be silent.
 _LOOKS = 4
-
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens of a whole request. A prompt counts once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int | None = None
-    # From arrival at a shard to the first step there: the longest of all sequences.
-    queue_s: float | None = None
-    # A sequence went on at a shard whose tokens may come out otherwise at a near-tie.
-    approximate: bool = False
-
-
-def _nobody() -> None:
-    """Listens to nothing."""
 
 
 class Generation(Deltas):
@@ -80,7 +62,7 @@ class Generation(Deltas):
         self._failure: TimedOut | None = None
         # In the order of what came.
         self._with_news: deque[Choice] = deque()
-        self._on_news: Callable[[], None] = _nobody
+        self._on_news: Callable[[], None] = nobody
 
     async def __aenter__(self) -> Self:
         self._submitted_at_s = time.perf_counter()
@@ -131,6 +113,9 @@ class Generation(Deltas):
         # Nothing in here waits: a handler that is being cancelled gets all of it done.
         if self._next_look is not None:
             self._next_look.cancel()
+        # Nor does anything refer to itself once it is over: prompts would stay until all of the
+        # process's memory is searched for such circles.
+        self._on_news = nobody
         for choice in self._choices:
             if not choice.finished:
                 choice.finished = True
@@ -140,6 +125,7 @@ class Generation(Deltas):
         self._metrics.in_flight.dec()
         self._metrics.write_out(time.perf_counter())
         self._unfinished -= 1
+        choice.stream.listen(nobody)
         # A stream that the shard refused or ended has nothing to abort.
         if abort_cause is not None and not choice.stream.ended:
             choice.stream.cancel()
@@ -244,7 +230,7 @@ class Generation(Deltas):
         else:
             # Once an arrival, however many tokens it bundles: a loop over them would cost most
             # where there is least time.
-            self._metrics.came(count, (now - choice.last_arrival_s) / count, now)
+            self._metrics.observe_tokens(count, (now - choice.last_arrival_s) / count, now)
         choice.last_arrival_s = now
 
 

@@ -6,6 +6,7 @@ request is found here or before, and no shard has heard of it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared, Prompt
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 from penstock_router.tokenizer import prompt_too_long
+
+# So many are made, or changed, in one turn of the event loop: each takes some 6 us.
+SEQUENCES_A_TURN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,44 +65,22 @@ class Job:
         return self.delivered[index] if self.delivered else NOTHING_DELIVERED
 
 
-def prepare(options: Options, model: ServedModel, prepared: Prepared) -> Job:
-    """The job of a request whose text is prepared. One bad prompt refuses it."""
+async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> Job:
+    """The job of a request whose text is prepared. One bad prompt refuses it.
+
+    Others run meanwhile, where it is of many sequences.
+    """
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
-    # The best of several are told apart by their tokens' log-probabilities.
-    scored = choices > options.n and options.logprobs is None
     requests: list[GenerationRequest] = []
     for number, prompt in enumerate(prepared.prompts):
-        max_tokens = _max_tokens(model, options, prompt)
-        _check_min_tokens(options, max(max_tokens, 1))
+        max_tokens = max(_max_tokens(model, options, prompt), 1)
+        _check_min_tokens(options, max_tokens)
         seed = _seed(options, number)
-        requests += (
-            GenerationRequest(
-                prompt_token_ids=prompt.token_ids,
-                sampling=_sampling(options, choice_seed(seed, choice), prepared),
-                # Scoring a prompt still takes a step that samples; its token is not shown.
-                max_tokens=max(max_tokens, 1),
-                min_tokens=options.min_tokens,
-                stop_token_ids=options.stop_token_ids,
-                ignore_eos=options.ignore_eos,
-                logprobs=0 if scored else options.logprobs,
-                prompt_logprobs=_prompt_logprobs(options),
-                logprob_token_ids=options.logprob_token_ids,
-                model=model.info.model,
-                tokenizer_hash=model.info.tokenizer_hash,
-                cache_salt=options.cache_salt,
-                exact=options.exact,
-                numerics=options.numerics,
-                session=options.session,
-                shard=options.shard,
-                label=options.request_id or "",
-                objective=Objective(
-                    priority=options.priority,
-                    seconds_between_tokens=options.seconds_between_tokens,
-                    latency_sensitive=options.latency_sensitive,
-                ),
-            )
-            for choice in range(choices)
-        )
+        for choice in range(choices):
+            sampling = _sampling(options, choice_seed(seed, choice), prepared)
+            requests.append(_sequence(options, model, prompt, sampling, max_tokens))
+            if len(requests) % SEQUENCES_A_TURN == 0:
+                await asyncio.sleep(0)
     return Job(
         model,
         options,
@@ -106,6 +88,38 @@ def prepare(options: Options, model: ServedModel, prepared: Prepared) -> Job:
         tuple(requests),
         full_text=prepared.full_text,
         conversation=prepared.conversation,
+    )
+
+
+def _sequence(
+    options: Options, model: ServedModel, prompt: Prompt, sampling: SamplingParams, max_tokens: int
+) -> GenerationRequest:
+    # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and it is not
+    # shown. The best of several are told apart by their tokens' log-probabilities.
+    several = isinstance(options, CompletionRequest) and options.best_of > options.n
+    return GenerationRequest(
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        min_tokens=options.min_tokens,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        logprobs=0 if several and options.logprobs is None else options.logprobs,
+        prompt_logprobs=_prompt_logprobs(options),
+        logprob_token_ids=options.logprob_token_ids,
+        model=model.info.model,
+        tokenizer_hash=model.info.tokenizer_hash,
+        cache_salt=options.cache_salt,
+        exact=options.exact,
+        numerics=options.numerics,
+        session=options.session,
+        shard=options.shard,
+        label=options.request_id or "",
+        objective=Objective(
+            priority=options.priority,
+            seconds_between_tokens=options.seconds_between_tokens,
+            latency_sensitive=options.latency_sensitive,
+        ),
     )
 
 

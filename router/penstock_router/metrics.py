@@ -63,6 +63,13 @@ class Metrics:
         self._write_at_s = 0.0
         # In multiprocess mode values live in files, not in this registry.
         self._registry = registry = CollectorRegistry()
+        self._add_requests(registry)
+        self._add_tokens(registry)
+        self._add_streams(registry)
+        self._add_admission(registry)
+        self._add_loop_lag(registry)
+
+    def _add_requests(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "penstock_router_requests",
             "HTTP requests answered.",
@@ -76,6 +83,8 @@ class Metrics:
             buckets=_REQUEST_BUCKETS_S,
             registry=registry,
         )
+
+    def _add_tokens(self, registry: CollectorRegistry) -> None:
         self.first_token_seconds = Histogram(
             "penstock_router_first_token_seconds",
             "From the hand-over to a shard to the first token.",
@@ -95,6 +104,8 @@ class Metrics:
         self.output_tokens = Counter(
             "penstock_router_output_tokens", "Tokens received from shards.", registry=registry
         )
+
+    def _add_streams(self, registry: CollectorRegistry) -> None:
         self.in_flight = Gauge(
             "penstock_router_sequences_in_flight",
             "Sequences handed to shards and not finished.",
@@ -122,6 +133,7 @@ class Metrics:
             registry=registry,
         )
 
+    def _add_loop_lag(self, registry: CollectorRegistry) -> None:
         self.loop_lag_seconds = Histogram(
             "penstock_router_loop_lag_seconds",
             "How late the event loop came to a timer, twenty times a second.",
@@ -134,10 +146,8 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livemax",
         )
-        self._add_waiting(registry)
 
-    def _add_waiting(self, registry: CollectorRegistry) -> None:
-        """What admission counts."""
+    def _add_admission(self, registry: CollectorRegistry) -> None:
         self.sequences_queued = Gauge(
             "penstock_router_sequences_queued",
             "Sequences whose requests are being prepared or wait for places.",
@@ -160,7 +170,7 @@ class Metrics:
             "penstock_router_refused",
             "Requests answered 429 by the router itself: queue_full, queued_tokens, key_queue_full "
             "and key_queued_tokens at once, queue_timeout after waiting, pushed_out by another "
-            "key's.",
+            "key's, long_bodies where too many of them are here.",
             ("reason",),
             registry=registry,
         )
@@ -174,7 +184,7 @@ class Metrics:
         """Told by the fleet of each one."""
         self.fleet_events.labels(event, reason).inc()
 
-    def came(self, num_tokens: int, gap_s: float, now_s: float) -> None:
+    def observe_tokens(self, num_tokens: int, gap_s: float, now_s: float) -> None:
         """Tokens of a sequence, `gap_s` a token after those before; `now_s` is `perf_counter`'s."""
         self._num_tokens += num_tokens
         self._gaps[bisect_left(_BETWEEN_BUCKETS_S, gap_s)] += 1

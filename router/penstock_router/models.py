@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError, RequestRefused
 from penstock_client.types import ShardInfo
@@ -37,22 +38,15 @@ class ServedModel:
     """A model that requests can be prepared for."""
 
     info: ShardInfo
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    # Whether a request may bring a chat template of its own.
-    trusts_templates: bool = False
+    # What text work knows of it.
+    text: TextModel
+    # What that was made of, for text processes: each is sent it once.
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     @property
-    def text(self) -> TextModel:
-        """What text work knows of it."""
-        return TextModel(
-            name=self.info.model,
-            max_model_len=self.info.max_model_len,
-            vocab_size=self.info.vocab_size,
-            tokenizer=self.tokenizer,
-            chat_template=self.chat_template,
-            trusts_templates=self.trusts_templates,
-        )
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+        return self.text.tokenizer
 
     @property
     def fingerprint(self) -> str:
@@ -61,7 +55,9 @@ class ServedModel:
 
 
 _Key = tuple[str, str]
-_Loading = asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]
+_Files = dict[str, bytes]
+_Text = tuple[Tokenizer, ChatTemplate | None, _Files]
+_Loading = asyncio.Task[_Text]
 
 
 def _failed(task: _Loading) -> bool:
@@ -146,15 +142,23 @@ class Models:
         """The model a request names, loaded."""
         info = self.info(name)
         try:
-            tokenizer, chat_template = await self._text_of(info)
+            tokenizer, chat_template, files = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
             raise Unavailable(f"the model {info.model} cannot be served: {error}") from None
         except RequestRefused:
             # Its last shard left meanwhile, and to the fleet the model is unknown.
             raise Unavailable(f"no shard serves {info.model} at present") from None
-        return ServedModel(info, tokenizer, chat_template, self._trusts_templates)
+        text = TextModel(
+            name=info.model,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            trusts_templates=self._trusts_templates,
+        )
+        return ServedModel(info, text, files)
 
-    async def _text_of(self, info: ShardInfo) -> tuple[Tokenizer, ChatTemplate | None]:
+    async def _text_of(self, info: ShardInfo) -> _Text:
         key = (info.model, info.tokenizer_hash)
         task = self._texts.get(key)
         if task is None or (_failed(task) and self._may_retry(key)):
@@ -171,7 +175,7 @@ class Models:
     def _may_retry(self, key: _Key) -> bool:
         return asyncio.get_running_loop().time() >= self._failed_at.get(key, 0) + _RETRY_S
 
-    async def _load(self, key: _Key) -> tuple[Tokenizer, ChatTemplate | None]:
+    async def _load(self, key: _Key) -> _Text:
         loop = asyncio.get_running_loop()
         try:
             files = await self._fleet.tokenizer_files(*key)
@@ -180,15 +184,8 @@ class Models:
             self._failed_at[key] = loop.time()
             raise
 
-    def _read(self, files: dict[str, bytes]) -> tuple[Tokenizer, ChatTemplate | None]:
-        return load_tokenizer(files), load_chat_template(files, self.chat_template)
-
-    async def files(self, info: ShardInfo) -> dict[str, bytes]:
-        """A model's files, from one of its shards; raises `Unavailable`."""
-        try:
-            return await self._fleet.tokenizer_files(info.model, info.tokenizer_hash)
-        except PenstockError:
-            raise Unavailable(f"no shard serves {info.model} at present") from None
+    def _read(self, files: _Files) -> _Text:
+        return load_tokenizer(files), load_chat_template(files, self.chat_template), files
 
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""

@@ -35,6 +35,8 @@ _MAX_ID_CHARACTERS = 8_000
 # Of those that were sent, so many are kept for a client that lost its connection with some on the
 # way. Who lacks more gets the answer made again.
 _EVENTS_KEPT = 1000
+# So many are made, or sent, before the event loop gets a turn: each takes some 30 us.
+EVENTS_A_TURN = 16
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
@@ -268,6 +270,8 @@ class Reader:
 
     async def next(self) -> Event | None:
         """The next event; None after the last. Raises what ended the answer."""
+        if self.position % EVENTS_A_TURN == EVENTS_A_TURN - 1:
+            await asyncio.sleep(0)
         event = await self._stream.event_at(self.position)
         if event is not None:
             self.position += 1

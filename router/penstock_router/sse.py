@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -22,10 +23,10 @@ from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
-from penstock_router.deltas import Deltas
+from penstock_router.deltas import Deltas, nobody
 from penstock_router.errors import ApiError, SlowReader, noted
 from penstock_router.generation import Generation
-from penstock_router.resumption import Cursor, Reader
+from penstock_router.resumption import EVENTS_A_TURN, Cursor, Reader
 from penstock_router.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,15 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._writer: AbstractStreamWriter
         self._is_chunked = False
-        self._is_begun = False
 
     async def __aenter__(self) -> Self:
         writer = await self.response.prepare(self._request)
         assert writer is not None  # there is a request that it is for
         self._writer = writer
         self._is_chunked = "Transfer-Encoding" in self.response.headers
+        if not self._is_chunked:
+            # HTTP/1.0 has no other end of a body, whatever the client wishes for its connection.
+            self.response.force_close()
         # A socket that does not take all at once makes writers wait until it has.
         self._transport.set_write_buffer_limits(high=0)
         self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
@@ -90,7 +93,7 @@ class EventStream:
         return self._protocol.writing_paused
 
     def send_now(self, frames: bytes) -> None:
-        """Frames, one after another, in one write: not the first ones, and not while `busy`."""
+        """Frames, at least one, in one write; not while `busy`."""
         self._written_at = self._loop.time()
         if self._is_chunked:
             frames = b"%x\r\n%b\r\n" % (len(frames), frames)
@@ -98,42 +101,48 @@ class EventStream:
 
     async def send(self, frames: bytes) -> None:
         """Frames, one after another, in one write, once the socket took what was sent before."""
-        if not frames:
-            return
-        await self.drained()
-        if self._is_begun:
+        if frames:
+            await self.drained()
             self.send_now(frames)
-        else:
-            # With the headers, which the library has not sent yet.
-            self._is_begun = True
-            await self._in_time(self._writer.write(frames))
 
     async def send_with_id(self, frame: bytes, event_id: str) -> None:
         """A frame that a client can name to go on after it."""
         await self.send(b"id: %b\n%b" % (event_id.encode(), frame))
 
     async def drained(self) -> None:
-        """Until the socket has taken all. Raises `SlowReader` where it takes nothing for long."""
-        if self.busy:
-            await self._in_time(self._writer.drain())
+        """Until the socket has taken all. Raises `SlowReader` where it takes nothing for long, and
+        `ConnectionError` where the client left.
+        """
+        if not self.busy:
+            return
+        # A task that is not cancelled with us: that would spoil the library's own wait for whoever
+        # waits next, and a request whose time is up still says so.
+        draining = asyncio.ensure_future(self._writer.drain())
+        draining.add_done_callback(lambda _: draining.cancelled() or draining.exception())
+        unsent_bytes = math.inf
+        while not draining.done():
+            left_bytes = self._transport.get_write_buffer_size()
+            if left_bytes >= unsent_bytes:
+                self._cut_off()
+            unsent_bytes = left_bytes
+            await asyncio.wait((draining,), timeout=self._write_timeout_s)
+        # One that is lost has drained, too.
+        _ = self._transport
 
     async def end(self) -> None:
         """The end of the body."""
         self._stop_comments()
-        await self._in_time(self.response.write_eof())
-
-    async def _in_time(self, writing: Awaitable[None]) -> None:
-        """A reader that takes nothing at all must not hold its places for ever."""
-        timer = asyncio.timeout(self._write_timeout_s)
+        await self.drained()
         try:
-            async with timer:
-                await writing
+            async with asyncio.timeout(self._write_timeout_s):
+                await self.response.write_eof()
         except TimeoutError:
-            if not timer.expired():
-                raise
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise SlowReader("the client reads nothing") from None
+            self._cut_off()
+
+    def _cut_off(self) -> NoReturn:
+        """A reader that takes nothing at all must not hold its places for ever."""
+        self._transport.abort()
+        raise SlowReader("the client reads nothing")
 
     def _tick(self) -> None:
         wait_s = self._written_at + self._keep_alive_s - self._loop.time()
@@ -153,6 +162,7 @@ class EventStream:
     def _stop_comments(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
 
 async def stream(
@@ -269,8 +279,10 @@ async def _send_deltas(
     threads: Threads,
 ) -> None:
     delta = await first
-    opening = b"".join(shape.opening())
-    await events.send(opening + ((delta and await frame_of(shape, delta, threads)) or b""))
+    frames = [*shape.opening()]
+    if delta is not None:
+        frames.append(await frame_of(shape, delta, threads) or b"")
+    await events.send(b"".join(frames))
     await _Sender(events, deltas, shape, threads).run()
 
 
@@ -293,6 +305,12 @@ class _Sender:
     async def run(self) -> None:
         """Until all are sent. Raises what the deltas, or sending them, failed with."""
         self._deltas.listen(self._on_news)
+        try:
+            await self._run()
+        finally:
+            self._deltas.listen(nobody)
+
+    async def _run(self) -> None:
         while True:
             self._needed = asyncio.get_running_loop().create_future()
             self._on_news()
@@ -306,6 +324,8 @@ class _Sender:
             if self._deltas.ended:
                 return
             await self._events.drained()
+            # Of many choices there may be much to send.
+            await asyncio.sleep(0)
 
     def _on_news(self) -> None:
         if self._needed is None or self._needed.done():
@@ -319,7 +339,9 @@ class _Sender:
 
     def _send_all(self) -> bool:
         """Send what can go at once; whether the task has to do something about the rest."""
-        while not self._events.busy:
+        for _ in range(EVENTS_A_TURN):
+            if self._events.busy:
+                return True
             delta = self._deltas.take()
             if delta is None:
                 return self._deltas.ended
@@ -327,6 +349,7 @@ class _Sender:
                 self._unsent = delta
                 return True
             frame = self._shape.chunk(delta)
-            if frame is not None:
+            # An empty one would end the body.
+            if frame:
                 self._events.send_now(frame)
         return True

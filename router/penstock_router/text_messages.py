@@ -39,7 +39,7 @@ class Read(msgspec.Struct, tag=True, frozen=True):
     """Read the body that follows, and keep what it is for a `Work` with its number."""
 
     number: int
-    sort: str
+    kind: str
     with_digest: bool
 
 
@@ -47,7 +47,7 @@ class Work(msgspec.Struct, tag=True, frozen=True):
     """Work on a body that was read, or that follows; then come `earlier_bytes` of JSON."""
 
     number: int
-    sort: str
+    kind: str
     model: ModelFacts
     body_bytes: int
     earlier_bytes: int
@@ -69,9 +69,9 @@ Task = Read | Work | Files
 
 
 class WasRead(msgspec.Struct, tag=True, frozen=True):
-    """What the body asks, without its text, as the type that its sort names."""
+    """What the body asks, without its text, as the type that its kind names."""
 
-    sort: str
+    kind: str
     asked: bytes
     digest: bytes
 
@@ -99,12 +99,12 @@ class WasLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """An `ApiError`, and the sort of the body where that was known already."""
+    """An `ApiError`, and the kind of the body where that was known already."""
 
     error: str
     message: str
     param: str | None = None
-    sort: str = ""
+    kind: str = ""
     # Of `ContextExceeded`.
     limit_tokens: int = 0
     prompt_tokens: int | None = None
@@ -189,9 +189,9 @@ def unpack_prepared(message: WasPrepared, data: memoryview) -> Prepared:
 # ---- Errors ------------------------------------------------------------------------------------
 
 
-def pack_error(error: ApiError, sort: str = "") -> Failed:
+def pack_error(error: ApiError, kind: str = "") -> Failed:
     """An error as data."""
-    failed = Failed(type(error).__name__, error.message, error.param, sort)
+    failed = Failed(type(error).__name__, error.message, error.param, kind)
     if isinstance(error, ContextExceeded):
         return msgspec.structs.replace(
             failed,
@@ -204,8 +204,8 @@ def pack_error(error: ApiError, sort: str = "") -> Failed:
 
 def unpack_error(failed: Failed) -> ApiError:
     """The same error again."""
-    kind = getattr(errors, failed.error, ApiError)
-    if kind is ContextExceeded:
+    error_class = getattr(errors, failed.error, ApiError)
+    if error_class is ContextExceeded:
         return ContextExceeded(
             failed.message,
             limit_tokens=failed.limit_tokens,
@@ -213,5 +213,5 @@ def unpack_error(failed: Failed) -> ApiError:
             wanted_tokens=failed.wanted_tokens,
             param=failed.param,
         )
-    assert issubclass(kind, ApiError)
-    return kind(failed.message, param=failed.param)
+    assert issubclass(error_class, ApiError)
+    return error_class(failed.message, param=failed.param)

@@ -18,14 +18,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from penstock_router.errors import TooManyRequests, Unavailable
+from penstock_router.errors import Unavailable
 from penstock_router.text_messages import HEADER, Report, Task, decode_report, framed
 
 logger = logging.getLogger(__name__)
-
-# Of bodies that wait or are worked on: enough for a burst, and little beside a router's memory.
-MAX_BODIES = 64
-MAX_BYTES = 256 * 1024 * 1024
 
 # A body counts as having come so much later: about twice as long as its text work takes.
 SECONDS_A_BYTE = 5e-7
@@ -39,12 +35,12 @@ _HOLD_S = 0.05
 _PIECE_BYTES = 256 * 1024
 
 _Parts = Sequence[bytes | memoryview]
-# What is said, and what came after it.
-Said = tuple[Report, memoryview]
+# A report, and what came after it.
+Reply = tuple[Report, bytearray]
 
 
 class ProcessLost(Exception):
-    """A text process ended in the middle of a task."""
+    """A text process ended in the middle of a task, or could not be started."""
 
 
 class TextProcess:
@@ -55,21 +51,16 @@ class TextProcess:
         self._socket = router_end
 
     @classmethod
-    async def start(cls, log_level: str) -> TextProcess:
-        """Start one. It ends when this process does, whatever ends it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "penstock_router.text_process"]
-            # Not for it: it counts nothing.
-            environment = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}
-            fd = theirs.fileno()
-            process = await asyncio.to_thread(
-                subprocess.Popen,
-                [*command, str(fd), log_level],
-                pass_fds=(fd,),
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
+    def start(cls, log_level: str) -> TextProcess:
+        """Start one, in half a millisecond. It ends when this process does, whatever ends it.
+
+        Raises `ProcessLost`.
+        """
+        try:
+            process, ours = _started(log_level)
+        except OSError as error:
+            logger.error("no text process can be started: %s", error)
+            raise ProcessLost from None
         ours.setblocking(False)
         logger.info("text process %d started", process.pid)
         return cls(process, ours)
@@ -82,7 +73,7 @@ class TextProcess:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    async def ask(self, task: Task, after: _Parts) -> Said:
+    async def ask(self, task: Task, after: _Parts) -> Reply:
         """What it says to a task. Raises `ProcessLost`."""
         loop = asyncio.get_running_loop()
         try:
@@ -93,7 +84,7 @@ class TextProcess:
                     await loop.sock_sendall(self._socket, view[start : start + _PIECE_BYTES])
             message_bytes, after_bytes = HEADER.unpack(await self._receive(HEADER.size))
             report = decode_report(await self._receive(message_bytes))
-            return report, memoryview(await self._receive(after_bytes))
+            return report, await self._receive(after_bytes)
         except (OSError, EOFError):
             raise ProcessLost from None
 
@@ -115,7 +106,28 @@ class TextProcess:
         return await asyncio.to_thread(self._process.wait)
 
 
-class _Place:
+def _started(log_level: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process, and our end of the socket to it. Raises `OSError`."""
+    # It imports what this process does, and nothing from the folder that it happens to be in.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-m", "penstock_router.text_process"]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fd = theirs.fileno()
+        try:
+            process = subprocess.Popen(
+                [*command, str(fd), log_level],
+                pass_fds=(fd,),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError:
+            ours.close()
+            raise
+    return process, ours
+
+
+class _Slot:
     """Where a process is, or would be."""
 
     def __init__(self) -> None:
@@ -123,138 +135,126 @@ class _Place:
 
 
 class TextPool:
-    """A few text processes, and the bodies that wait for them."""
+    """A few text processes, and the bodies that wait for them, which `bodies.py` bounds."""
 
     def __init__(self, num_processes: int, log_level: str) -> None:
         self._log_level = log_level
-        self._places = [_Place() for _ in range(num_processes)]
-        self._free = list(self._places)
+        self._slots = [_Slot() for _ in range(num_processes)]
+        self._free = list(self._slots)
         # By urgency, lowest first; the number tells equals apart.
-        self._waiting: list[tuple[float, int, asyncio.Future[_Place]]] = []
+        self._waiting: list[tuple[float, int, asyncio.Future[_Slot | None]]] = []
         self._numbers = itertools.count()
         # What runs on after those who began it: kept here, as the loop holds tasks weakly.
         self._ending: set[asyncio.Task[None]] = set()
-        self._asking: set[asyncio.Task[Said]] = set()
-        self._num_bodies = 0
-        self._num_bytes = 0
+        self._asking: set[asyncio.Task[Reply]] = set()
+        self._stopping = False
 
     @property
     def pids(self) -> list[int]:
         """Of the processes there are."""
-        return [place.process.pid for place in self._places if place.process is not None]
+        return [slot.process.pid for slot in self._slots if slot.process is not None]
 
-    async def lease(self, num_bytes: int, arrived_s: float, *, admitted: bool = False) -> Lease:
+    async def lease(self, num_bytes: int, arrived_s: float) -> Lease:
         """A process for a body that came at `arrived_s`, as the loop's clock has it.
 
-        Raises `TooManyRequests` beyond the bounds, unless it was `admitted` already.
+        Raises `Unavailable` when the pool stops.
         """
-        if not admitted:
-            self._check_room(num_bytes)
-        self._num_bodies += 1
-        self._num_bytes += num_bytes
-        try:
-            place = await self._place(arrived_s + SECONDS_A_BYTE * num_bytes)
-        except BaseException:
-            self._leave(num_bytes)
-            raise
-        return Lease(self, place, num_bytes)
+        slot = None if self._stopping else await self._take_slot(arrived_s, num_bytes)
+        if slot is None:
+            raise Unavailable("the router is shutting down")
+        return Lease(self, slot)
 
-    def _check_room(self, num_bytes: int) -> None:
-        # One body may always come, however long bodies may be.
-        too_long = self._num_bodies and self._num_bytes + num_bytes > MAX_BYTES
-        if self._num_bodies >= MAX_BODIES or too_long:
-            raise TooManyRequests(
-                f"{self._num_bodies} long bodies of {self._num_bytes} bytes are being read; at "
-                f"most {MAX_BODIES} of {MAX_BYTES} bytes are at once; try again shortly"
-            )
-
-    async def _place(self, urgency: float) -> _Place:
+    async def _take_slot(self, arrived_s: float, num_bytes: int) -> _Slot | None:
         if self._free:
             return self._free.pop()
-        turn: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
-        entry = (urgency, next(self._numbers), turn)
+        turn: asyncio.Future[_Slot | None] = asyncio.get_running_loop().create_future()
+        entry = (arrived_s + SECONDS_A_BYTE * num_bytes, next(self._numbers), turn)
         heapq.heappush(self._waiting, entry)
         try:
             return await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if turn.cancelled():
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+                    heapq.heapify(self._waiting)
+            elif (slot := turn.result()) is not None:
                 # It came at the very end.
-                self._free_place(turn.result())
-            elif entry in self._waiting:
-                self._waiting.remove(entry)
-                heapq.heapify(self._waiting)
+                self.free(slot)
             raise
 
-    def _free_place(self, place: _Place) -> None:
-        while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
+    def stop(self) -> None:
+        """Refuse those who wait, and those who come."""
+        self._stopping = True
+        for _, _, turn in self._waiting:
             if not turn.done():
-                turn.set_result(place)
-                return
-        self._free.append(place)
-
-    def _leave(self, num_bytes: int) -> None:
-        self._num_bodies -= 1
-        self._num_bytes -= num_bytes
+                turn.set_result(None)
+        self._waiting.clear()
 
     # ---- called by leases ----
 
-    def give_back(self, place: _Place, num_bytes: int) -> None:
-        """A lease is over."""
-        self._leave(num_bytes)
-        self._free_place(place)
+    def free(self, slot: _Slot) -> None:
+        """It is the next one's."""
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(slot)
+                return
+        self._free.append(slot)
 
-    async def _process_at(self, place: _Place) -> TextProcess:
+    async def _process_at(self, slot: _Slot) -> TextProcess:
         """The process there, started if need be."""
-        if place.process is not None and place.process.has_ended:
+        if slot.process is not None and slot.process.has_ended:
             # While nobody needed it.
-            await self.end_process(place)
-        if place.process is None:
-            place.process = await TextProcess.start(self._log_level)
-        return place.process
+            await self.end_process(slot)
+        if slot.process is None:
+            slot.process = TextProcess.start(self._log_level)
+        return slot.process
 
-    async def end_process(self, place: _Place) -> None:
+    async def end_process(self, slot: _Slot) -> None:
         """End the one there; the next lease starts another."""
-        process, place.process = place.process, None
+        process, slot.process = slot.process, None
         if process is not None:
             status = await process.kill()
             logger.warning("text process %d ended with status %d", process.pid, status)
 
-    def ask(self, place: _Place, task: Task, after: _Parts) -> asyncio.Task[Said]:
-        """Begin to ask the process there."""
-        asking = asyncio.create_task(self._ask(place, task, after))
+    def ask(self, lease: Lease, task: Task, after: _Parts) -> asyncio.Task[Reply]:
+        """Begin to ask the lease's process."""
+        asking = asyncio.create_task(self._ask(lease, task, after))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
         return asking
 
-    async def _ask(self, place: _Place, task: Task, after: _Parts) -> Said:
-        return await (await self._process_at(place)).ask(task, after)
+    async def _ask(self, lease: Lease, task: Task, after: _Parts) -> Reply:
+        if lease.process is None:
+            lease.process = await self._process_at(lease.slot)
+        return await lease.process.ask(task, after)
 
-    def let_end(self, lease: Lease, asking: asyncio.Task[Said]) -> None:
+    def let_end(self, lease: Lease, asking: asyncio.Task[Reply]) -> None:
         """Nobody waits for what was asked: end the lease soon, and the process if it goes on."""
         task = asyncio.create_task(self._let_end(lease, asking))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _let_end(self, lease: Lease, asking: asyncio.Task[Said]) -> None:
+    async def _let_end(self, lease: Lease, asking: asyncio.Task[Reply]) -> None:
         try:
             await asyncio.wait((asking,), timeout=_GRACE_S)
             asking.cancel()
             await asyncio.wait((asking,))
             if asking.cancelled() or asking.exception() is not None:
-                await self.end_process(lease.place)
+                await self.end_process(lease.slot)
         finally:
             lease.give_back()
 
     async def close(self) -> None:
         """End all processes; no lease is in use any more, or will be of use."""
+        self.stop()
         # Before their sockets are closed.
         tasks = [*self._asking, *self._ending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for place in self._places:
-            process, place.process = place.process, None
+        for slot in self._slots:
+            process, slot.process = slot.process, None
             if process is not None:
                 await process.kill()
 
@@ -262,26 +262,27 @@ class TextPool:
 class Lease:
     """A process for one body, until it is given back."""
 
-    def __init__(self, pool: TextPool, place: _Place, num_bytes: int) -> None:
+    def __init__(self, pool: TextPool, slot: _Slot) -> None:
         self._pool = pool
-        self.place = place
-        self._num_bytes = num_bytes
+        self.slot = slot
+        # From the first task on: no other one has what that one was sent.
+        self.process: TextProcess | None = None
         self._ended = False
         self._hold: asyncio.TimerHandle | None = None
 
-    async def ask(self, task: Task, after: _Parts) -> Said:
+    async def ask(self, task: Task, after: _Parts) -> Reply:
         """What the process says to a task.
 
         The lease is over where this raises: `Unavailable` when the process died, `TimeoutError`
         when it took too long.
         """
-        asking = self._pool.ask(self.place, task, after)
+        asking = self._pool.ask(self, task, after)
         try:
             async with asyncio.timeout(MAX_TASK_S):
                 return await asyncio.shield(asking)
         except ProcessLost:
             try:
-                await self._pool.end_process(self.place)
+                await self._pool.end_process(self.slot)
             finally:
                 self.give_back()
             raise Unavailable(
@@ -305,6 +306,6 @@ class Lease:
         """Done with it. Nothing happens the second time."""
         if not self._ended:
             self._ended = True
-            self._pool.give_back(self.place, self._num_bytes)
+            self._pool.free(self.slot)
         if self._hold is not None:
             self._hold.cancel()

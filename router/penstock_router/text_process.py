@@ -20,8 +20,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock_router import text_messages as messages
-from penstock_router.chat_template import load_chat_template
+from penstock_router.chat_template import ChatTemplate, load_chat_template
 from penstock_router.errors import ApiError, as_api_error
 from penstock_router.prompts import TextModel
 from penstock_router.text_messages import (
@@ -36,22 +35,31 @@ from penstock_router.text_messages import (
     WasLoaded,
     WasRead,
     Work,
+    decode_task,
+    framed,
+    pack_asked,
+    pack_error,
+    pack_prepared,
+    split,
 )
-from penstock_router.text_work import SORTS, Reading, read
-from penstock_router.tokenizer import load_tokenizer
+from penstock_router.text_work import KINDS, Reading, read
+from penstock_router.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("penstock.text_process")
 
 # Where processors are scarce, the router's event loop goes first: many wait for it.
 _NICENESS = 5
 # Of 1000, added to what the kernel goes by when memory is scarce: a text process is soon replaced.
-_OOM_SCORE = "500"
+_OOM_SCORE = 500
+# Longer than any router waits for a task. What keeps the interpreter lock for ever, as a power in a
+# template may, would keep its process also when the router is gone.
+_MAX_TASK_S = 90
 # Longer bodies leave memory behind that is worth a few milliseconds.
 _MUCH_BYTES = 1024 * 1024
 
 _Key = tuple[str, str]
 # A report, and what comes after it.
-_Said = tuple[Report, Sequence[bytes]]
+_Reply = tuple[Report, Sequence[bytes]]
 
 
 class TextWorker:
@@ -60,84 +68,81 @@ class TextWorker:
     def __init__(self) -> None:
         self._kept: tuple[int, Reading] | None = None
         # By model and tokenizer hash.
-        self._models: dict[_Key, TextModel] = {}
+        self._loaded: dict[_Key, tuple[Tokenizer, ChatTemplate | None]] = {}
 
-    def do(self, task: Task, after: memoryview) -> _Said:
+    def do(self, task: Task, after: memoryview) -> _Reply:
         """A task, with what came after it. Never raises but for want of memory."""
-        sort = ""
+        kind = ""
         try:
             match task:
                 case Read():
                     return self._read(task, after)
                 case Files():
                     return self._load(task, after)
-            sort = task.sort
+            kind = task.kind
             return self._work(task, after)
         except MemoryError:
             raise
         except ApiError as error:
-            return messages.pack_error(error, sort), ()
+            return pack_error(error, kind), ()
         except Exception as error:
             logger.exception("a body could not be worked on")
-            return messages.pack_error(as_api_error(error), sort), ()
+            return pack_error(as_api_error(error), kind), ()
 
-    def _read(self, task: Read, body: memoryview) -> _Said:
+    def _read(self, task: Read, body: memoryview) -> _Reply:
         self._kept = None
-        reading = read(SORTS[task.sort], body, with_digest=task.with_digest)
+        reading = read(KINDS[task.kind], body, with_digest=task.with_digest)
         if reading.refusal is not None:
-            return messages.pack_error(reading.refusal, reading.sort.name), ()
+            return pack_error(reading.refusal, reading.kind.name), ()
         self._kept = task.number, reading
-        asked = messages.pack_asked(reading.asked.without_text())
-        return WasRead(reading.sort.name, asked, reading.digest), ()
+        asked = pack_asked(reading.asked.without_text())
+        return WasRead(reading.kind.name, asked, reading.digest), ()
 
-    def _work(self, task: Work, after: memoryview) -> _Said:
-        body, earlier = messages.split(after, (task.body_bytes, task.earlier_bytes))
+    def _work(self, task: Work, after: memoryview) -> _Reply:
+        body, earlier = split(after, (task.body_bytes, task.earlier_bytes))
         reading = self._reading(task, body)
         model = self._model(task.model)
         if model is None:
             return NeedsFiles(), ()
         self._kept = None
-        made = reading.sort.work(reading.asked, model, bytes(earlier))
+        made = reading.kind.work(reading.asked, model, bytes(earlier))
         if isinstance(made, bytes):
             return WasAnswered(), (made,)
-        return messages.pack_prepared(made)
+        return pack_prepared(made)
 
     def _reading(self, task: Work, body: memoryview) -> Reading:
         """Of the body that was kept, or else of the one that came along."""
         if self._kept is not None and self._kept[0] == task.number:
             return self._kept[1]
-        reading = read(SORTS[task.sort], body, with_digest=False)
+        reading = read(KINDS[task.kind], body, with_digest=False)
         if reading.refusal is not None:
             raise reading.refusal
         self._kept = task.number, reading
         return reading
 
     def _model(self, facts: ModelFacts) -> TextModel | None:
-        loaded = self._models.get((facts.name, facts.tokenizer_hash))
+        loaded = self._loaded.get((facts.name, facts.tokenizer_hash))
         if loaded is None:
             return None
+        tokenizer, chat_template = loaded
         return TextModel(
             name=facts.name,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
-            tokenizer=loaded.tokenizer,
-            chat_template=loaded.chat_template,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
             trusts_templates=facts.trusts_templates,
         )
 
-    def _load(self, task: Files, after: memoryview) -> _Said:
-        parts = messages.split(after, task.sizes.values())
+    def _load(self, task: Files, after: memoryview) -> _Reply:
+        parts = split(after, task.sizes.values())
         files = {name: bytes(part) for name, part in zip(task.sizes, parts, strict=True)}
-        for key in [key for key in self._models if key[0] == task.model]:
+        for key in [key for key in self._loaded if key[0] == task.model]:
             # It was replaced.
-            del self._models[key]
-        self._models[task.model, task.tokenizer_hash] = TextModel(
-            name=task.model,
-            max_model_len=0,
-            vocab_size=0,
-            tokenizer=load_tokenizer(files),
-            chat_template=load_chat_template(files, task.chat_template),
-            trusts_templates=False,
+            del self._loaded[key]
+        self._loaded[task.model, task.tokenizer_hash] = (
+            load_tokenizer(files),
+            load_chat_template(files, task.chat_template),
         )
         return WasLoaded(), ()
 
@@ -158,7 +163,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE, encoding="ascii")
+        score = Path("/proc/self/oom_score_adj")
+        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
     with socket.socket(fileno=int(fd)) as router:
         threading.Thread(target=_end_with, args=(router.fileno(),), daemon=True).start()
         with contextlib.suppress(EOFError, ConnectionError):
@@ -178,11 +184,13 @@ def _end_with(fd: int) -> None:
 def _serve(router: socket.socket, worker: TextWorker) -> None:
     while True:
         message_bytes, after_bytes = HEADER.unpack(_receive(router, HEADER.size))
-        task = messages.decode_task(_receive(router, message_bytes))
+        task = decode_task(_receive(router, message_bytes))
         after = memoryview(_receive(router, after_bytes))
+        signal.alarm(_MAX_TASK_S)
         report, parts = worker.do(task, after)
+        signal.alarm(0)
         del task, after
-        router.sendall(messages.framed(report, sum(map(len, parts))))
+        router.sendall(framed(report, sum(map(len, parts))))
         for part in parts:
             router.sendall(part)
         del report, parts

@@ -1,4 +1,4 @@
-"""Sorts of bodies: how each is read, and what is made of its text where its model is known.
+"""Kinds of bodies: how each is read, and what is made of its text where its model is known.
 
 Reading and making are plain functions, and the same ones wherever they run: `bodies.py` says where.
 Between the two the router finds the model, and what else a body refers to. Knows no HTTP and no
@@ -41,12 +41,12 @@ _encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sort:
+class BodyKind:
     """Bodies that are read and worked on in one way."""
 
     name: str
     # What `parse` gives: a dataclass with `model`, `brings_template` and `without_text`.
-    asked: type[Any]
+    request_type: type[Any]
     # Raises `BadRequest`.
     parse: Callable[[JsonObject], Any]
     # Of what `parse` gave, its model, and the JSON of what was said before: prompts, or the JSON of
@@ -60,38 +60,39 @@ class Sort:
 
 
 @dataclass(frozen=True, slots=True)
-class SeveralSorts:
-    """Bodies whose fields say of which sort they are."""
+class SeveralKinds:
+    """Bodies whose fields say of which kind they are."""
 
     name: str
     # Raises `BadRequest`.
-    choose: Callable[[JsonObject], Sort]
+    choose: Callable[[JsonObject], BodyKind]
 
 
-AnySort = Sort | SeveralSorts
+AnyKind = BodyKind | SeveralKinds
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What came of reading a body: what it asks, or why it is refused."""
 
-    sort: Sort
+    kind: BodyKind
     asked: Any = None
     refusal: ApiError | None = None
     # As `body_digest` has it, where that was wanted.
     digest: bytes = b""
 
 
-def read(sort: AnySort, data: bytes | memoryview, *, with_digest: bool) -> Reading:
-    """Read a body. Raises `BadRequest` where it does not even show of which sort it is."""
+def read(kind: AnyKind, data: bytes | memoryview, *, with_digest: bool) -> Reading:
+    """Read a body. Raises `BadRequest` where it does not even show of which kind it is."""
     given = decode_object(data)
-    if isinstance(sort, SeveralSorts):
-        sort = sort.choose(given)
+    if isinstance(kind, SeveralKinds):
+        kind = kind.choose(given)
     try:
-        asked = sort.parse(given)
-        return Reading(sort, asked, digest=body_digest(given) if with_digest else b"")
+        asked = kind.parse(given)
+        return Reading(kind, asked, digest=body_digest(given) if with_digest else b"")
     except ApiError as error:
-        return Reading(sort, refusal=error)
+        # Its traceback refers to whoever keeps it.
+        return Reading(kind, refusal=error.with_traceback(None))
 
 
 # ---- What asks for tokens, or for vectors ------------------------------------------------------
@@ -117,10 +118,10 @@ def _respond(asked: ResponsesRequest, model: TextModel, earlier: bytes) -> Prepa
     return dataclasses.replace(prepared, conversation=_encode(asked.items))
 
 
-def _of(api: Api[Any], work: Callable[..., Prepared] = _prepared) -> Sort:
-    return Sort(
+def _of(api: Api[Any], work: Callable[..., Prepared] = _prepared) -> BodyKind:
+    return BodyKind(
         name=api.name,
-        asked=api.asked,
+        request_type=api.request_type,
         parse=api.parse,
         work=work,
         is_short=is_short,
@@ -136,16 +137,16 @@ RESPONSES = _of(responses.RESPONSES, _respond)
 GENERATE = _of(tgi.GENERATE, _generate)
 GENERATE_STREAM = _of(tgi.GENERATE_STREAM, _generate)
 COMPAT = _of(tgi.COMPAT, _generate)
-EMBEDDINGS = Sort(
+EMBEDDINGS = BodyKind(
     name="embeddings",
-    asked=embeddings.EmbedRequest,
+    request_type=embeddings.EmbedRequest,
     parse=embeddings.parse,
     work=lambda asked, model, earlier: embedding_prompts(asked, model),
     is_short=is_short,
 )
 
 
-def _meant(given: JsonObject) -> Sort:
+def _meant(given: JsonObject) -> BodyKind:
     if given.get("inputs") is not None:
         return COMPAT
     if given.get("messages") is not None:
@@ -157,7 +158,7 @@ def _meant(given: JsonObject) -> Sort:
     raise BadRequest("the body must have messages, prompt, input or inputs")
 
 
-INVOCATIONS = SeveralSorts("invocations", _meant)
+INVOCATIONS = SeveralKinds("invocations", _meant)
 
 
 # ---- What is answered with tokens or text ------------------------------------------------------
@@ -236,17 +237,17 @@ def _has_few_ids(asked: TokensRequest) -> bool:
     return len(asked.values["tokens"]) <= INLINE_IDS
 
 
-COUNT_TOKENS = Sort(
+COUNT_TOKENS = BodyKind(
     name="count_tokens",
-    asked=ChatRequest,
+    request_type=ChatRequest,
     parse=messages.parse_count,
     work=_count,
     is_short=is_short,
     errors=messages.ERRORS,
 )
-_TOKENIZE_PROMPT = Sort(
+_TOKENIZE_PROMPT = BodyKind(
     name="tokenize_prompt",
-    asked=TokensRequest,
+    request_type=TokensRequest,
     parse=tokens.parse_with(tokens.TOKENIZE_FIELDS),
     work=_tokenize_prompt,
     is_short=_has_little_text,
@@ -257,29 +258,29 @@ _TOKENIZE_INPUTS = dataclasses.replace(
     work=_tokenize_inputs,
     errors=tgi_answers.ERRORS,
 )
-TOKENIZE = SeveralSorts(
+TOKENIZE = SeveralKinds(
     "tokenize",
     lambda given: _TOKENIZE_PROMPT if given.get("inputs") is None else _TOKENIZE_INPUTS,
 )
-CHAT_TOKENIZE = Sort(
+CHAT_TOKENIZE = BodyKind(
     name="chat_tokenize",
-    asked=TokensRequest,
+    request_type=TokensRequest,
     parse=tokens.parse_with(tokens.CHAT_TOKENIZE_FIELDS),
     work=_chat_tokenize,
     is_short=_has_little_text,
     errors=tgi_answers.ERRORS,
 )
-DETOKENIZE = Sort(
+DETOKENIZE = BodyKind(
     name="detokenize",
-    asked=TokensRequest,
+    request_type=TokensRequest,
     parse=tokens.parse_with(tokens.DETOKENIZE_FIELDS),
     work=_detokenize,
     is_short=_has_few_ids,
 )
 
-SORTS: dict[str, AnySort] = {
-    sort.name: sort
-    for sort in (
+KINDS: dict[str, AnyKind] = {
+    kind.name: kind
+    for kind in (
         *(COMPLETIONS, CHATS, MESSAGES, RESPONSES, GENERATE, GENERATE_STREAM, COMPAT),
         *(EMBEDDINGS, INVOCATIONS, COUNT_TOKENS, TOKENIZE, _TOKENIZE_PROMPT, _TOKENIZE_INPUTS),
         *(CHAT_TOKENIZE, DETOKENIZE),

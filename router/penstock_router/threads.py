@@ -19,17 +19,18 @@ _Result = TypeVar("_Result")
 class Threads:
     """Runs functions in an executor, which belongs to the caller."""
 
-    def __init__(self, executor: Executor, most: int) -> None:
-        """`most` bounds what runs and waits, together."""
+    def __init__(self, executor: Executor, max_pending: int) -> None:
+        """`max_pending` bounds what runs and waits, together."""
         self._executor = executor
-        self._most = most
-        self._room = threading.BoundedSemaphore(most)
+        self._max_pending = max_pending
+        self._room = threading.BoundedSemaphore(max_pending)
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
         """What `work` gives and raises; or `TooManyRequests`, where too much waits already."""
         if not self._room.acquire(blocking=False):
             raise TooManyRequests(
-                f"{self._most} pieces of work wait for the router's threads; try again shortly"
+                f"{self._max_pending} pieces of work wait for the router's threads; "
+                "try again shortly"
             )
         try:
             future = self._executor.submit(work)

@@ -147,22 +147,16 @@ def responses(
     `numbers` has those of the call's attempts that have one, by request id and attempt.
     """
     response = pb.GenerateResponse()
-    size = 0
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    others: list[Output] = []
     for output in outputs:
-        if _is_one_token(output):
-            number = numbers.get((output.request_id, output.attempt))
-            if number is not None:
-                columns[0].append(number)
-                columns[1].append(output.token_ids[0])
-                columns[2].append(output.first_position)
-                continue
-        for piece in _pieces(output):
-            _set_output(response.outputs.add(), piece)
-            size += response.outputs[-1].ByteSize()
-            if size > _RESPONSE_BYTES:
-                yield response
-                response, size = pb.GenerateResponse(), 0
+        number = _number_of(output, numbers)
+        if number is None:
+            others.append(output)
+        else:
+            columns[0].append(number)
+            columns[1].append(output.token_ids[0])
+            columns[2].append(output.first_position)
     for start in range(0, len(columns[0]), _MAX_COLUMN):
         if start:
             yield response
@@ -171,8 +165,23 @@ def responses(
         response.tokens.numbers.extend(columns[0][part])
         response.tokens.token_ids.extend(columns[1][part])
         response.tokens.positions.extend(columns[2][part])
-    if response.outputs or columns[0]:
+    size = response.ByteSize()
+    for output in others:
+        for piece in _pieces(output):
+            _set_output(response.outputs.add(), piece)
+            size += response.outputs[-1].ByteSize()
+            if size > _RESPONSE_BYTES:
+                yield response
+                response, size = pb.GenerateResponse(), 0
+    if size:
         yield response
+
+
+def _number_of(output: Output, numbers: Mapping[tuple[str, int], int]) -> int | None:
+    """Under which it can be a row of the columns."""
+    if not _is_one_token(output):
+        return None
+    return numbers.get((output.request_id, output.attempt))
 
 
 def _is_one_token(output: Output) -> bool:

@@ -54,6 +54,15 @@ def test_a_read_that_ends_a_body_is_told_from_headers(data: bytes, ends: bool) -
     assert ends_body(data) is ends
 
 
+def test_a_stream_that_ends_with_an_error_is_no_good_answer() -> None:
+    connection = Connection()
+    connection.answer = Answer(0.0)
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
+    connection.data_received(b'data: {"error":{"code":504}}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n')
+    assert connection.answer.ended_s > 0
+    assert connection.answer.error == "an event that is an error"
+
+
 def test_an_answer_of_known_length_ends_with_its_last_byte() -> None:
     answer = Answer(0.0)
     connection = Connection()

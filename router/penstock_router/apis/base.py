@@ -1,7 +1,7 @@
 """What an API is: a table of fields, a translation to a request, the shape of answers and errors.
 
-A new one is a file with an `Api` in it and a line in the table of routes. Knows no HTTP beyond
-statuses and the framing of server-sent events.
+A new one is a file with an `Api` in it, a kind of body in `text_work.py`, and a line in the table
+of routes. Knows no HTTP beyond statuses and the framing of server-sent events.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from typing import Any, Generic, Protocol, TypedDict, TypeVar
 import msgspec
 
 from penstock_router.choice import Delta
+from penstock_router.deltas import Usage
 from penstock_router.errors import ApiError, ContextExceeded
-from penstock_router.fields import JsonObject, Table
-from penstock_router.generation import Usage
+from penstock_router.fields import Field, JsonObject, Table, number
 from penstock_router.job import Job
-from penstock_router.request import Options
+from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 
 AnyRequest = TypeVar("AnyRequest", bound=Options)
+
+# Ours, on all routes that generate, and on that of embeddings.
+TIMEOUT = Field(
+    "timeout",
+    number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
+    "Seconds from its arrival, waiting included, after which the request ends with an error.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ class Api(Generic[AnyRequest]):
     # By which another process is told which one is meant.
     name: str
     # What `parse` gives.
-    asked: type[AnyRequest]
+    request_type: type[AnyRequest]
     # What its bodies may hold: checked, and documented.
     fields: Table
     # Raises `BadRequest`.

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from penstock_router.apis.openai import COMPLETION_FIELDS, TIMEOUT, prompts
+from penstock_router.apis.base import TIMEOUT
+from penstock_router.apis.openai import COMPLETION_FIELDS, prompts
 from penstock_router.fields import (
     BOOLEAN,
     POSITIVE,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
-from penstock_router.apis.base import Api, Envelope, ErrorForm, event_frame
+from penstock_router.apis.base import TIMEOUT, Api, Envelope, ErrorForm, event_frame
 from penstock_router.apis.chat_messages import TEXT, messages_schema, read_messages
-from penstock_router.apis.openai import TIMEOUT
 from penstock_router.choice import Delta
 from penstock_router.errors import ApiError, BadRequest
 from penstock_router.fields import (
@@ -302,7 +301,7 @@ ERRORS = ErrorForm(_error_answer, MessageError, _error_frames)
 
 MESSAGES_API = Api(
     name="messages",
-    asked=ChatRequest,
+    request_type=ChatRequest,
     fields=FIELDS,
     parse=parse,
     make_shape=MessageShape,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_router.apis.base import ERRORS, Api
+from penstock_router.apis.base import ERRORS, TIMEOUT, Api
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.apis.openai_answers import (
     ChatAnswer,
@@ -49,14 +49,7 @@ from penstock_router.fields import (
     table,
     token_ids,
 )
-from penstock_router.request import (
-    MAX_SESSION_CHARS,
-    MAX_TIMEOUT_S,
-    MIN_TIMEOUT_S,
-    ChatRequest,
-    CompletionRequest,
-    Options,
-)
+from penstock_router.request import MAX_SESSION_CHARS, ChatRequest, CompletionRequest, Options
 
 MAX_CHOICES = 16384
 MAX_STOPS = 4
@@ -188,13 +181,6 @@ _STREAM_OPTIONS = Kind(
 
 
 # ---- The tables --------------------------------------------------------------------------------
-
-# Of all routes that generate, and of embeddings.
-TIMEOUT = Field(
-    "timeout",
-    number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
-    "Seconds from its arrival, waiting included, after which the request ends with an error.",
-)
 
 # Of completions, chats and responses alike.
 SAMPLING = (
@@ -473,7 +459,7 @@ def _name_completion(request_id: str, named_by_client: bool) -> str:
 
 COMPLETIONS = Api(
     name="completions",
-    asked=CompletionRequest,
+    request_type=CompletionRequest,
     fields=COMPLETION_FIELDS,
     parse=parse_completion,
     make_shape=CompletionShape,
@@ -485,7 +471,7 @@ COMPLETIONS = Api(
 )
 CHATS = Api(
     name="chats",
-    asked=ChatRequest,
+    request_type=ChatRequest,
     fields=CHAT_FIELDS,
     parse=parse_chat,
     make_shape=ChatShape,

@@ -23,8 +23,8 @@ from penstock_router.apis.logprobs import (
     token_text,
 )
 from penstock_router.choice import Delta, EndReason
+from penstock_router.deltas import Usage
 from penstock_router.errors import ApiError
-from penstock_router.generation import Usage
 from penstock_router.job import Job
 
 _encode = msgspec.json.encode

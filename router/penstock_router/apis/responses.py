@@ -282,7 +282,7 @@ def _repeated(values: JsonObject) -> Repeated:
 
 RESPONSES = Api(
     name="responses",
-    asked=ResponsesRequest,
+    request_type=ResponsesRequest,
     fields=RESPONSES_FIELDS,
     parse=parse_response,
     make_shape=ResponseShape,

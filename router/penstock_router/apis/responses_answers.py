@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NotRequired, TypedDict
+from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
@@ -22,8 +22,8 @@ from penstock_router.apis.responses_request import (
     ResponsesRequest,
 )
 from penstock_router.choice import Delta, EndReason
+from penstock_router.deltas import Usage
 from penstock_router.errors import ApiError
-from penstock_router.generation import Usage
 from penstock_router.job import Job
 
 COMPLETED: Final = "completed"
@@ -170,7 +170,8 @@ class ResponseShape:
         self._tokenizer = job.model.tokenizer
         self._usage = envelope.usage
         self._texts: list[str] = []
-        self._logprobs: list[ChatLogprob] = []
+        # As JSON by now: the end of a stream says all of them four times over.
+        self._logprobs: list[msgspec.Raw] = []
         self._finish_reason: EndReason | None = None
         self._item_id = "msg_" + envelope.response_id.removeprefix("resp_")
         self._place = {"output_index": 0, "content_index": 0, "item_id": self._item_id}
@@ -208,7 +209,7 @@ class ResponseShape:
         """None of its own."""
         return {}
 
-    def take(self, delta: Delta) -> list[ChatLogprob]:
+    def take(self, delta: Delta) -> list[msgspec.Raw]:
         """Add to the text; the log-probabilities that came with it."""
         self._texts.append(delta.text)
         self._finish_reason = delta.finish_reason
@@ -217,8 +218,9 @@ class ResponseShape:
         shown = chat_logprobs(
             self._tokenizer, delta.token_ids, delta.logprobs, requested_ids=(), as_ids=False
         )["content"]
-        self._logprobs += shown
-        return shown
+        encoded = [msgspec.Raw(_encode(token)) for token in shown]
+        self._logprobs += encoded
+        return encoded
 
     # ---- ends ----
 
@@ -339,8 +341,9 @@ def _joined(array: bytes, other: bytes) -> bytes:
     return b"%b,%b" % (array[:-1], other[1:])
 
 
-def _output_text(text: str, logprobs: list[ChatLogprob]) -> Part:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _output_text(text: str, logprobs: Sequence[msgspec.Raw]) -> Part:
+    shown = cast(list[ChatLogprob], list(logprobs))
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}
 
 
 def _first_of(given: float | None, default: float | None) -> float:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock_router.apis.base import Api
-from penstock_router.apis.openai import TIMEOUT
+from penstock_router.apis.base import TIMEOUT, Api
 from penstock_router.apis.tgi_answers import (
     ERRORS,
     GenerateAnswer,
@@ -303,7 +302,7 @@ def _api(
 ) -> Api[GenerateRequest]:
     return Api(
         name=name,
-        asked=GenerateRequest,
+        request_type=GenerateRequest,
         fields=fields,
         parse=parse,
         make_shape=GenerateShape,

@@ -8,29 +8,28 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from penstock_router.admission import Admission, Ticket
-from penstock_router.apis.base import ERRORS, ErrorForm
-from penstock_router.apis.openai import TIMEOUT
+from penstock_router.apis.base import ERRORS, TIMEOUT, ErrorForm
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
-from penstock_router.bodies import LONG_BYTES, Bodies, Body
+from penstock_router.bodies import Bodies, Body, Incoming
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, Unauthorized
 from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
 from penstock_router.metrics import Metrics
-from penstock_router.models import Models, ServedModel
+from penstock_router.models import Models
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
-from penstock_router.text_work import AnySort
+from penstock_router.text_work import AnyKind
 from penstock_router.threads import Threads
 
 VERSION = version("penstock")
@@ -67,6 +66,8 @@ TIMEOUT_HEADER = "x-penstock-timeout-s"
 HEADERS = table(
     [Field(TIMEOUT_HEADER, TIMEOUT.kind, "As the field timeout; the least of both counts.")]
 )
+# Of a client that sends no more of its body, which takes room meanwhile.
+_MAX_PAUSE_S = 60.0
 # Keys of clients are kept as hashes that mean nothing elsewhere.
 _KEY_SALT = secrets.token_bytes(16)
 
@@ -106,14 +107,6 @@ class Route:
         return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", self.path)
 
 
-@asynccontextmanager
-async def using_model(request: web.Request, name: str) -> AsyncIterator[ServedModel]:
-    """The model of that name, for text work: within a request's time, without a place in flight."""
-    with let_in(request, 1) as ticket:
-        async with ticket.limit.scope():
-            yield await request.app[ROUTER].models.get(name)
-
-
 def let_in(
     request: web.Request, sequences: int, param: str = "n", timeout_s: float | None = None
 ) -> AbstractContextManager[Ticket]:
@@ -133,7 +126,8 @@ def _timeout_header(request: web.Request) -> float | None:
     if given is None:
         return None
     try:
-        value: Any = float(given)
+        # Python's own ways to write a number are not a header's.
+        value: Any = float(given) if given.isascii() and "_" not in given else given
     except ValueError:
         value = given
     timeout_s: float = TIMEOUT.kind.read(TIMEOUT_HEADER, value)
@@ -187,23 +181,26 @@ def flag_header(request: web.Request, name: str) -> bool:
 
 
 def with_body(
-    sort: AnySort, handle: Callable[[web.Request, Body], Awaitable[web.StreamResponse]]
+    kind: AnyKind, handle: Callable[[web.Request, Body], Awaitable[web.StreamResponse]]
 ) -> Handler:
-    """A handler that reads a body of this sort first."""
+    """A handler that reads a body of this kind first."""
 
     async def read_and_handle(request: web.Request) -> web.StreamResponse:
-        pieces = await _pieces(request)
+        bodies = request.app[ROUTER].bodies
         with_digest = request.headers.get("x-penstock-resumable") == "1"
-        async with asyncio.timeout(_left_s(request)):
-            body = await request.app[ROUTER].bodies.read(sort, pieces, with_digest=with_digest)
-        del pieces
-        try:
-            request[ERROR_FORM] = body.sort.errors
-            if body.refusal is not None:
-                raise body.refusal
-            return await handle(request, body)
-        finally:
-            body.let_go()
+        with bodies.incoming() as incoming:
+            async with asyncio.timeout(_left_s(request)):
+                await _receive(request, incoming)
+                body = await bodies.read(kind, incoming, with_digest=with_digest)
+            try:
+                request[ERROR_FORM] = body.kind.errors
+                if body.refusal is not None:
+                    raise body.refusal
+                return await handle(request, body)
+            finally:
+                body.let_go()
+                # Its refusal, once raised, refers to this frame: what it holds would stay.
+                del body
 
     return read_and_handle
 
@@ -217,29 +214,36 @@ def _left_s(request: web.Request) -> float | None:
 
 async def read_object(request: web.Request) -> JsonObject:
     """The request's JSON object, which is short."""
-    return decode_object(b"".join(await _pieces(request)))
+    with request.app[ROUTER].bodies.incoming() as incoming:
+        await _receive(request, incoming)
+        return decode_object(b"".join(incoming.pieces))
 
 
-async def _pieces(request: web.Request) -> list[bytes]:
-    """The request's body as it comes: to join a long one takes milliseconds."""
+async def _receive(request: web.Request, incoming: Incoming) -> None:
+    """Take in all of the request's body."""
     given = request.headers.get("Content-Type")
     if given is not None and not _is_json(request.content_type):
         raise BadRequest(f"Content-Type must be application/json, not {short(given)}")
     router = request.app[ROUTER]
     limit = router.config.max_body_bytes
-    pieces: list[bytes] = []
-    num_bytes = 0
     try:
-        while piece := await request.content.readany():
-            pieces.append(piece)
-            num_bytes += len(piece)
-            if num_bytes > limit:
+        while piece := await _next_piece(request.content):
+            incoming.add(piece)
+            if incoming.num_bytes > limit:
                 raise BodyTooLarge(f"the body is larger than {limit} bytes")
-            if num_bytes > LONG_BYTES:
+            if incoming.is_long:
                 await router.bodies.take_turn()
     except web.RequestPayloadError:
         raise BadRequest("the body is damaged: it does not decode or ends too early") from None
-    return pieces
+
+
+async def _next_piece(content: StreamReader) -> bytes:
+    """What has come, or comes within a while; empty at the end."""
+    # A clock costs as much as all else here.
+    if (piece := content.read_nowait()) or content.at_eof():
+        return piece
+    async with asyncio.timeout(_MAX_PAUSE_S):
+        return await content.readany()
 
 
 def _is_json(content_type: str) -> bool:

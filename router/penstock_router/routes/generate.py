@@ -28,7 +28,7 @@ from penstock_router.deltas import LOGPROB_BYTES, Deltas, bounded, collect, spac
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
-from penstock_router.job import Job, prepare
+from penstock_router.job import SEQUENCES_A_TURN, Job, make_job
 from penstock_router.prompts import Prepared
 from penstock_router.request import MAX_SESSION_CHARS, MAX_TIMEOUT_S, Options
 from penstock_router.routes import base
@@ -43,14 +43,12 @@ from penstock_router.routes.base import (
     usable_request_id,
     with_body,
 )
-from penstock_router.text_work import Sort
+from penstock_router.text_work import BodyKind
 
 _Result = TypeVar("_Result")
 
 # A router that lives ends a request at its deadline itself; shards do so a little later.
 _SHARDS_WAIT_S = 0.1
-# So many sequences are told their deadline before the event loop gets a turn.
-_SEQUENCES_A_TURN = 100
 
 # What each route that generates reads besides its body: described here, read below.
 HEADERS = table(
@@ -88,7 +86,7 @@ class Call(Generic[AnyRequest]):
     @classmethod
     def read(cls, request: web.Request, body: Body) -> Call[AnyRequest]:
         """Add to a body what headers say; raises `BadRequest`."""
-        api = body.sort.api
+        api = body.kind.api
         assert api is not None
         if flag_header(request, "x-penstock-resumable") and not api.resumable:
             raise BadRequest("x-penstock-resumable: not on this route")
@@ -104,9 +102,9 @@ Detour = Callable[[Call[Any]], Awaitable[web.StreamResponse | None]]
 BeforeEnd = Callable[[Shape], Awaitable[None]]
 
 
-def generates(sort: Sort, detour: Detour | None = None) -> Handler:
+def generates(kind: BodyKind, detour: Detour | None = None) -> Handler:
     """A handler of bodies that ask for tokens."""
-    return with_body(sort, functools.partial(dispatch, detour=detour))
+    return with_body(kind, functools.partial(dispatch, detour=detour))
 
 
 async def dispatch(
@@ -192,7 +190,7 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
         model = await router.models.get(asked.model)
         made = await call.body.work(model, call.earlier)
         assert isinstance(made, Prepared)
-        job = prepare(asked, model, made)
+        job = await make_job(asked, model, made)
     _check_size(job, router.config.max_answer_bytes)
     # Its last shard may have left meanwhile; the fleet would call the model unknown.
     name = router.models.info(job.model.info.model).model
@@ -214,7 +212,7 @@ async def started(job: Job, ticket: Ticket) -> Job:
     for request in job.requests:
         objective = dataclasses.replace(request.objective, deadline_s=deadline_s)
         requests.append(dataclasses.replace(request, objective=objective))
-        if len(requests) % _SEQUENCES_A_TURN == 0:
+        if len(requests) % SEQUENCES_A_TURN == 0:
             await asyncio.sleep(0)
     return dataclasses.replace(job, requests=tuple(requests))
 

@@ -12,7 +12,7 @@ from penstock_router.routes.resume import resumable
 
 async def invoke(request: web.Request, body: Body) -> web.StreamResponse:
     """POST /invocations"""
-    api = body.sort.api
+    api = body.kind.api
     if api is None:
         return await embed(request, body)
     return await dispatch(request, body, resumable if api.resumable else None)

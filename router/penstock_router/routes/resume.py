@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import time
@@ -18,6 +19,7 @@ from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
 from penstock_router.generation import Generation
 from penstock_router.resumption import (
+    EVENTS_A_TURN,
     MAX_SEQUENCES,
     Cursor,
     Event,
@@ -158,7 +160,11 @@ async def _put_events(
             cursor, numerics=generation.numerics, choices=progress.choices
         )
 
+    num_deltas = 0
     async for delta in spaced(generation, job.options.stream_interval):
+        num_deltas += 1
+        if num_deltas % EVENTS_A_TURN == 0:
+            await asyncio.sleep(0)
         for frame in opening[:-1]:
             live.put(Event(frame))
         for frame in opening[-1:]:

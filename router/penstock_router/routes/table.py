@@ -14,16 +14,16 @@ from penstock_router.routes.base import HEADERS, Route, with_body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Detour, generates
 from penstock_router.routes.resume import resumable
-from penstock_router.text_work import Sort
+from penstock_router.text_work import BodyKind
 
 
-def _generation(path: str, sort: Sort, summary: str, detour: Detour | None = None) -> Route:
-    api = sort.api
+def _generation(path: str, kind: BodyKind, summary: str, detour: Detour | None = None) -> Route:
+    api = kind.api
     assert api is not None
     return Route(
         method="POST",
         path=path,
-        handler=generates(sort, detour),
+        handler=generates(kind, detour),
         summary=summary,
         fields=api.fields,
         headers={**generate.HEADERS, **(resume.HEADERS if api.resumable else {})},

@@ -7,14 +7,17 @@ from typing import Any
 from aiohttp import web
 
 from penstock_router.bodies import Body
-from penstock_router.routes.base import ROUTER, json_response, using_model
+from penstock_router.prompts import Prepared
+from penstock_router.routes.base import ROUTER, json_response, let_in
 
 
 async def answer(request: web.Request, body: Body) -> web.Response:
     """POST /tokenize, /chat_tokenize, /detokenize and /v1/messages/count_tokens"""
-    async with using_model(request, body.asked.model) as model:
-        data = await body.work(model)
-    assert isinstance(data, bytes)
+    # Within a request's time, and without a place: no shard works on it.
+    with let_in(request, 1) as ticket:
+        async with ticket.limit.scope():
+            data = await body.work(await request.app[ROUTER].models.get(body.asked.model))
+    assert not isinstance(data, Prepared)
     return web.Response(body=data, content_type="application/json")
 
 
@@ -22,7 +25,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     """GET /tokenizer_info"""
     router = request.app[ROUTER]
     model = await router.models.get(request.query.get("model", ""))
-    template = model.chat_template
+    template = model.text.chat_template
     answer: dict[str, Any] = {**model.tokenizer.config}
     answer["chat_template"] = None if template is None else template.source
     answer.setdefault("tokenizer_class", "PreTrainedTokenizerFast")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -17,7 +19,9 @@ from penstock_client import (
     ShardFailed,
     ShardUnavailable,
     SyncShardClient,
+    _wire,
 )
+from penstock_client.shard_client import new_request_id
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 
@@ -107,6 +111,42 @@ async def test_tokens_in_columns_of_a_lower_attempt_are_dropped(
         assert output.token_ids == [8]
 
 
+async def test_readers_that_take_their_time_let_others_run(scripted: tuple[_Scripted, str]) -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with ShardClient(scripted[1]) as client:
+        for _ in range(40):
+            # As long as a reader takes who makes text of many tokens.
+            client.submit(_request("silent")).listen(lambda: time.sleep(0.001))
+        call = client._call
+        assert call is not None
+        ids = list(call._numbered)
+        counting = asyncio.create_task(count())
+        tokens = pb.Tokens(numbers=ids, token_ids=ids, positions=[0] * len(ids))
+        await call._dispatch(pb.GenerateResponse(tokens=tokens))
+        counting.cancel()
+        assert turns >= 30
+
+
+async def test_numbers_of_attempts_begin_again_after_the_last(
+    scripted: tuple[_Scripted, str],
+) -> None:
+    async with ShardClient(scripted[1]) as client:
+        client.submit(_request("silent"))
+        call = client._call
+        assert call is not None
+        call._numbers = itertools.count(2**32 - 1)
+        for _ in range(3):
+            stream = client.submit(_request("finish"))
+            assert [token async for output in stream for token in output.token_ids] == [1]
+
+
 async def test_a_gap_in_one_stream_ends_no_other(scripted: tuple[_Scripted, str]) -> None:
     servicer, address = scripted
     async with ShardClient(address) as client:
@@ -181,6 +221,12 @@ async def test_a_request_that_no_message_holds_is_refused_and_those_beside_it_go
             client.submit(GenerationRequest([1] * 1000))
         assert [o.token_ids async for o in client.submit(GenerationRequest([2]))] == [[1]]
         assert not beside.ended
+        # One that would be too large by the number that it is given.
+        request = GenerationRequest([1] * 200)
+        num_bytes = _wire.generate_request(request, new_request_id()).ByteSize()
+        monkeypatch.setattr("penstock_client.shard_client.MAX_MESSAGE_BYTES", num_bytes)
+        with pytest.raises(InvalidRequest, match="bytes on the wire"):
+            client.submit(request)
 
 
 async def test_a_call_that_breaks_says_nothing_of_the_requests_on_it(

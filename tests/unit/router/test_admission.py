@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
@@ -255,6 +259,55 @@ async def test_who_is_pushed_out_between_preparing_and_waiting_is_told_when_it_s
     assert (doors.in_flight, doors.queued) == (0, 2)
 
 
+async def test_who_is_pushed_out_as_its_waiting_ends_gets_no_place(scope: ExitStack) -> None:
+    doors = admission(1, max_queued_requests=1, queue_timeout_s=0.02)
+    await scope.enter_context(doors.enter("greedy", 1)).start(1)
+    starting = asyncio.create_task(scope.enter_context(doors.enter("greedy", 1)).start(1))
+    await settle()
+    push = functools.partial(scope.enter_context, doors.enter("polite", 1))
+    asyncio.get_running_loop().call_later(0.02, push)
+    # Both are due by then, and happen in one turn of the event loop.
+    time.sleep(0.05)  # noqa: ASYNC251 - nothing may happen before
+    with pytest.raises(TooManyRequests, match="other keys have less"):
+        await starting
+    assert (doors.in_flight, doors.queued) == (1, 1)
+
+
+async def test_nothing_of_who_is_pushed_out_stays_until_garbage_is_collected() -> None:
+    class Prompt:
+        """As large as they get."""
+
+    prompts: list[weakref.ref[Prompt]] = []
+
+    async def run(doors: Admission, key: str) -> None:
+        prompt = Prompt()
+        prompts.append(weakref.ref(prompt))
+        with contextlib.suppress(TooManyRequests), doors.enter(key, 1) as ticket:
+            await ticket.start(1)
+            await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        doors = admission(1, max_queued_requests=1)
+        await asyncio.gather(*(run(doors, key) for key in ("greedy", "greedy", "polite")))
+        assert refusals(doors, "pushed_out") == 1
+        assert [prompt() for prompt in prompts] == [None] * 3
+    finally:
+        gc.enable()
+
+
+async def test_a_wide_request_is_not_pushed_out_where_its_key_would_have_less_than_the_other(
+    scope: ExitStack,
+) -> None:
+    doors = admission(4, max_queued_requests=4)
+    await scope.enter_context(doors.enter("other", 4)).start(1)
+    wide = scope.enter_context(doors.enter("wide", 4))
+    with pytest.raises(TooManyRequests, match="4 sequences run and 4 are queued"):
+        doors.enter("narrow", 1).__enter__()
+    wide.limit.check()
+    assert (doors.in_flight, doors.queued) == (4, 4)
+
+
 async def test_bounds_of_a_key_hold_for_each() -> None:
     bounds = {"max_concurrent_requests_per_key": 2, "max_queued_requests_per_key": 1}
     async with crowd(10, **bounds) as them:
@@ -480,6 +533,10 @@ async def test_whatever_happens_bounds_hold_and_nothing_is_left() -> None:
                 rng.choice(tasks).cancel()
             assert doors.in_flight <= limit
             assert doors.in_flight + doors.queued <= limit + bounds["max_queued_requests"]
+            first = doors._queue.first()
+            assert first is None or doors.in_flight + first.places > limit, "it need not wait"
+            for account in (doors._all, *doors._accounts.values()):
+                assert min(account.in_flight, account.queued, account.queued_tokens) >= 0
         async with asyncio.timeout(20):
             ends = await asyncio.gather(*tasks, return_exceptions=True)
         for end in ends:

@@ -13,7 +13,7 @@ from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Out
 from penstock_router.choice import Choice, Delta, first_rows
 from penstock_router.job import Job
 from penstock_router.models import ServedModel
-from penstock_router.prompts import Prompt
+from penstock_router.prompts import Prompt, TextModel
 from penstock_router.request import CompletionRequest
 from penstock_router.tokenizer import load_tokenizer
 
@@ -22,7 +22,9 @@ EOS = INFO.eos_token_ids[0]
 
 @pytest.fixture
 def model(byte_level: Tokenizer) -> ServedModel:
-    return ServedModel(INFO, load_tokenizer(model_files(byte_level)), None)
+    tokenizer = load_tokenizer(model_files(byte_level))
+    text = TextModel(INFO.model, INFO.max_model_len, INFO.vocab_size, tokenizer, None, False)
+    return ServedModel(INFO, text)
 
 
 def choice_of(model: ServedModel, prompt: Prompt | None = None, **options: Any) -> Choice:

@@ -156,7 +156,7 @@ TOO_SMALL = ("0", "-0.0", "1e-320", "0.0000001")
 
 
 def _is_a_number(action: argparse.Action) -> bool:
-    return action.type is not None and action.dest != "model_alias"
+    return action.type is not None and action.dest != "model_aliases"
 
 
 def test_every_flag_that_is_a_number_is_in_the_table() -> None:

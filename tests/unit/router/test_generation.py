@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +23,7 @@ from penstock_router.deltas import collect, for_each
 from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
 from penstock_router.generation import Generation, _num_ids
-from penstock_router.job import Job, choice_seed, prepare
+from penstock_router.job import Job, choice_seed, make_job
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.prompts import is_small, prepare_prompts
@@ -41,7 +43,21 @@ def models(fleet: FakeFleet, threads: Threads) -> Models:
 
 async def job_of(models: Models, **fields: object) -> Job:
     request, model = parse_completion({"prompt": "fox", **fields}), await models.get("")
-    return prepare(request, model, prepare_prompts(request, model.text))
+    return await make_job(request, model, prepare_prompts(request, model.text))
+
+
+async def test_of_a_job_of_many_sequences_a_few_are_made_in_one_turn_of_the_loop(
+    models: Models,
+) -> None:
+    # The model is loaded once.
+    await job_of(models)
+    making = asyncio.create_task(job_of(models, n=1000))
+    turns = 0
+    while not making.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10
+    assert len((await making).requests) == 1000
 
 
 def test_the_seeds_of_choices_never_change() -> None:
@@ -303,6 +319,30 @@ async def test_an_error_comes_after_the_tokens_before_it(fleet: FakeFleet, model
         assert [delta.token_ids for delta in seen] == [[5, 6]] * len(job.requests)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_of_an_answer_that_is_over_waits_for_the_garbage_collector(
+    fleet: FakeFleet, models: Models, stream: bool
+) -> None:
+    async def made() -> weakref.ref[Generation]:
+        job = await job_of(models, max_tokens=5, n=2, stream=stream)
+        async with Generation(job, fleet, Metrics()) as generation:
+            await for_each(generation, lambda delta: None)
+            return weakref.ref(generation)
+
+    gc.disable()
+    try:
+        left = await made()
+        await until_over(fleet)
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+async def until_over(fleet: FakeFleet) -> None:
+    while fleet.running:
+        await asyncio.sleep(0.001)
+
+
 async def test_who_is_told_of_deltas_needs_no_task_for_each(
     fleet: FakeFleet, models: Models
 ) -> None:
@@ -432,7 +472,7 @@ def test_tokens_that_are_counted_in_batches_are_what_one_at_a_time_would_be() ->
     batched, plain = Metrics(), Metrics()
     gaps = [0.0001, 0.002, 0.0021, 0.03, 0.03, 4.9, 5.0, 77.0]
     for gap_s in gaps:
-        batched.came(2, gap_s, now_s=0.0)
+        batched.observe_tokens(2, gap_s, now_s=0.0)
         plain.output_tokens.inc(2)
         plain.between_tokens_seconds.observe(gap_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -171,6 +172,17 @@ async def test_what_waits_when_the_router_stops_is_told_so(byte_level: Tokenizer
         assert (answer.status, answer.error["message"]) == (503, "the router is shutting down")
 
 
+@pytest.mark.parametrize("name", [*ROUTES, *TEXT_ROUTES])
+async def test_a_router_that_stops_says_when_to_come_back_on_every_route(
+    byte_level: Tokenizer, name: str
+) -> None:
+    async with memory_router(FakeFleet(model_files(byte_level))) as router:
+        router.app[ROUTER].admission.stopping = True
+        answer = await router.post(*{**ROUTES, **TEXT_ROUTES}[name])
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert b"the router is shutting down" in answer.body
+
+
 # ---- Keys --------------------------------------------------------------------------------------
 
 
@@ -262,12 +274,62 @@ async def test_a_request_ends_at_its_deadline(byte_level: Tokenizer, name: str, 
             assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in text
 
 
+async def test_a_body_that_does_not_come_in_time_ends_its_request(byte_level: Tokenizer) -> None:
+    async with memory_router(FakeFleet(model_files(byte_level))) as router:
+        for name in ROUTES:
+            connection = router.connect()
+            head = f"POST {ROUTES[name][0]} HTTP/1.1\r\nHost: memory\r\nContent-Length: 100\r\n"
+            connection.send_raw(f"{head}x-penstock-timeout-s: 0.05\r\n\r\n{{".encode())
+            async with asyncio.timeout(5):
+                assert (await connection.read_answer()).status == 504
+            connection.close()
+
+
+async def test_work_that_was_left_takes_no_room_from_whoever_is_let_in(
+    byte_level: Tokenizer,
+) -> None:
+    fleet = FakeFleet(model_files(byte_level))
+    async with small_router(fleet, max_queued_requests=0, tokenizer_threads=1) as router:
+        begun, end = threading.Event(), threading.Event()
+
+        def work() -> None:
+            begun.set()
+            end.wait(5)
+
+        left = asyncio.create_task(router.app[ROUTER].threads.run(work))
+        await until(begun.is_set)
+        left.cancel()
+        # Shown in a thread.
+        answer = await router.complete(logprobs=1, max_tokens=1)
+        end.set()
+        assert answer.status == 200
+
+
 async def test_the_deadline_of_a_stream_that_has_begun_is_its_last_event(
     byte_level: Tokenizer,
 ) -> None:
     async with memory_router(slow_fleet(byte_level)) as router:
         *_, error, done = (await router.complete(stream=True, timeout=0.1)).events
         assert (error["error"]["code"], done) == (504, "[DONE]")
+
+
+async def test_a_stream_that_is_taken_up_again_keeps_the_deadline_it_began_with(
+    byte_level: Tokenizer,
+) -> None:
+    async with memory_router(slow_fleet(byte_level), resume_grace_s=30.0) as router:
+        headers = {"x-penstock-resumable": "1", "Content-Type": "application/json"}
+        body, connection = b'{"prompt": "x", "stream": true}', router.connect()
+        connection.send("POST", "/v1/completions", body, {**headers, "x-penstock-timeout-s": "0.3"})
+        _, head = await connection.read_head()
+        event = await anext(connection.chunks(head))
+        last_id = event.decode().partition("id: ")[2].partition("\n")[0]
+        connection.close()
+        headers |= {"Last-Event-ID": last_id, "x-penstock-timeout-s": "100"}
+        async with asyncio.timeout(5):
+            answer = await router.request("POST", "/v1/completions", body, headers)
+        *_, error, done, _ = answer.body.decode().split("\n\n")
+        assert '"code":504' in error
+        assert done == "data: [DONE]"
 
 
 async def test_a_deadline_ends_waiting_too(byte_level: Tokenizer) -> None:
@@ -326,6 +388,8 @@ async def test_a_timeout_that_is_none_is_refused_by_its_name(
             "x",
             "",
             "5s",
+            "1_0",
+            "\u0665",
         ):
             headers = {"x-penstock-timeout-s": given}
             answer = await router.post(*ROUTES[name], **headers)

@@ -6,12 +6,19 @@ import asyncio
 import dataclasses
 import hashlib
 import os
+import re
+import signal
+import socket
 import struct
+import subprocess
+import sys
 import threading
+import time
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,10 +33,12 @@ from penstock_router.apis.openai import parse_completion
 from penstock_router.bodies import Bodies, Body
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
-from penstock_router.job import prepare
+from penstock_router.job import make_job
+from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
 from penstock_router.prompts import Prepared, Prompt, pack_ids, unpack_ids
 from penstock_router.resumption import job_digest
+from penstock_router.routes import base
 from penstock_router.text_messages import (
     HEADER,
     Read,
@@ -42,7 +51,7 @@ from penstock_router.text_messages import (
     unpack_prepared,
 )
 from penstock_router.text_pool import Lease, TextPool, TextProcess
-from penstock_router.text_work import SORTS
+from penstock_router.text_work import KINDS
 from penstock_router.threads import Threads
 
 USER = {"role": "user", "content": "the quick brown fox 日本語 😀"}
@@ -50,7 +59,7 @@ ANSWER = {"role": "assistant", "content": "Hello"}
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "status": "completed",
         "content": [{"type": "input_text", "text": "before"}]}  # fmt: skip
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-# By sort: bodies that are well, and bodies that are refused for all sorts of reasons.
+# By kind: bodies that are well, and bodies that are refused for all sorts of reasons.
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": "the fox"}),
     ("completions", {"prompt": ["the fox", "😀 café"], "n": 2, "best_of": 3, "seed": 5}),
@@ -131,25 +140,33 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Bodies
         threads = Threads(executor, 8)
         pool = TextPool(1, "info")
         try:
-            yield Bodies(Models(fleet, threads, config), threads, pool)
+            yield Bodies(Models(fleet, threads, config), threads, pool, Metrics())
         finally:
             await pool.close()
 
 
-async def outcome(bodies: Bodies, sort: str, data: bytes, earlier: bytes = b"") -> Any:
+async def read(bodies: Bodies, kind: str, *pieces: bytes) -> Body:
+    """A body that comes in these pieces."""
+    with bodies.incoming() as incoming:
+        for piece in pieces:
+            incoming.add(piece)
+        return await bodies.read(KINDS[kind], incoming, with_digest=True)
+
+
+async def outcome(bodies: Bodies, kind: str, data: bytes, earlier: bytes = b"") -> Any:
     """All that comes of a body, in a form that can be compared."""
     try:
-        body = await bodies.read(SORTS[sort], (data[:9], data[9:]), with_digest=True)
+        body = await read(bodies, kind, data[:9], data[9:])
         if body.refusal is not None:
-            raise body.refusal
+            return body.kind.name, type(body.refusal), body.refusal.args, vars(body.refusal)
         model = await bodies.models.get(body.asked.model)
         made = await body.work(model, earlier)
         asked = body.asked.without_text()
-        if isinstance(made, Prepared) and body.sort.api is not None:
+        if isinstance(made, Prepared) and body.kind.api is not None:
             # Seeds are drawn where none was given.
-            job = prepare(dataclasses.replace(asked, drawn_seed=1), model, made)
-            return body.sort.name, body.digest, plain(asked), plain(job)
-        return body.sort.name, body.digest, plain(asked), plain(made)
+            job = await make_job(dataclasses.replace(asked, drawn_seed=1), model, made)
+            return body.kind.name, body.digest, plain(asked), plain(job)
+        return body.kind.name, body.digest, plain(asked), plain(made)
     except ApiError as error:
         return type(error), error.args, vars(error)
 
@@ -158,7 +175,7 @@ def plain(value: Any) -> Any:
     """Without what sets equal values apart: arrays are lists, and ids of items are drawn."""
     if isinstance(value, array | list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         items = msgspec.json.decode(value) if value else []
         return [{**item, "id": ""} for item in items] if isinstance(items, list) else items
     if dataclasses.is_dataclass(value) and not isinstance(value, ServedModel):
@@ -171,17 +188,66 @@ async def test_a_text_process_makes_of_a_body_what_is_made_of_it_here(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with made_bodies(fleet) as bodies:
-        for sort, body in BODIES:
+        for kind, body in BODIES:
             data, earlier = msgspec.json.encode(body), b""
             if "previous_response_id" in body:
                 earlier = msgspec.json.encode([ITEM])
             monkeypatch.setattr(bodies_module, "LONG_BYTES", 2**30)
-            here = await outcome(bodies, sort, data, earlier)
+            here = await outcome(bodies, kind, data, earlier)
             monkeypatch.setattr(bodies_module, "LONG_BYTES", 0)
-            there = await outcome(bodies, sort, data, earlier)
-            assert here == there, (sort, body)
+            there = await outcome(bodies, kind, data, earlier)
+            assert here == there, (kind, body)
         # One, for all of them.
         assert len(bodies.pool.pids) == 1
+
+
+SHOWN: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": ["the fox", [5, 6, 7]], "n": 2, "echo": True, "logprobs": 2,
+                         "return_token_ids": True}),
+    ("/v1/completions", {"prompt": [[5, 6, 7], "x"], "echo": True, "logprobs": 0, "max_tokens": 0,
+                         "prompt_logprobs": 1}),
+    ("/v1/completions", {"prompt": "the fox", "best_of": 3, "stream_interval": 2,
+                         "logit_bias": {"7": 3}, "allowed_token_ids": [5, 6, 7]}),
+    ("/v1/completions", {"prompt": "the fox", "stream": True, "echo": True,
+                         "return_token_ids": True, "stop": ["q"]}),
+    ("/v1/chat/completions", {"messages": [USER], "stream": True, "return_token_ids": True}),
+    ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 2,
+                              "prompt_logprobs": 1, "return_token_ids": True}),
+    ("/v1/chat/completions", {"messages": [USER, ANSWER], "echo": True}),
+    ("/v1/messages", {"model": INFO.model, "messages": [USER], "max_tokens": 5, "stream": True}),
+    ("/v1/messages", {"model": INFO.model, "messages": [USER], "max_tokens": 9999}),
+    ("/v1/responses", {"input": "the fox", "instructions": "be brief", "store": False,
+                       "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+    ("/generate", {"inputs": "the fox", "parameters": {"details": True, "best_of": 2,
+                   "decoder_input_details": True, "return_full_text": True, "do_sample": True}}),
+    ("/generate_stream", {"inputs": "the fox", "parameters": {"top_n_tokens": 2}}),
+    ("/", {"inputs": "the fox " * 2000}),
+    ("/v1/embeddings", {"input": ["the fox", [5, 6]], "dimensions": 4}),
+    ("/invocations", {"inputs": ""}),
+    ("/tokenize", {"inputs": "the fox"}),
+    ("/tokenize", {"inputs": 7}),
+    ("/v1/messages/count_tokens", {"model": "nobody", "messages": [USER]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), SHOWN)
+async def test_what_a_client_is_shown_does_not_depend_on_the_length_of_its_body(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    shown = []
+    # Not of the seed, which some APIs always draw.
+    fleet.script = lambda request: [3 + token % 400 for token in request.prompt_token_ids[:9]]
+    if "parameters" in body:
+        body = {**body, "parameters": {"seed": 1, **body["parameters"]}}
+    async with memory_router(fleet) as router:
+        for long_bytes in (2**30, 0):
+            monkeypatch.setattr(bodies_module, "LONG_BYTES", long_bytes)
+            answer = await router.post(path, body)
+            text = re.sub(r"(msg|resp|cmpl|chatcmpl)[-_]\w+", "ID", answer.body.decode())
+            text = re.sub(r'("(created|created_at|completed_at)":)[\d.]+', "TIME", text)
+            names = ("content-type", "x-compute-characters", "x-prompt-tokens", "retry-after")
+            shown.append((answer.status, text, [answer.headers.get(name) for name in names]))
+    assert shown[0] == shown[1]
 
 
 async def test_of_a_long_body_no_text_and_no_list_of_ids_comes_back(
@@ -211,14 +277,14 @@ async def test_a_long_conversation_before_a_short_body_makes_it_a_long_one(
         assert there == await outcome(bodies, "responses", b'{"input": "and the dog"}', earlier)
 
 
-async def read_long(bodies: Bodies, sort: str, body: dict[str, Any]) -> Body:
+async def read_long(bodies: Bodies, kind: str, body: dict[str, Any]) -> Body:
     # JSON may have as much space as it likes.
-    return await bodies.read(SORTS[sort], (msgspec.json.encode(body), b" " * 70_000))
+    return await read(bodies, kind, msgspec.json.encode(body), b" " * 70_000)
 
 
 async def answered(body: Body, model: ServedModel) -> Any:
     made = await body.work(model)
-    assert isinstance(made, bytes)
+    assert not isinstance(made, Prepared)
     return msgspec.json.decode(made)
 
 
@@ -250,7 +316,9 @@ async def test_a_replaced_tokenizer_is_replaced_in_the_process_too(
         assert len(bodies.pool.pids) == 1
 
 
-async def test_files_are_asked_for_once(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shards_are_asked_for_files_once(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = 0
     get = fleet.tokenizer_files
 
@@ -262,10 +330,11 @@ async def test_files_are_asked_for_once(fleet: FakeFleet, monkeypatch: pytest.Mo
     monkeypatch.setattr(fleet, "tokenizer_files", counted)
     async with made_bodies(fleet) as bodies:
         model = await bodies.models.get("")
-        assert asked == 1
         for _ in range(3):
             await (await read_long(bodies, "tokenize", {"prompt": "x"})).work(model)
-        assert asked == 2
+            os.kill(bodies.pool.pids[0], 9)
+            await asyncio.sleep(0.1)
+        assert asked == 1
 
 
 async def test_of_many_long_bodies_a_few_are_read_from_in_one_turn_of_the_loop(
@@ -288,10 +357,10 @@ async def test_what_a_job_is_made_of_does_not_depend_on_where_its_text_was_worke
     """Also for cursors of routers before this one, which packed ids so."""
     model, ids = await models.get(""), [5, 6, 499]
     request = parse_completion({"prompt": ids})
-    here, there = (
-        prepare(request, model, Prepared((Prompt(given), Prompt([7]))))
+    here, there = [
+        await make_job(request, model, Prepared((Prompt(given), Prompt([7]))))
         for given in (ids, array("I", ids))
-    )
+    ]
     info = model.info
     known = f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode()
     packed = struct.pack("<4I", 3, *ids) + struct.pack("<2I", 1, 7)
@@ -324,6 +393,65 @@ async def test_a_process_that_dies_costs_its_request_and_the_next_one_gets_anoth
             await task
         assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
         assert bodies.pool.pids != [pid]
+
+
+async def test_a_process_that_dies_between_two_tasks_of_a_body_costs_its_request(
+    fleet: FakeFleet,
+) -> None:
+    """No other process has the body, which is not sent again."""
+    async with made_bodies(fleet) as bodies:
+        model = await bodies.models.get("")
+        body = await read_long(bodies, "tokenize", {"prompt": "x"})
+        os.kill(bodies.pool.pids[0], 9)
+        await asyncio.sleep(0.02)
+        with pytest.raises(errors.Unavailable, match="text ended; try again"):
+            await body.work(model)
+        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
+
+
+async def test_where_no_process_can_be_started_the_answer_is_503(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with made_bodies(fleet) as bodies:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        for _ in range(2):
+            with pytest.raises(errors.Unavailable, match="try again"):
+                await read_long(bodies, "tokenize", {"prompt": "x"})
+        monkeypatch.undo()
+        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
+
+
+async def test_a_text_process_imports_nothing_from_the_folder_it_is_in(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(5)")
+    monkeypatch.chdir(tmp_path)
+    async with made_bodies(fleet) as bodies:
+        assert await read_long(bodies, "tokenize", {"prompt": "x"})
+
+
+def test_work_without_end_ends_without_its_router_too() -> None:
+    """What holds the interpreter lock lets no thread look whether the router is there."""
+    program = (
+        "import os; from penstock_router import text_process as t; t._MAX_TASK_S = 1; "
+        "t.TextWorker.do = lambda *_: (os.write(1, b'!'), 9 ** 9 ** 9); t.main(['%d', 'info'])"
+    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fd = theirs.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-c", program % fd], pass_fds=(fd,), stdout=subprocess.PIPE
+        )
+    with ours, process:
+        ours.sendall(framed(Read(1, "tokenize", False), 0))
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"!"
+        time.sleep(0.1)
+        ours.close()
+        try:
+            assert process.wait(20) == -signal.SIGALRM
+        finally:
+            process.kill()
 
 
 async def test_a_process_that_died_while_idle_costs_nobody_anything(fleet: FakeFleet) -> None:
@@ -393,21 +521,18 @@ class FakeProcess:
 
     async def ask(self, task: Read, after: Any) -> Any:
         await self.go_on.wait()
-        self.told.append(task.sort)
-        return task, memoryview(b"")
+        self.told.append(task.kind)
+        return task, bytearray()
 
     async def kill(self) -> int:
+        self.has_ended = True
         return 0
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> FakeProcess:
     process = FakeProcess([], asyncio.Event())
-
-    async def start(log_level: str) -> Any:
-        return process
-
-    monkeypatch.setattr(TextProcess, "start", start)
+    monkeypatch.setattr(TextProcess, "start", lambda log_level: process)
     return process
 
 
@@ -452,7 +577,6 @@ async def test_who_stops_waiting_leaves_at_once_and_the_next_one_has_its_turn(
     process.go_on.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert process.told == ["a", "c", "d"]
-    assert pool._num_bodies == pool._num_bytes == 0
     await pool.close()
 
 
@@ -470,29 +594,20 @@ async def test_who_leaves_in_the_moment_of_its_turn_passes_it_on(process: FakePr
     await pool.close()
 
 
-async def test_beyond_so_many_bodies_or_bytes_the_next_one_is_refused(
-    process: FakeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_pool, "MAX_BODIES", 3)
-    monkeypatch.setattr(text_pool, "MAX_BYTES", 1000)
+async def test_who_waits_or_comes_when_the_pool_stops_is_refused(process: FakeProcess) -> None:
     pool = TextPool(1, "info")
-    # One alone may be of any length.
-    tasks = await begun(pool, ("a", 5000, 0))
-    with pytest.raises(TooManyRequests, match="1 long bodies of 5000 bytes"):
-        await pool.lease(1, 0)
+    tasks = await begun(pool, ("a", 1, 0), ("b", 1, 0), ("c", 1, 0))
+    tasks[1].cancel()
+    pool.stop()
+    for late in (tasks[2], pool.lease(1, 0)):
+        with pytest.raises(errors.Unavailable, match="shutting down"):
+            await late
     process.go_on.set()
-    await asyncio.gather(*tasks)
-    process.go_on.clear()
-    tasks = await begun(pool, *((name, 300, 0) for name in "abc"))
-    with pytest.raises(TooManyRequests, match="at most 3 of 1000 bytes") as refused:
-        await pool.lease(1, 0)
-    assert refused.value.headers() == {"Retry-After": "1"}
-    # One that was let in before comes again.
-    again = asyncio.create_task(pool.lease(1, 0, admitted=True))
-    process.go_on.set()
-    (await again).give_back()
-    await asyncio.gather(*tasks)
+    await tasks[0]
+    await asyncio.gather(*tasks, return_exceptions=True)
     await pool.close()
+    assert process.told == ["a"]
+    assert process.has_ended
 
 
 async def test_a_lease_that_is_held_too_long_is_given_to_the_next_one(
@@ -509,6 +624,83 @@ async def test_a_lease_that_is_held_too_long_is_given_to_the_next_one(
     await asyncio.sleep(0.03)
     second.give_back()
     await pool.close()
+
+
+# ---- how many there may be ---------------------------------------------------------------------
+
+
+async def test_beyond_so_many_bodies_or_bytes_the_next_one_is_refused(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_module, "MAX_BODIES", 3)
+    monkeypatch.setattr(bodies_module, "MAX_BYTES", 1_000_000)
+    async with made_bodies(fleet) as bodies:
+        with bodies.incoming() as short, bodies.incoming() as one, bodies.incoming() as other:
+            short.add(b" " * 60_000)
+            # One alone may be of any length, and counts before all of it is here.
+            one.add(b" " * 5_000_000)
+            one.enqueue()
+            with pytest.raises(TooManyRequests, match="1 long bodies wait and 5000000 bytes"):
+                other.add(b" " * 70_000)
+            one.leave()
+            one.leave()
+            for _ in range(2):
+                other.add(b" " * 450_000)
+            with pytest.raises(TooManyRequests, match="at most 3 and 1000000"):
+                one.enqueue()
+        assert (bodies.room.num_bodies, bodies.room.num_bytes) == (0, 0)
+        with ExitStack() as scope:
+            for _ in range(3):
+                scope.enter_context(bodies.incoming()).enqueue()
+            with pytest.raises(TooManyRequests) as refused:
+                await read_long(bodies, "tokenize", {"prompt": "x"})
+            assert refused.value.headers() == {"Retry-After": "1"}
+        assert bodies.room.metrics.refused.labels("long_bodies")._value.get() == 3
+        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
+        assert (bodies.room.num_bodies, bodies.room.num_bytes) == (0, 0)
+
+
+async def test_short_bodies_whose_work_is_long_are_bounded_too(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_module, "MAX_BODIES", 0)
+    template = {"messages": [USER], "chat_template": "x"}
+    earlier = msgspec.json.encode([{**ITEM, "id": "x" * 70_000}])
+    async with made_bodies(fleet) as bodies:
+        for sort, body, before in (
+            ("chats", template, b""),
+            ("responses", {"input": "x"}, earlier),
+        ):
+            kind, *_ = await outcome(bodies, sort, msgspec.json.encode(body), before)
+            assert kind is TooManyRequests
+
+
+async def test_a_body_counts_until_its_text_is_worked_on(fleet: FakeFleet) -> None:
+    async with made_bodies(fleet) as bodies:
+        model = await bodies.models.get("")
+        with bodies.incoming() as incoming:
+            incoming.add(b'{"prompt": "x"}' + b" " * 70_000)
+            body = await bodies.read(KINDS["tokenize"], incoming)
+            await asyncio.sleep(0.1)
+            # Also while its process works for somebody else.
+            assert (bodies.room.num_bodies, bodies.room.num_bytes) == (1, 70_015)
+            await body.work(model)
+            assert (bodies.room.num_bodies, bodies.room.num_bytes) == (0, 0)
+            assert incoming.pieces == []
+
+
+async def test_the_time_of_a_request_counts_while_its_body_comes(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with memory_router(fleet) as router:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: memory\r\nContent-Length: 99\r\n"
+        for header, pause_s in ((b"x-penstock-timeout-s: 0.05\r\n", 60), (b"", 0.05)):
+            monkeypatch.setattr(base, "_MAX_PAUSE_S", pause_s)
+            connection = router.connect()
+            connection.send_raw(head + header + b"\r\n{")
+            async with asyncio.timeout(5):
+                assert (await connection.read_answer()).status == 504
+            connection.close()
 
 
 # ---- messages ----------------------------------------------------------------------------------
@@ -529,7 +721,7 @@ def test_an_error_is_the_same_after_its_way(error: ApiError) -> None:
     failed = decode_report(data)
     again = unpack_error(failed)  # type: ignore[arg-type]
     assert (type(again), again.args, vars(again)) == (type(error), error.args, vars(error))
-    assert failed.sort == "chats"  # type: ignore[union-attr]
+    assert failed.kind == "chats"  # type: ignore[union-attr]
 
 
 def test_ids_are_little_endian_and_come_back_in_one_block() -> None:

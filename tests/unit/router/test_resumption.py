@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from support.budget import budget, seeded
 from penstock_client.errors import ShardFailed
 from penstock_client.stream import GenerationStream
 from penstock_client.types import GenerationRequest
+from penstock_router.choice import Delta
+from penstock_router.deltas import Deltas
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.resumption import (
     MAX_SEQUENCES,
@@ -24,6 +29,9 @@ from penstock_router.resumption import (
     Reader,
     body_digest,
 )
+from penstock_router.routes.resume import _put_events
+from penstock_router.sse import _Sender
+from penstock_router.threads import Threads
 
 CURSOR = Cursor(b"digest", "me", 1234, 2**64 - 1, "numerics", ((3, 14, False), (0, 0, True)))
 START = Cursor(b"", "", 0, 0)
@@ -128,6 +136,88 @@ async def test_of_what_all_readers_have_a_live_stream_keeps_a_bounded_part() -> 
             assert len(await _read(joined)) == lacking
     assert streams.join(START) is None
     streams.stop()
+
+
+class _Turns:
+    """How often the event loop comes round within its scope."""
+
+    count = 0
+
+    async def __aenter__(self) -> _Turns:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+
+async def test_others_run_while_a_reader_gets_many_events_that_are_there_already() -> None:
+    async def make(live: LiveStream) -> None:
+        for number in range(900):
+            live.put(Event(str(number).encode(), _after(number)))
+
+    streams = LiveStreams(grace_s=10)
+    await _read(streams.begin(START, make))
+    async with _Turns() as turns:
+        assert len(await _read(streams.join(START))) == 900
+    assert turns.count >= 50
+    streams.stop()
+
+
+class _ManyAtOnce(Deltas):
+    """A token of each of many choices, all there already."""
+
+    numerics = "n"
+
+    def __init__(self) -> None:
+        options = SimpleNamespace(stream_interval=1)
+        self.job = SimpleNamespace(delivered=(), requests=range(MAX_SEQUENCES), options=options)
+        self._left = list(range(MAX_SEQUENCES))
+
+    @property
+    def ended(self) -> bool:
+        return not self._left
+
+    def take(self) -> Delta | None:
+        return Delta(self._left.pop(), "x", [5]) if self._left else None
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """There is nothing to wait for."""
+
+
+class _Quick:
+    """A stream whose reader takes everything at once."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+        self.send_now = self.frames.append
+
+    async def drained(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+async def test_others_run_while_many_choices_gain_something_at_once(resumable: bool) -> None:
+    shape: Any = SimpleNamespace(opening=list, chunk=lambda delta: b"x", closing=list)
+    generation: Any = _ManyAtOnce()
+    events: Any = _Quick()
+    live: Any = SimpleNamespace(put=events.send_now)
+    with ThreadPoolExecutor(1) as executor:
+        threads = Threads(executor, 1)
+        async with _Turns() as turns:
+            if resumable:
+                await _put_events(live, generation, shape, START, threads)
+            else:
+                await _Sender(events, generation, shape, threads).run()
+    assert len(events.frames) == MAX_SEQUENCES
+    assert turns.count >= 5
 
 
 async def test_a_stopping_router_ends_what_nobody_reads_and_finishes_what_somebody_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from penstock_router.config import RouterConfig
-from penstock_router.workers import _config_of
+from penstock_router.workers import EXIT_USAGE, _config_of
 
 # The module is imported again in each worker, as `__mp_main__`.
 SCRIPT = """
-import sys, time
+import os, pathlib, sys, time
 from penstock_router import workers
 from penstock_router.config import RouterConfig
 
@@ -29,16 +30,30 @@ def note(what):
 
 def serve(config, lifeline, replaces, serving):
     note("up")
+    fault = pathlib.Path(folder, "fault")
+    if fault.exists():
+        sys.exit(int(fault.read_text()))
     if work_s < 0:
         sys.exit(int(-work_s))
     serving.send_bytes(b"!")
+    note("serves")
+    note(str(os.getpid()))
     if work_s == 99:
         sys.exit(1)
     lifeline.poll(None)
-    time.sleep(work_s)
+    if work_s != 98:
+        time.sleep(work_s)
     note("done")
 
 workers._worker_main = serve
+start = workers._Parent._start
+
+def start_one(self, index, **more):
+    if index == 1 and pathlib.Path(folder, "full").exists():
+        raise OSError(11, "Resource temporarily unavailable")
+    return start(self, index, **more)
+
+workers._Parent._start = start_one
 if __name__ == "__main__":
     note("parent")
     log = sys.argv[4] or None
@@ -182,6 +197,51 @@ def test_a_worker_that_has_served_is_started_again_as_often_as_it_ends(
     parent = start(0, 99)
     wait_for(lambda: parent.notes().count("up") >= 9)
     assert parent.process.poll() is None
+
+
+@pytest.mark.parametrize(("status", "starts"), [(1, 6), (EXIT_USAGE, 4)])
+def test_a_worker_that_served_once_and_cannot_start_for_a_while_ends_no_other(
+    start: Callable[[float, float], Parent], tmp_path: Path, status: int, starts: int
+) -> None:
+    fault = tmp_path / "fault"
+    parent = start(0, 98)
+    wait_for(lambda: parent.notes().count("serves") == 2)
+    fault.write_text(f"{status}")
+    pid = next(int(note) for note in parent.notes() if note.isdigit())
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: parent.notes().count("up") >= starts)
+    fault.unlink()
+    wait_for(lambda: parent.notes().count("serves") == 3)
+    parent.process.terminate()
+    assert parent.process.wait(30) == 0
+
+
+def test_a_worker_that_the_system_cannot_start_is_one_line_and_the_end(tmp_path: Path) -> None:
+    (tmp_path / "full").touch()
+    parent = Parent(tmp_path, 0, 0, heard=True)
+    try:
+        _, error = parent.process.communicate(timeout=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.process.pid, signal.SIGKILL)
+    assert parent.process.returncode == 2
+    assert error == "penstock router: cannot start a worker: Resource temporarily unavailable\n"
+
+
+def test_a_worker_that_the_system_cannot_start_again_at_once_is_started_later(
+    start: Callable[[float, float], Parent], tmp_path: Path
+) -> None:
+    parent = start(0, 98)
+    wait_for(lambda: parent.notes().count("serves") == 2)
+    (tmp_path / "full").touch()
+    for pid in [int(note) for note in parent.notes() if note.isdigit()]:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: parent.notes().count("serves") == 3)
+    time.sleep(1.5)
+    (tmp_path / "full").unlink()
+    wait_for(lambda: parent.notes().count("serves") == 4)
+    parent.process.terminate()
+    assert parent.process.wait(30) == 0
 
 
 def test_bounds_are_shared_out_over_workers() -> None:

@@ -173,3 +173,10 @@ def test_columns_of_very_many_requests_are_cut_into_responses_of_bounded_size() 
     found = [pair for response in responses for pair in _wire.tokens(response)]
     assert [number for number, _ in found] == list(range(1, count + 1))
     assert [output.request_id for response in responses for output in response.outputs] == ["x"]
+
+
+def test_columns_and_outputs_of_one_response_are_bounded_together() -> None:
+    outputs = [link.Output(str(index), 0, index, [7] * (1 + index % 2)) for index in range(20_000)]
+    numbers = {(str(index), 0): index + 1 for index in range(len(outputs))}
+    sizes = [response.ByteSize() for response in wire.responses(outputs, numbers)]
+    assert max(sizes) < 1.1 * 2**18

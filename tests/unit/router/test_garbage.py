@@ -1,0 +1,55 @@
+"""What is over is gone: requests leave no cycles, which nobody looks for among old objects."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+
+from router_doubles import MemoryRouter
+
+from penstock_client.errors import ShardFailed
+
+
+def _garbage() -> Counter[str]:
+    """Objects of ours that only the collector would find."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        return Counter(
+            type(each).__qualname__
+            for each in gc.garbage
+            if type(each).__module__.startswith("penstock")
+        )
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+async def _all_kinds_of_requests(router: MemoryRouter) -> None:
+    for stream in (False, True):
+        await router.complete(max_tokens=5, stream=stream)
+        await router.complete(max_tokens=5, stream=stream, n=3, logprobs=2)
+        await router.chat(max_tokens=5, stream=stream, stop=["e"])
+        await router.post("/v1/responses", {"input": "Hello", "stream": stream})
+    await router.post("/tokenize", {"prompt": "Hello"})
+    # One that is refused before, and one that fails in the middle.
+    await router.complete(max_tokens=-1)
+    router.fleet.script = lambda request: [5, 6, ShardFailed("broken")]
+    await router.complete(max_tokens=5)
+    await router.complete(max_tokens=5, stream=True)
+
+
+async def test_requests_leave_nothing_for_the_collector(router: MemoryRouter) -> None:
+    await _all_kinds_of_requests(router)
+    await asyncio.sleep(0.05)
+    _garbage()
+    gc.disable()
+    try:
+        script = router.fleet.script
+        await _all_kinds_of_requests(router)
+        router.fleet.script = script
+        await asyncio.sleep(0.05)
+        assert _garbage() == Counter()
+    finally:
+        gc.enable()
