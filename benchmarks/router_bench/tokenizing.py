@@ -73,8 +73,8 @@ Completions of ShareGPT-like lengths, so many at once, with the router as it is 
 tokenizes everything on its event loop.""",
     columns=(
         ("case", "case", ""),
-        ("requests", "requests", "d"),
-        ("failed", "failed", "d"),
+        ("requests", "requests", ".0f"),
+        ("failed", "failed", ".0f"),
         ("tokens_per_s", "tokens/s", ".0f"),
         ("ttft_p50_ms", "TTFT p50 ms", ".1f"),
         ("ttft_p99_ms", "p99", ".1f"),
