@@ -53,17 +53,6 @@ from penstock_shard.validation import IncomingRequest, check
 TOKENS_ONLY_VARIABLE = "PENSTOCK_BENCH_TOKENS_ONLY"
 
 _ADDRESS = "127.0.0.1:1"
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
 
 
 class EngineThread:
@@ -211,7 +200,7 @@ def _incoming(request: GenerationRequest, request_id: str) -> IncomingRequest:
         prompt=np.array(request.prompt_token_ids, dtype="<u4"),
         output=np.array(request.output_token_ids, dtype="<u4"),
         model=request.model,
-        **{name: getattr(request.sampling, name) for name in _SAMPLING},
+        **{name: getattr(request.sampling, name) for name in _wire._SAMPLING_SCALARS},
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens or 0,
         stop_token_ids=np.array(request.stop_token_ids, dtype="<u4"),
