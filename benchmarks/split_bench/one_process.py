@@ -42,10 +42,10 @@ from penstock_client.types import (
     ShardInfo,
 )
 from penstock_router import workers
-from penstock_router.config import parse_config as parse_router_config
+from penstock_router.command_line import parse_config as parse_router_config
 from penstock_shard import engine_main, link, wire
+from penstock_shard.command_line import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
-from penstock_shard.config import parse_config as parse_shard_config
 from penstock_shard.loading import LoadedModel, load_model
 from penstock_shard.tokenizer_files import tokenizer_hash
 from penstock_shard.validation import IncomingRequest, check

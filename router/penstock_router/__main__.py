@@ -13,7 +13,7 @@ def main():  # type: () -> int
         print("penstock router: needs Python 3.11 to 3.13; this is " + found, file=sys.stderr)
         return 2
     from penstock_router import workers
-    from penstock_router.config import parse_config
+    from penstock_router.command_line import parse_config
 
     return workers.run(parse_config(sys.argv[1:]))
 

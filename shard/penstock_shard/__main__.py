@@ -7,7 +7,8 @@ import logging
 import signal
 import sys
 
-from penstock_shard.config import LOG_FORMAT, parse_config
+from penstock_shard.command_line import parse_config
+from penstock_shard.config import LOG_FORMAT
 
 
 def main() -> int:

@@ -417,8 +417,8 @@ def test_a_startup_probe_waits_as_long_as_it_is_told() -> None:
 
 
 def test_flags_of_the_chart_and_the_compose_file_exist() -> None:
-    from penstock_router.config import parse_config as parse_router
-    from penstock_shard.config import parse_config as parse_shard
+    from penstock_router.command_line import parse_config as parse_router
+    from penstock_shard.command_line import parse_config as parse_shard
 
     values = {"shard": {"model": "an/id"}}
     resources = render(CHART, values, "demo")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock_router.config import RouterConfig, _build_parser, parse_config
+from penstock_router.command_line import _build_parser, parse_config
+from penstock_router.config import RouterConfig
 
 
 def test_defaults_serve_on_localhost_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

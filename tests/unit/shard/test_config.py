@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_shard.config import ShardConfig, parse_config
+from penstock_shard.command_line import parse_config
+from penstock_shard.config import ShardConfig
 
 
 def test_no_flags_are_the_defaults_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,431 @@
+"""Command line -> one frozen `ShardConfig`. The only place that reads arguments and environment.
+
+Flags that mean the same as vLLM's are named the same: habits are an interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from penstock_shard.config import ShardConfig
+
+
+def parse_config(argv: Sequence[str]) -> ShardConfig:
+    """Parse the command line of a shard; exits with status 2 and one line on a bad value."""
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    if args.runner == "fake" and args.enforce_eager:
+        parser.error("--enforce-eager: the fake runner has no eager mode")
+    if args.tensor_parallel_size != 1:
+        parser.error(
+            f"--tensor-parallel-size {args.tensor_parallel_size}: "
+            "only 1 is served; start one shard a device"
+        )
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
+        parser.error("--api-key: must be printable ASCII")
+    if args.api_key == "":
+        parser.error("--api-key: is empty; leave it out (and PENSTOCK_API_KEY) to serve without")
+    if not args.enable_chunked_prefill:
+        parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
+    if args.kv_blocks is not None and args.kv_memory is not None:
+        parser.error("--kv-blocks and --kv-memory exclude each other; give one")
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < args.max_num_seqs:
+        parser.error(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens}: must be at least "
+            f"--max-num-seqs ({args.max_num_seqs}), or some requests would never move"
+        )
+    if args.block_size is not None and args.block_size % 16:
+        parser.error(f"--block-size {args.block_size}: must be a multiple of 16")
+    return ShardConfig(
+        model=args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        served_model_names=tuple(args.served_model_name or ()),
+        trust_remote_code=args.trust_remote_code,
+        load_format=args.load_format,
+        chat_template=args.chat_template,
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        runner=args.runner,
+        device=args.device,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        threads=args.threads,
+        attention_backend=args.attention_backend,
+        enforce_eager=args.enforce_eager,
+        embeddings=args.embeddings,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_prefill_tokens=args.max_prefill_tokens,
+        aging_s=args.aging,
+        block_size=args.block_size,
+        kv_blocks=args.kv_blocks,
+        kv_memory_bytes=args.kv_memory,
+        enable_prefix_caching=args.enable_prefix_caching,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        max_logprobs=args.max_logprobs,
+        stall_timeout_s=args.stall_timeout,
+        max_restarts=args.max_restarts,
+        drain=args.drain,
+        drain_timeout_s=args.drain_timeout,
+        step_ms=args.step_ms,
+        fake_eos_rate=args.fake_eos_rate,
+        fake_weights=args.fake_weights,
+        fake_crash_on=args.fake_crash_on,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="penstock shard",
+        description="Serve one model over gRPC: token ids in, token ids out.",
+    )
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_scheduling_flags(parser.add_argument_group("scheduling"))
+    _add_cache_flags(parser.add_argument_group("KV cache"))
+    fake = parser.add_argument_group("fake runner (no torch, no weights)")
+    fake.add_argument(
+        "--step-ms",
+        type=_non_negative_float,
+        default=20.0,
+        metavar="MS",
+        help="how long a step takes (default: %(default)s)",
+    )
+    fake.add_argument(
+        "--fake-eos-rate",
+        type=_fraction,
+        default=0.0,
+        metavar="P",
+        help="probability that a token ends the sequence (default: %(default)s)",
+    )
+    fake.add_argument(
+        "--fake-weights",
+        default="fake",
+        metavar="NAME",
+        help="another name gives other tokens (default: %(default)s)",
+    )
+    fake.add_argument(
+        "--fake-crash-on",
+        type=_non_negative_int,
+        metavar="ID",
+        help="end the engine at the tenth token of a sequence with this id in its prompt",
+    )
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        metavar="PATH_OR_HUB_ID",
+        help="a directory or a hub id (default: the built-in toy model)",
+    )
+    group.add_argument("--revision", help="branch, tag or commit of a hub model")
+    group.add_argument(
+        "--download-dir", metavar="DIR", help="where hub models are kept (default: HF_HOME)"
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="name clients ask for, and further aliases (default: --model)",
+    )
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="a jinja chat template instead of the model's own"
+    )
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
+    )
+    group.add_argument(
+        "--embeddings",
+        choices=("auto", "last", "mean"),
+        default="auto",
+        help="serve embeddings, of the last token or the mean of all (default: as the model's "
+        "modules.json says, where there is one)",
+    )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "safetensors", "dummy"),
+        default="auto",
+        help="dummy: random weights, only the configuration is read",
+    )
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    group.add_argument("--port", type=_port, default=50051, help="port (default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("PENSTOCK_API_KEY"),
+        help="refuse calls without it (default: PENSTOCK_API_KEY)",
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=_non_negative_float,
+        default=10.0,
+        metavar="S",
+        help="an engine without a sign of life for so long hangs, as does one whose step runs so "
+        "long and ten times as long as expected; it is started anew (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=_positive_int,
+        default=5,
+        metavar="N",
+        help="give up after this many failed engine starts in a row (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain",
+        choices=("migrate", "finish"),
+        default="migrate",
+        help="on SIGTERM, ask clients to take running requests to another shard at once, or let "
+        "them finish here; those that no other shard can go on with finish (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=_non_negative_float,
+        default=30.0,
+        metavar="S",
+        help="on SIGTERM, how long that may take (default: %(default)s)",
+    )
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--runner",
+        choices=("model", "fake"),
+        default="model",
+        help="what computes tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: cuda where there is one",
+    )
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        help="auto: the model's own on cuda; on cpu weights in float16 and arithmetic in float32",
+    )
+    group.add_argument(
+        "--quantization",
+        "--quantize",
+        choices=("int8",),
+        help="round weights to 8 bits at load, a step size for each output (cpu only)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", "float32", "float16"),
+        help="auto: as precise as the weights",
+    )
+    group.add_argument(
+        "--threads",
+        type=_positive_int,
+        metavar="N",
+        help="compute threads on cpu (default: one less than the cores, or the quota)",
+    )
+    group.add_argument(
+        "--attention-backend",
+        choices=("auto", "cpu", "sdpa", "flash_attn"),
+        default="auto",
+        help="cpu: our kernels, for products too; sdpa: plain torch (default: the best here)",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="never capture CUDA graphs (nothing is captured yet)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=_positive_fraction,
+        default=0.9,
+        metavar="F",
+        help="share of GPU memory to use (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=_positive_int,
+        default=1,
+        metavar="N",
+        help="GPUs that share one model (only 1 for now)",
+    )
+
+
+def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-model-len",
+        type=_positive_int,
+        metavar="TOKENS",
+        help="longest prompt plus output (default: the model's context)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=_positive_int,
+        default=256,
+        metavar="N",
+        help="most requests in one step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=_positive_int,
+        metavar="N",
+        help="most tokens computed in one step (default: 512 on cpu, 2048 on cuda)",
+    )
+    group.add_argument(
+        "--max-prefill-tokens",
+        type=_positive_int,
+        metavar="N",
+        help="most prompt tokens in a step while other requests decode; of a longer prompt no more "
+        "than takes as long as the decodes (default: half of --max-num-batched-tokens)",
+    )
+    group.add_argument(
+        "--aging",
+        type=_positive_float,
+        default=30.0,
+        metavar="S",
+        help="who has waited this long for its next token goes before all others, whatever its "
+        "priority (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="always on: long prompts are computed in chunks",
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=_positive_int,
+        default=1024,
+        metavar="N",
+        help="refuse beyond this many waiting requests (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-queued-tokens",
+        type=_positive_int,
+        default=4_000_000,
+        metavar="N",
+        help="refuse beyond this many waiting prompt tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-logprobs",
+        type=_positive_int,
+        default=20,
+        metavar="N",
+        help="most alternatives a request may ask for (default: %(default)s)",
+    )
+
+
+def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share KV blocks between equal prefixes",
+    )
+    group.add_argument(
+        "--block-size",
+        type=_positive_int,
+        metavar="TOKENS",
+        help="tokens in a KV block (default: what the attention backend wants)",
+    )
+    group.add_argument(
+        "--kv-blocks",
+        type=_positive_int,
+        metavar="N",
+        help="number of KV blocks (default: from free memory)",
+    )
+    group.add_argument(
+        "--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV blocks, as 512M or 2G"
+    )
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
+
+
+def _positive_int(text: str) -> int:
+    value = _whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def _non_negative_int(text: str) -> int:
+    value = _whole(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
+    return value
+
+
+def _port(text: str) -> int:
+    value = _whole(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 65535")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
+
+
+def _non_negative_float(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a finite number, at least 0")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = _non_negative_float(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
+    return value
+
+
+def _positive_fraction(text: str) -> float:
+    value = _fraction(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    unit = units.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdigit() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be a size such as 512M or 2G")
+    return int(digits) * unit
