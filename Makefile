@@ -16,16 +16,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Released clients that tests talk to penstock with; they do not install together.
 SDKS := .venv-clients/sdks
 HARNESSES := .venv-clients/harnesses
-CLIENTS := $(SDKS)/.done $(HARNESSES)/.done
+NODE := .venv-clients/node
+# Without Node its client is not tested, which the tests say.
+CLIENTS := $(SDKS)/.done $(HARNESSES)/.done $(if $(shell command -v npm),$(NODE)/.done)
 # Most of their modules are never imported: compiling them all takes a third of the time.
 CLIENT_PIP := -m pip --disable-pip-version-check install --quiet --no-compile
 
+# Its notice about other generators says nothing of these pages.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak lint type proto bench clean
+.PHONY: help serve test soak lint type proto bench docs docs-serve clean
 
 help: ## List the targets
 	@echo "make TARGET [PYTHON=python3.12] [TORCH='torch==2.13.0']"; echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve: MODEL=, PORT=, FAKE=1, ARGS=
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
@@ -42,7 +47,7 @@ lint: $(VENV)/.dev ## Check style and format
 
 type: $(VENV)/.dev ## Check types
 	@$(BIN)/mypy proto/penstock_proto client/penstock_client router/penstock_router \
-		shard/penstock_shard tests benchmarks training
+		shard/penstock_shard tests benchmarks training docs/generators examples/python
 
 proto: $(VENV)/.dev ## Generate the stubs from shard.proto
 	@cd proto && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
@@ -51,8 +56,14 @@ proto: $(VENV)/.dev ## Generate the stubs from shard.proto
 bench: $(VENV)/.dev ## Measure the engine beside transformers, on this machine
 	@$(BIN)/python benchmarks/offline.py --versus transformers $(ARGS)
 
+docs: $(VENV)/.dev ## Build the documentation as a site, into site/
+	@$(MKDOCS) build --strict
+
+docs-serve: $(VENV)/.dev ## Show it at http://127.0.0.1:8001, built anew when it changes
+	@$(MKDOCS) serve --dev-addr 127.0.0.1:8001
+
 clean: ## Remove the environments and all caches
-	@rm -rf $(VENV) .venv-clients .mypy_cache .ruff_cache .pytest_cache build dist
+	@rm -rf $(VENV) .venv-clients site .mypy_cache .ruff_cache .pytest_cache build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
@@ -94,4 +105,14 @@ $(HARNESSES)/.done: tests/clients/harnesses.txt | $(VENV)/.dev
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$packages" > $$($(HARNESSES)/bin/python -c "$$packages")/dev.pth
 	@$(HARNESSES)/bin/python $(CLIENT_PIP) -r $<
+	@touch $@
+
+# What examples/node needs, and what is generated from the proto: the example itself is not copied.
+$(NODE)/.done: examples/node/package-lock.json proto/penstock_proto/shard.proto | $(VENV)/.dev
+	@echo "Installing the Node example's packages into $(NODE): about 10 MB to download."
+	@mkdir -p $(NODE)
+	@cp examples/node/package.json examples/node/package-lock.json $(NODE)
+	@npm ci --prefix $(NODE) --ignore-scripts --no-audit --no-fund --loglevel=error >/dev/null
+	@PROTOC=$(abspath $(BIN)/python)' -m grpc_tools.protoc' PROTO=$(abspath proto/penstock_proto) \
+		npm run --prefix $(NODE) --silent generate
 	@touch $@

@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock_client.continuation import FleetStream, Patience
+    from penstock_client.continuation import Patience
+    from penstock_client.fleet_stream import FleetStream
     from penstock_client.errors import (
         DeadlineExceeded,
         IncompatibleShard,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         ShardLimits,
         random_seed,
     )
+    from penstock_proto.tls import Tls, TlsFilesUnusable
 
 __all__ = [
     "Attempt",
@@ -89,26 +91,35 @@ __all__ = [
     "ShardState",
     "ShardUnavailable",
     "SyncShardClient",
+    "Tls",
+    "TlsFilesUnusable",
     "Unauthenticated",
     "random_seed",
 ]
 
 _OTHER_HOMES = {
     "Fleet": "fleet",
-    "FleetStream": "continuation",
+    "FleetStream": "fleet_stream",
     "Patience": "continuation",
     "ShardState": "shard_state",
     "ShardClient": "shard_client",
     "GenerationStream": "stream",
     "SyncShardClient": "sync",
 }
+_HOMES_IN_PROTO = {"Tls": "tls", "TlsFilesUnusable": "tls"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    errors = import_module("penstock_client.errors")
-    home = _OTHER_HOMES.get(name, "errors" if hasattr(errors, name) else "types")
-    value = getattr(import_module(f"penstock_client.{home}"), name)
+    value = getattr(import_module(_home(name)), name)
     globals()[name] = value
     return value
+
+
+def _home(name: str) -> str:
+    if name in _HOMES_IN_PROTO:
+        return f"penstock_proto.{_HOMES_IN_PROTO[name]}"
+    errors = import_module("penstock_client.errors")
+    home = _OTHER_HOMES.get(name, "errors" if hasattr(errors, name) else "types")
+    return f"penstock_client.{home}"

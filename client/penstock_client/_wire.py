@@ -45,6 +45,7 @@ from penstock_client.types import (
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardStub
+from penstock_proto.transport import explained
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.Finish.REASON_STOP: FinishReason.STOP,
@@ -336,7 +337,7 @@ def _error_of_code(
 def call_error(error: grpc.RpcError, address: str) -> PenstockError:
     """The exception for a call that ended with a status."""
     code: grpc.StatusCode = error.code()
-    details = error.details() or code.name
+    details = explained(error.details() or code.name)
     return _error_of_code(code.value[0], f"shard {address}: {details}")
 
 
@@ -432,6 +433,8 @@ def load_report(message: pb.LoadReport) -> LoadReport:
         serving=message.serving,
         draining=message.draining,
         handing_over=message.handing_over,
+        steps_seconds_total=message.steps_seconds_total,
+        computed_tokens_total=message.computed_tokens_total,
     )
 
 

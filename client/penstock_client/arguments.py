@@ -10,6 +10,8 @@ import os
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from penstock_proto.tls import Tls, TlsFilesUnusable
+
 CUT_OFF = "the answer was cut off"
 NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
 MAX_PORT = 65535
@@ -49,6 +51,41 @@ def add_api_key(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="API key to show (default: PENSTOCK_API_KEY)",
     )
+
+
+def add_shard_tls(parser: argparse.ArgumentParser) -> None:
+    """How to speak to shards over TLS; `shard_tls` reads it."""
+    for flag, about in (
+        ("--tls-ca-file", "speak TLS to shards, whose certificates come from these authorities"),
+        ("--tls-cert-file", "certificate to show to shards that ask for one"),
+        ("--tls-key-file", "and its key"),
+    ):
+        variable = f"PENSTOCK_SHARD_{flag[2:].upper().replace('-', '_')}"
+        default = os.getenv(variable) or None
+        help_text = f"{about} (default: {variable})"
+        parser.add_argument(flag, default=default, metavar="FILE", help=help_text)
+    parser.add_argument(
+        "--tls-server-name",
+        default=os.getenv("PENSTOCK_SHARD_TLS_SERVER_NAME") or None,
+        metavar="NAME",
+        help="in the certificates of shards, if not their address "
+        "(default: PENSTOCK_SHARD_TLS_SERVER_NAME)",
+    )
+
+
+def shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls | None:
+    """Complains, and ends, where the files cannot be used."""
+    others = (args.tls_cert_file, args.tls_key_file, args.tls_server_name)
+    if args.tls_ca_file is None:
+        if any(other is not None for other in others):
+            parser.error("--tls-ca-file: missing; without it there is no TLS to shards")
+        return None
+    try:
+        tls = Tls(args.tls_ca_file, *others)
+        tls.check()
+    except (ValueError, TlsFilesUnusable) as error:
+        parser.error(f"--tls-ca-file, --tls-cert-file and --tls-key-file: {error}")
+    return tls
 
 
 def api_key(text: str) -> str:

@@ -28,6 +28,7 @@ use it
   health          for probes: exit status 0 when healthy
   bench           load on a router: throughput, time to first token, inter-token latency
   replay          generate again what an audit log recorded, and compare
+  keys            make, list and revoke API keys of a router
 
 `penstock COMMAND --help` says more.
 """
@@ -40,6 +41,7 @@ _TOOLS = {
     "health": "penstock_client.health",
     "bench": "penstock_client.bench",
     "replay": "penstock_client.replay",
+    "keys": "penstock_client.keys",
 }
 
 
@@ -74,6 +76,8 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _run_tool(module: str, arguments: Sequence[str]) -> int:
+    # Before gRPC is imported: by itself it writes a line for each handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         tool = importlib.import_module(module)
     except ModuleNotFoundError as error:

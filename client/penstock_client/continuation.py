@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,27 +27,23 @@ from penstock_client.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
+from penstock_client.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.policies import Policy
-from penstock_client.shard_client import new_request_id
 from penstock_client.shard_state import ShardState, serving
 from penstock_client.stream import GenerationStream
 from penstock_client.suspects import (
     POISON_DEATHS,
-    SUSPECT_DEATHS,
     TRIAL_TOKENS,
     RefusedRequests,
-    fingerprint,
 )
 from penstock_client.types import (
     Attempt,
-    FinishReason,
+    AttemptRecord,
     GenerationRequest,
     Output,
-    ShardInfo,
     random_seed,
 )
 
-_FIRST_BACK_OFF_S = 0.05
 _MAX_BACK_OFF_S = 1.0
 # After so much sending the event loop gets a turn.
 _TURN_S = 0.0005
@@ -58,7 +55,7 @@ _CLOSED = "the fleet was closed"
 # (why the last one failed), "moved", "approximate", "given_up", "refused".
 Observe = Callable[[str, str], None]
 # Told of every request that has ended, however it did.
-Ended = Callable[["FleetStream"], None]
+Ended = Callable[[FleetStream], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,100 +71,6 @@ class Patience:
     refuse_s: float = 600.0
 
 
-class FleetStream(GenerationStream):
-    """The stream of a request that may change shards. Iterate it as any `GenerationStream`."""
-
-    __slots__ = (
-        "_continuations",
-        "_kind",
-        "attempts_in_vain",
-        "avoided",
-        "back_off_s",
-        "deadline_s",
-        "engine_deaths",
-        "final_error",
-        "finish_reason",
-        "info",
-        "last_error",
-        "made_by",
-        "request",
-        "shard",
-        "taken_up_at",
-        "timer",
-        "token_ids",
-        "waited_s",
-        "waiting_since_s",
-        "was_dropped",
-    )
-
-    def __init__(self, request: GenerationRequest, continuations: Continuations) -> None:
-        given = len(request.output_token_ids)
-        super().__init__(new_request_id(), -1, given, continuations.cancelled)
-        self._continuations = continuations
-        self._kind = b""
-        self.request = request
-        # What shards gave so far.
-        self.token_ids: list[int] = []
-        # Where it runs, and what that engine said of itself; None while it waits.
-        self.shard: ShardState | None = None
-        self.info: ShardInfo | None = None
-        # What gave the last of its tokens, or of its prompt's log-probabilities.
-        self.made_by: ShardInfo | None = None
-        # How it ended; neither, where its reader left.
-        self.finish_reason: FinishReason | None = None
-        self.final_error: PenstockError | None = None
-        # How many of its tokens were there when this attempt began.
-        self.taken_up_at = 0
-        # Engines that died while it ran in them, and since then none in which it went on.
-        self.engine_deaths = 0
-        # A shard that had taken it failed it.
-        self.was_dropped = False
-        self.attempts_in_vain = 0
-        # Engines that failed it lately, by instance id.
-        self.avoided: set[str] = set()
-        self.back_off_s = _FIRST_BACK_OFF_S
-        self.last_error: PenstockError | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        # Since it last got something: how long it was on no shard; since when it is on none now.
-        self.waited_s = 0.0
-        self.waiting_since_s = 0.0
-        limit_s = request.objective.deadline_s
-        self.deadline_s = None if limit_s is None else time.monotonic() + limit_s
-
-    @property
-    def is_suspect(self) -> bool:
-        """It was running in so many engines that died that it is tried alone."""
-        return self.engine_deaths >= SUSPECT_DEATHS
-
-    @property
-    def kind(self) -> bytes:
-        """The same for requests that make an engine do the same."""
-        if not self._kind:
-            self._kind = fingerprint(self.request)
-        return self._kind
-
-    def feed(self, output: Output) -> None:
-        """Take what a shard sent."""
-        if self._ended or not self._accept(output):
-            return
-        # What was known is cut off by now.
-        self.token_ids += output.token_ids
-        self.finish_reason = output.finish_reason
-        self._continuations.fed(self, output)
-        # Last: its reader may cancel it.
-        self._tell()
-
-    def fail(self, error: PenstockError) -> None:
-        """Go on elsewhere, or end."""
-        if not self.ended:
-            self._continuations.failed(self, error)
-
-    def end(self, error: PenstockError) -> None:
-        """End with an error, whatever might still be tried."""
-        self.final_error = error
-        super().fail(error)
-
-
 class Continuations:
     """Sends the requests of a fleet, and sends them on.
 
@@ -181,12 +84,15 @@ class Continuations:
         patience: Patience,
         observe: Observe,
         ended: Ended,
+        *,
+        traces_attempts: bool = False,
     ) -> None:
         self._shards = shards
         self._policy = policy
         self._patience = patience
         self._observe = observe
         self._ended = ended
+        self._traces_attempts = traces_attempts
         self._refused = RefusedRequests(patience.refuse_s)
         self._running: dict[str, set[FleetStream]] = {}
         # Of those that run.
@@ -260,10 +166,12 @@ class Continuations:
         if stream.shard is None or stream.info is None:
             return
         stream.shard.breaker.succeeded()
+        if stream.attempts[-1].first_output_s is None:
+            stream.attempts[-1].first_output_s = time.perf_counter()
         if not output.token_ids and output.prompt_logprobs is None:
             return
         stream.attempts_in_vain = 0
-        stream.back_off_s, stream.waited_s = _FIRST_BACK_OFF_S, 0.0
+        stream.back_off_s, stream.waited_s = FIRST_BACK_OFF_S, 0.0
         stream.avoided.clear()
         if stream.made_by is not None and not same_numerics(stream.made_by, stream.info):
             stream.approximate = True
@@ -284,7 +192,7 @@ class Continuations:
         shard = stream.shard
         if stream.info is not None:
             stream.avoided.add(stream.info.instance_id)
-        self._leave(stream)
+        self._leave(stream, _cause(error))
         stream.last_error = error
         # A shard that has no room is no vain attempt: that is waited for.
         stream.attempts_in_vain += not isinstance(error, Overloaded)
@@ -339,12 +247,14 @@ class Continuations:
 
     # ---- choosing ----
 
-    def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> ShardState:
+    def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> tuple[ShardState, str]:
+        """The shard, and why that one."""
         candidates = [shard.candidate() for shard in among]
         request = stream.request
         decision = self._policy.choose(candidates, request, request.session)
-        self._observe("sent", "pinned" if request.shard else decision.reason)
-        return self._shards[decision.address]
+        reason = "pinned" if request.shard else decision.reason
+        self._observe("sent", reason)
+        return self._shards[decision.address], reason
 
     def _fitting(self, stream: FleetStream) -> list[ShardState]:
         now_s, request = time.monotonic(), stream.request
@@ -412,7 +322,7 @@ class Continuations:
         fitting = self._fitting(stream)
         if not fitting:
             return False
-        self._send_to(stream, self._choose(stream, fitting))
+        self._send_to(stream, *self._choose(stream, fitting))
         return True
 
     def _send_waiting(self, stream: FleetStream) -> None:
@@ -422,11 +332,16 @@ class Continuations:
             # taken may find the shard that restarts, or others of its kind.
             self._check_tokenizer(stream.request)
 
-    def _send_to(self, stream: FleetStream, shard: ShardState) -> None:
+    def _send_to(self, stream: FleetStream, shard: ShardState, reason: str) -> None:
         info = shard.info
         assert info is not None  # it fits
         now_s = time.monotonic()
+        record = AttemptRecord(shard.address, reason, time.perf_counter())
         request = _request_now(stream, now_s)
+        if self._traces_attempts and request.traceparent.count("-") == 3:
+            record.span_id = f"{random.getrandbits(64):016x}"
+            traceparent = _with_span(request.traceparent, record.span_id)
+            request = dataclasses.replace(request, traceparent=traceparent)
         stream.attempt += 1
         attempt = Attempt(
             number=stream.attempt,
@@ -438,6 +353,7 @@ class Continuations:
         shard.sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)
         self._stop_waiting(stream)
         stream.shard, stream.info = shard, info
+        stream.attempts.append(record)
         stream.taken_up_at = len(stream.token_ids)
         self._running.setdefault(shard.address, set()).add(stream)
         if stream.is_suspect:
@@ -466,9 +382,9 @@ class Continuations:
         if not others:
             return
         left.client.detach(stream)
-        self._leave(stream)
+        self._leave(stream, "drain")
         self._observe("moved", "drain")
-        self._send_to(stream, self._choose(stream, others))
+        self._send_to(stream, *self._choose(stream, others))
 
     def _put_due(self, streams: Iterable[FleetStream]) -> None:
         """To be sent, or moved, in the next turns of the event loop."""
@@ -546,11 +462,13 @@ class Continuations:
         stream.end(error)
         self._ended(stream)
 
-    def _leave(self, stream: FleetStream) -> None:
+    def _leave(self, stream: FleetStream, because: str = "") -> None:
         """It is on no shard any more."""
         shard = stream.shard
         if shard is None:
             return
+        stream.attempts[-1].ended_s = time.perf_counter()
+        stream.attempts[-1].ended_because = because
         running = self._running[shard.address]
         running.discard(stream)
         if not running:
@@ -577,6 +495,12 @@ def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
     return dataclasses.replace(request, output_token_ids=output_token_ids)
 
 
+def _with_span(traceparent: str, span_id: str) -> str:
+    """The same trace (W3C: version-trace-span-flags), from this span on."""
+    version, trace_id, _, flags = traceparent.split("-", 3)
+    return f"{version}-{trace_id}-{span_id}-{flags}"
+
+
 def _cause(error: PenstockError) -> str:
     """A word for metrics."""
     match error:
@@ -588,5 +512,9 @@ def _cause(error: PenstockError) -> str:
             return "not_served"
         case InvalidRequest():
             return "invalid"
-        case _:
+        case Unauthenticated():
             return "unauthenticated"
+        case DeadlineExceeded():
+            return "deadline"
+        case _:
+            return "failed"

@@ -16,17 +16,19 @@ from penstock_client.audit import AuditLog, AuditRecord
 from penstock_client.compatibility import complete_request
 from penstock_client.continuation import (
     Continuations,
-    FleetStream,
     Observe,
     Patience,
 )
 from penstock_client.embeddings import Embeddings
 from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
+from penstock_client.fleet_stream import FleetStream
 from penstock_client.membership import Source, StaticSource, check_address, parse_source
 from penstock_client.policies import make_policy
 from penstock_client.shard_state import ShardState, ShardWatch, serving
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
 from penstock_client.verification import Verification
+from penstock_proto.tls import Tls
+from penstock_proto.transport import Connector
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,14 @@ class Fleet:
         shards: Sequence[str] | Source,
         *,
         api_key: str | None = None,
+        tls: Tls | None = None,
         policy: str = "least-load",
         patience: Patience | None = None,
         stall_timeout_s: float = 3.0,
         observe: Observe = lambda event, reason: None,
         audit: AuditLog | None = None,
         verify_share: float = 0.0,
+        traces_attempts: bool = False,
     ) -> None:
         """`shards` are addresses, or where they are to be had: see `membership.parse_source`, whose
         notation a single string has.
@@ -57,17 +61,26 @@ class Fleet:
         A shard reports at least once a second; after `stall_timeout_s` without a word its requests
         go on elsewhere. `observe` is told of what happens to requests, for metrics. `audit` gets a
         record of each that has ended; the caller closes it. A share of them is computed once more
-        on a second shard, and compared.
+        on a second shard, and compared. `traces_attempts`: a
+        request's traceparent reaches each shard with a span id of that attempt's own, which
+        `FleetStream.attempts` tells; without, as it was given.
 
         Raises `ValueError` without addresses, with one twice or malformed, for an unknown policy
-        or a share that is none.
+        or a share that is none, and `TlsFilesUnusable`.
         """
         self._api_key = api_key
+        # Shared: a shard that joins while files are being replaced finds what they held before.
+        self._connector = Connector(tls)
         self._stall_timeout_s = stall_timeout_s
         self._shards: dict[str, ShardState] = {}
         self._watches: dict[str, ShardWatch] = {}
         self._continuations = Continuations(
-            self._shards, make_policy(policy), patience or Patience(), observe, self._ended
+            self._shards,
+            make_policy(policy),
+            patience or Patience(),
+            observe,
+            self._ended,
+            traces_attempts=traces_attempts,
         )
         self._embeddings = Embeddings(self._shards)
         self._audit = audit
@@ -236,7 +249,7 @@ class Fleet:
             self._shard_changed(self._shards[address])
 
     def _join(self, address: str) -> None:
-        shard = ShardState(address, self._api_key)
+        shard = ShardState(address, self._api_key, self._connector)
         self._shards[address] = shard
         self._watches[address] = ShardWatch(shard, self._stall_timeout_s, self._shard_changed)
 

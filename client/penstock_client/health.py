@@ -7,12 +7,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-from penstock_client.arguments import http_url, one_line, parser_for, seconds
+from penstock_client.arguments import (
+    add_shard_tls,
+    http_url,
+    one_line,
+    parser_for,
+    seconds,
+    shard_tls,
+)
+from penstock_proto.tls import Tls
 
 # grpc.health.v1.Health/Check, by hand: an empty request asks for the whole server, and SERVING is
 # field 1 with value 1. Not worth a dependency in the router's image.
 _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
+# Asks for the service `live`, by its name in field 1: serving while its server answers at all.
+_LIVE = b"\x0a\x04live"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,17 +34,19 @@ def main(arguments: Sequence[str]) -> int:
         help="HOST:PORT of a shard, or the http:// address of a router",
     )
     parser.add_argument(
-        "--live", action="store_true", help="a router: alive (/health) instead of ready (/ready)"
+        "--live", action="store_true", help="alive instead of ready: still loads, drains, restarts"
     )
     parser.add_argument(
         "--timeout", type=seconds, default=2.0, metavar="S", help="seconds (default: %(default)s)"
     )
+    add_shard_tls(parser)
     args = parser.parse_args(arguments)
     if args.target.startswith(("http://", "https://")):
         path = "/health" if args.live else "/ready"
         problem = _router_problem(args.target + path, args.timeout)
     else:
-        problem = _shard_problem(args.target, args.timeout)
+        tls = shard_tls(parser, args)
+        problem = _shard_problem(args.target, args.timeout, tls, live=args.live)
     print(f"{args.target}: {problem or 'healthy'}")
     return 1 if problem else 0
 
@@ -55,16 +67,21 @@ def _router_problem(url: str, timeout_s: float) -> str:
         return f"no answer ({one_line(error)})"
 
 
-def _shard_problem(address: str, timeout_s: float) -> str:
+def _shard_problem(
+    address: str, timeout_s: float, tls: Tls | None = None, *, live: bool = False
+) -> str:
     """Empty when healthy."""
     import grpc
 
-    from penstock_proto.transport import channel_options
+    from penstock_proto.transport import Connector, explained
 
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+    connector = Connector(tls)
+    with connector.open(address, connector.credentials()) as channel:
         try:
             check = channel.unary_unary(_CHECK, bytes, bytes)
-            answer = check(b"", timeout=timeout_s)
+            answer = check(_LIVE if live else b"", timeout=timeout_s)
         except grpc.RpcError as error:
-            return f"no answer ({error.code().name})"
+            details = error.details() or ""
+            known = explained(details)
+            return f"no answer ({error.code().name if known == details else known})"
     return "" if answer == _SERVING else "not serving"

@@ -6,19 +6,22 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from penstock_client.arguments import add_api_key, parser_for
+from penstock_client.arguments import add_api_key, add_shard_tls, parser_for, shard_tls
 from penstock_client.errors import PenstockError
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
+from penstock_proto.tls import Tls
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = parser_for("info", "Show what a shard serves, and how busy it is.")
     parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
     add_api_key(parser)
+    add_shard_tls(parser)
     args = parser.parse_args(arguments)
+    tls = shard_tls(parser, args)
     try:
-        info, load = asyncio.run(_ask(args.address, args.api_key))
+        info, load = asyncio.run(_ask(args.address, args.api_key, tls))
     except PenstockError as error:
         print(f"penstock info: {error}", file=sys.stderr)
         return 1
@@ -27,8 +30,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-async def _ask(address: str, api_key: str | None) -> tuple[ShardInfo, LoadReport]:
-    async with ShardClient(address, api_key=api_key) as client:
+async def _ask(
+    address: str, api_key: str | None, tls: Tls | None
+) -> tuple[ShardInfo, LoadReport]:
+    async with ShardClient(address, api_key=api_key, tls=tls) as client:
         info = await client.info()
         reports = client.watch_load()
         try:

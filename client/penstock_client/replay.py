@@ -15,7 +15,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock_client.arguments import add_api_key, parser_for, positive_int
+from penstock_client.arguments import (
+    add_api_key,
+    add_shard_tls,
+    parser_for,
+    positive_int,
+    shard_tls,
+)
 from penstock_client.audit import AuditRecord, read_audit, read_key
 from penstock_client.errors import PenstockError
 from penstock_client.fleet import Fleet
@@ -90,6 +96,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--shards", required=True, type=_addresses, metavar="HOST:PORT,...", help="where to do it"
     )
     add_api_key(parser)
+    add_shard_tls(parser)
     parser.add_argument("--key-file", metavar="FILE", help="the log's key, if it has one")
     parser.add_argument(
         "--limit", type=positive_int, metavar="N", help="no more than the first N records"
@@ -102,6 +109,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="requests at a time (default: %(default)s)",
     )
     args = parser.parse_args(arguments)
+    args.tls = shard_tls(parser, args)
     try:
         args.key = None if args.key_file is None else read_key(args.key_file)
         for file in args.files:
@@ -126,7 +134,7 @@ def _addresses(text: str) -> list[str]:
 async def _replay(args: argparse.Namespace) -> Tally:
     tally = Tally()
     records = _records(args, tally)
-    async with Fleet(args.shards, api_key=args.api_key) as fleet:
+    async with Fleet(args.shards, api_key=args.api_key, tls=args.tls) as fleet:
         await _wait_for_shards(fleet)
         progress = asyncio.create_task(_show_progress(tally))
         workers = (_compare_all(records, fleet, tally) for _ in range(args.concurrency))

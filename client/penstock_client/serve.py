@@ -12,6 +12,7 @@ import http.client
 import shlex
 import signal
 import socket
+import ssl
 import sys
 import time
 import urllib.request
@@ -61,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"penstock serve: {taken}", file=sys.stderr)
         return _USAGE_STATUS
     children = _children(args, [*model_flags, *shard_flags])
-    return asyncio.run(_serve(children, args.host, args.port))
+    scheme = "https" if args.tls_cert_file else "http"
+    authority = _authority(_HERE.get(args.host, args.host), args.port)
+    return asyncio.run(_serve(children, f"{scheme}://{authority}"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", default=8000, type=port_number, help="of the router (default: 8000)")
     add("--workers", default=1, type=positive_int, help="of the router")
     add("--api-key", type=api_key, metavar="KEY", help="that clients of the router must send")
+    add(
+        "--tls-cert-file",
+        "--ssl-certfile",
+        metavar="FILE",
+        help="of the router, which then serves HTTPS",
+    )
+    add("--tls-key-file", "--ssl-keyfile", metavar="FILE", help="and its key")
     add("--shards", default=1, type=positive_int, help="how many (default: 1)")
     add("--shard-port", default=50051, type=port_number, metavar="PORT", help="of the first shard")
     return parser
@@ -92,6 +102,10 @@ def _children(args: argparse.Namespace, shard_flags: list[str]) -> list[_Child]:
                      "--port", str(args.port), "--workers", str(args.workers))  # fmt: skip
     if args.api_key:
         router += ["--api-key", args.api_key]
+    if args.tls_cert_file:
+        router += ["--tls-cert-file", args.tls_cert_file]
+    if args.tls_key_file:
+        router += ["--tls-key-file", args.tls_key_file]
     shards = [
         _Child(f"shard {address}", _python("penstock_shard", "--port", port, *shard_flags))
         for address, port in zip(addresses, ports, strict=True)
@@ -133,13 +147,13 @@ def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-async def _serve(children: list[_Child], host: str, port: int) -> int:
+async def _serve(children: list[_Child], url: str) -> int:
     """Until a signal, or until a child cannot be kept running; the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in _stop_signals():
         loop.add_signal_handler(signum, stop.set)
-    greeting = asyncio.create_task(_greet(host, port))
+    greeting = asyncio.create_task(_greet(url))
     keepers = [asyncio.create_task(_keep(child)) for child in children]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([stopped, *keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -204,9 +218,8 @@ def _kill_all(children: list[_Child]) -> None:
                 child.process.kill()
 
 
-async def _greet(host: str, port: int) -> None:
+async def _greet(url: str) -> None:
     """Wait until the router is ready, then say how to use it."""
-    url = "http://" + _authority(_HERE.get(host, host), port)
     while not await asyncio.to_thread(_answers, url + "/ready"):
         await asyncio.sleep(_POLL_S)
     # Brackets mean something to some shells.
@@ -222,8 +235,11 @@ async def _greet(host: str, port: int) -> None:
 
 
 def _answers(url: str) -> bool:
+    # Only whether our own router is there yet, whose certificate may be for another name.
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(url, timeout=1.0):
+        with urllib.request.urlopen(url, timeout=1.0, context=context):
             return True
     except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -31,7 +31,8 @@ from penstock_client.types import (
     Output,
     ShardInfo,
 )
-from penstock_proto.transport import MAX_MESSAGE_BYTES, channel_options
+from penstock_proto.tls import Tls
+from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
 
 # Ids are unique over processes: a shard serves many clients at once.
 _PROCESS_ID = uuid.uuid4().hex
@@ -44,6 +45,9 @@ _MAX_ABORTS_IN_RPC = 4096
 # Readers act on an output in 25 us, or in most of a millisecond where it has many tokens: after so
 # much of that the event loop gets a turn. With shorter ones the router's tokens cost 3 % more.
 _TURN_S = 0.001
+# How long calls may go on over a channel that another has taken the place of: none of them has a
+# connection, so they end before.
+_OLD_CHANNEL_S = 2 * _UNARY_TIMEOUT_S
 # Of a request, for the number of its attempt: a key of two bytes, and five at most.
 _NUMBER_BYTES = 7
 _NUMBERS = 2**32
@@ -62,11 +66,25 @@ def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 class ShardClient:
     """Speaks to one shard. Make it inside a running event loop; `close` it or use `async with`."""
 
-    def __init__(self, address: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        connector: Connector | None = None,
+    ) -> None:
+        """Without `tls` in the clear. A `connector`, in its place, is one that clients share.
+
+        Raises `TlsFilesUnusable`.
+        """
         self.address = address
         self._metadata = call_metadata(api_key)
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self._stub = _wire.stub(self._channel)
+        self._connector = connector or Connector(tls)
+        self._credentials = self._connector.credentials()
+        self._channel = self._connector.open_aio(address, self._credentials)
+        self._old_channels: set[asyncio.Task[None]] = set()
+        self._newest_stub = _wire.stub(self._channel)
         self._call: _SharedCall | None = None
         self._closed = False
         self._aborts: deque[tuple[str, int]] = deque()
@@ -91,7 +109,29 @@ class ShardClient:
         if self._abort_task is not None:
             await asyncio.wait([self._abort_task], timeout=1.0)
             self._abort_task.cancel()
+        for closing in self._old_channels:
+            closing.cancel()
+        await asyncio.gather(*self._old_channels, return_exceptions=True)
         await self._channel.close()
+
+    @property
+    def _stub(self) -> Any:
+        """For the next call. A channel connects again with the certificates that it began with: one
+        without a connection is replaced when there are others.
+        """
+        if self._credentials is None or self._closed:
+            return self._newest_stub
+        if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+            return self._newest_stub
+        credentials = self._connector.credentials()
+        if credentials is not self._credentials:
+            closing = asyncio.create_task(self._channel.close(_OLD_CHANNEL_S))
+            self._old_channels.add(closing)
+            closing.add_done_callback(self._old_channels.discard)
+            self._credentials = credentials
+            self._channel = self._connector.open_aio(self.address, credentials)
+            self._newest_stub = _wire.stub(self._channel)
+        return self._newest_stub
 
     @property
     def in_flight(self) -> int:

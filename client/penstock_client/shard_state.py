@@ -17,6 +17,7 @@ from penstock_client.errors import IncompatibleShard, PenstockError, ShardUnavai
 from penstock_client.policies import Candidate
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
+from penstock_proto.transport import Connector
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,15 @@ _STOPPED_S = 0.5
 class ShardState:
     """What is known of one shard. Read it; only the fleet writes it."""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
-        self.client = ShardClient(address, api_key=api_key)
+    def __init__(
+        self, address: str, api_key: str | None = None, connector: Connector | None = None
+    ) -> None:
+        self.client = ShardClient(address, api_key=api_key, connector=connector)
         self.info: ShardInfo | None = None
         self.load = LoadReport()
         self.problem = "not connected yet"
+        # It reports, whether or not it serves.
+        self.connected = False
         self.breaker = CircuitBreaker()
         self.sent_requests = 0
         self.sent_prompt_tokens = 0
@@ -207,6 +212,7 @@ class ShardWatch:
         shard = self.shard
         before = (shard.ready, shard.handing_over)
         shard.reported(load)
+        shard.connected = True
         if shard.ready:
             shard.problem = ""
         else:
@@ -224,6 +230,7 @@ class ShardWatch:
             level = logging.ERROR if isinstance(error, IncompatibleShard) else logging.WARNING
             logger.log(level, "shard %s: %s", shard.address, problem)
         shard.problem = problem
+        shard.connected = False
         shard.info = None
         shard.load = LoadReport()
         shard.client.give_up_call(problem)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock_client.errors import PenstockError, ShardFailed
-from penstock_client.types import Logprobs, Output
+from penstock_client.types import AttemptRecord, Logprobs, Output
 
 
 def _nobody() -> None:
@@ -38,6 +38,7 @@ class GenerationStream:
         "_pending",
         "approximate",
         "attempt",
+        "attempts",
         "fingerprints",
         "request_id",
     )
@@ -55,6 +56,8 @@ class GenerationStream:
         self.approximate = False
         # The numerics of all shards that gave its tokens; a fleet knows them.
         self.fingerprints: list[str] = []
+        # At each of its shards, in their order; kept by a fleet.
+        self.attempts: list[AttemptRecord] = []
         self._next_position = next_position
         # Of the prompt's log-probabilities; the token at index 0 has none.
         self._next_prompt_index = 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
@@ -16,7 +16,8 @@ from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.shard_client import call_metadata, new_request_id
 from penstock_client.tokenizer_files import FileAssembler
 from penstock_client.types import EmbeddingRequest, GenerationRequest, Output, ShardInfo
-from penstock_proto.transport import channel_options
+from penstock_proto.tls import Tls
+from penstock_proto.transport import Connector
 
 _UNARY_TIMEOUT_S = 10.0
 
@@ -24,11 +25,16 @@ _UNARY_TIMEOUT_S = 10.0
 class SyncShardClient:
     """Speaks to one shard, blocking. Usable from several threads."""
 
-    def __init__(self, address: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: str, *, api_key: str | None = None, tls: Tls | None = None
+    ) -> None:
+        """Without `tls` in the clear. Raises `TlsFilesUnusable`."""
         self.address = address
         self._metadata = call_metadata(api_key)
-        self._channel = grpc.insecure_channel(address, options=channel_options())
-        self._stub = _wire.stub(self._channel)
+        self._connector = Connector(tls)
+        self._credentials = self._connector.credentials()
+        self._channel = self._connector.open(address, self._credentials)
+        self._newest_stub = _wire.stub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -43,6 +49,16 @@ class SyncShardClient:
 
     def close(self) -> None:
         self._channel.close()
+
+    @property
+    def _stub(self) -> Any:
+        """For the next call, with the certificates of now; those that run keep their channel."""
+        credentials = self._connector.credentials()
+        if credentials is not self._credentials:
+            self._credentials = credentials
+            self._channel = self._connector.open(self.address, credentials)
+            self._newest_stub = _wire.stub(self._channel)
+        return self._newest_stub
 
     def generate(
         self,

@@ -140,6 +140,22 @@ class Attempt:
     suspect: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class AttemptRecord:
+    """What became of one try at a request. Times are `time.perf_counter`'s; None: not yet."""
+
+    shard: str
+    # Why this shard, in the policy's words.
+    reason: str
+    sent_s: float
+    first_output_s: float | None = None
+    ended_s: float | None = None
+    # Why the request went on elsewhere, or failed there; "" where it ended as it should.
+    ended_because: str = ""
+    # Under which the shard reports its part, where attempts are traced.
+    span_id: str = ""
+
+
 class FinishReason(enum.Enum):
     """Why a sequence ended without an error."""
 
@@ -296,6 +312,9 @@ class LoadReport:
     serving: bool = False
     draining: bool = False
     handing_over: bool = False
+    # Of the engine's steps: how long all of them took, and the tokens they computed.
+    steps_seconds_total: float = 0.0
+    computed_tokens_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,7 +361,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over")
+    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over", "steps_seconds_total", "computed_tokens_total")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +376,8 @@ class LoadReport(_message.Message):
     RUNNING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     HANDING_OVER_FIELD_NUMBER: _ClassVar[int]
+    STEPS_SECONDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     running: int
     waiting: int
@@ -390,7 +392,9 @@ class LoadReport(_message.Message):
     running_tokens: int
     preemptions_total: int
     handing_over: bool
-    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ...) -> None: ...
+    steps_seconds_total: float
+    computed_tokens_total: int
+    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("limit_ms", "hand_over")

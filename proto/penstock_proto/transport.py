@@ -1,4 +1,4 @@
-"""How penstock's gRPC connections are carried: sizes, keepalive, reconnecting, ports.
+"""How penstock's gRPC connections are carried: sizes, keepalive, reconnecting, ports, TLS.
 
 The one place for channel and server options, so that both ends always agree. Knows nothing of the
 messages that pass.
@@ -6,7 +6,12 @@ messages that pass.
 
 from __future__ import annotations
 
+import re
 from typing import Final
+
+import grpc
+
+from penstock_proto.tls import Renewed, Tls, check_server_files, read_file
 
 # A prompt of a million ids is 4 MB; the limit leaves room for log-probabilities beside it.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -16,7 +21,7 @@ _KEEPALIVE_TIMEOUT_S: Final = 10
 # Also how long a connection attempt may take: a peer behind a slow network must be reachable.
 _CONNECT_TIMEOUT_S: Final = 5
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 
 _COMMON: Final[Options] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -53,3 +58,109 @@ def server_options() -> Options:
         # The default (5 minutes) would end clients that ping during a long prefill.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
+
+
+# ---- A client's end ----------------------------------------------------------------------------
+
+
+Credentials = grpc.ChannelCredentials | None
+
+
+class Connector:
+    """Opens channels to shards, in the clear or with certificates."""
+
+    def __init__(self, tls: Tls | None) -> None:
+        """Raises `TlsFilesUnusable`."""
+        self._options = channel_options()
+        self._certificates: Renewed[grpc.ChannelCredentials] | None = None
+        if tls is not None:
+            self._certificates = Renewed(tls.files, lambda: _channel_credentials(tls))
+            if tls.server_name is not None:
+                self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+
+    def credentials(self) -> Credentials:
+        """What to open the next channel with: another object once the files have changed.
+
+        A channel keeps those that it was opened with, also when it connects again.
+        """
+        if self._certificates is None:
+            return None
+        self._certificates.renew()
+        return self._certificates.value
+
+    def open(self, address: str, credentials: Credentials) -> grpc.Channel:
+        """A channel for threads."""
+        if credentials is None:
+            return grpc.insecure_channel(address, options=self._options)
+        return grpc.secure_channel(address, credentials, options=self._options)
+
+    def open_aio(self, address: str, credentials: Credentials) -> grpc.aio.Channel:
+        """A channel for the running event loop."""
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=self._options)
+        return grpc.aio.secure_channel(address, credentials, options=self._options)
+
+
+def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    tls.check()
+    key = None if tls.key_file is None else read_file(tls.key_file)
+    chain = None if tls.cert_file is None else read_file(tls.cert_file)
+    return grpc.ssl_channel_credentials(read_file(tls.ca_file), key, chain)
+
+
+_NOT_TLS = "WRONG_VERSION_NUMBER"
+_REFUSED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_OTHER_NAME = "Hostname Verification Check failed"
+_CLOSED = re.compile(r"failed to connect to all addresses.*(Socket closed|Connection reset)")
+_HANDSHAKE = re.compile(r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)")
+
+
+def explained(details: str) -> str:
+    """What gRPC says of a call that failed, in words where its own hide that TLS is the reason."""
+    if _NOT_TLS in details:
+        return "TLS handshake failed: what answers there does not speak TLS"
+    if refused := _REFUSED.search(details):
+        return f"TLS handshake failed: the shard's certificate is refused: {refused[1]}"
+    if _OTHER_NAME in details:
+        return (
+            "TLS handshake failed: the shard's certificate is for another name than the address "
+            "or server name that was asked for"
+        )
+    if handshake := _HANDSHAKE.search(details):
+        return f"TLS handshake failed: {handshake[1]}"
+    if _CLOSED.search(details):
+        # All that is to be seen from here: whoever refuses a certificate tells it nobody.
+        return (
+            "it closes connections at once: one side alone uses TLS, or it wants a client "
+            "certificate and ours is missing, expired or of another authority"
+        )
+    return details
+
+
+# ---- A shard's end -----------------------------------------------------------------------------
+
+
+def server_credentials(
+    cert_file: str, key_file: str, client_ca_file: str | None = None
+) -> grpc.ServerCredentials:
+    """Of a server that takes changed files for the next connection. With `client_ca_file` clients
+    must show a certificate of those authorities.
+
+    Raises `TlsFilesUnusable`.
+    """
+
+    def make() -> grpc.ServerCertificateConfiguration:
+        check_server_files(cert_file, key_file, client_ca_file)
+        return grpc.ssl_server_certificate_configuration(
+            [(read_file(key_file), read_file(cert_file))],
+            None if client_ca_file is None else read_file(client_ca_file),
+        )
+
+    files = [cert_file, key_file, *([] if client_ca_file is None else [client_ca_file])]
+    certificates = Renewed(files, make)
+    # None says that nothing has changed, which the stubs do not know.
+    return grpc.dynamic_ssl_server_credentials(
+        certificates.value,
+        certificates.renew,  # type: ignore[arg-type]
+        client_ca_file is not None,
+    )

@@ -41,6 +41,7 @@ from penstock_router.errors import (
 )
 from penstock_router.fair_queue import FairQueue, Share, Waiting
 from penstock_router.metrics import Metrics
+from penstock_router.rate_limits import Charge, Rates
 
 _STOPPING = "the router is shutting down"
 _MAX_RETRY_AFTER_S = 60
@@ -125,6 +126,8 @@ class _Account(Share):
     """What a key, or all of them, have: sequences, and tokens of prompts that wait for places."""
 
     key: str = ""
+    # It may have less than all keys together.
+    is_bounded: bool = False
     queued: int = 0
     queued_tokens: int = 0
     # Tickets that are queued, in the order of their arrival.
@@ -142,12 +145,18 @@ _Amount = Literal["queued", "queued_tokens"]
 class Ticket(Waiting):
     """A request that was let in."""
 
-    __slots__ = ("_admission", "account", "limit", "placed", "prompt_tokens", "state")
+    __slots__ = ("_admission", "account", "charge", "limit", "placed", "prompt_tokens", "state")
 
     def __init__(
-        self, admission: Admission, account: _Account, sequences: int, limit: TimeLimit
+        self,
+        admission: Admission,
+        account: _Account,
+        sequences: int,
+        limit: TimeLimit,
+        charge: Charge,
     ) -> None:
         super().__init__(account, sequences)
+        self.charge = charge
         self._admission = admission
         self.account = account
         self.limit = limit
@@ -165,15 +174,18 @@ class Ticket(Waiting):
         """What it has of the queue."""
         return self.places if amount == "queued" else self.prompt_tokens
 
-    async def start(self, prompt_tokens: int) -> None:
+    async def start(self, prompt_tokens: int, max_output_tokens: int = 0) -> None:
         """Return with all its places.
 
         Raises:
-            TooManyRequests: too many tokens wait, or it would have to wait for too long.
+            TooManyRequests: its key has used up its tokens, too many wait, or it would have to wait
+                for too long.
             TimedOut: its own time was over first.
             Unavailable: the router stopped first.
         """
+        self.charge.take_tokens(prompt_tokens, max_output_tokens)
         await self._admission.start(self, prompt_tokens)
+        self.charge.begin(prompt_tokens)
 
 
 def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
@@ -197,12 +209,10 @@ class Admission:
         workers = config.workers
         self._whose = "this server" if workers == 1 else f"each of this server's {workers} workers"
         self._limit = config.max_concurrent_requests
-        self._key_limit = min(self._limit, config.max_concurrent_requests_per_key or self._limit)
-        bounds = (config.max_concurrent_requests_per_key, config.max_queued_requests_per_key)
-        self._keys_are_bounded = bounds != (None, None)
+        self._key_limit = config.max_concurrent_requests_per_key
         self._all = _Account()
         self._accounts: dict[str, _Account] = {}
-        self._queue = FairQueue(self._key_limit)
+        self._queue = FairQueue()
         self._pace = Pace(time.monotonic())
         self._running: set[TimeLimit] = set()
         self._idle = asyncio.Event()
@@ -237,19 +247,26 @@ class Admission:
         *,
         timeout_s: float | None = None,
         waited_s: float = 0.0,
+        max_concurrent: int | None = None,
+        rates: Rates | None = None,
     ) -> Iterator[Ticket]:
         """Let a request of so many sequences in, or raise; `param` is the field that asks for them.
 
         Its time limit is the server's or its own `timeout_s`, from its arrival `waited_s` ago.
+        `max_concurrent` is this key's own bound, instead of that of all keys, and `rates` what it
+        may ask for in a minute.
         """
         if self.stopping:
             raise Unavailable(_STOPPING)
-        self._check_width(sequences, param)
         account = self._accounts.get(key) or _Account(key=key)
+        self._bound(account, max_concurrent)
+        self._check_width(account, sequences, param)
+        charge = Charge(rates, self._metrics)
+        charge.take_request()
         self._check_room(account, sequences)
         limits_s = [s for s in (timeout_s, self._config.request_timeout_s) if s is not None]
         limit = TimeLimit(min(limits_s) - waited_s if limits_s else None)
-        ticket = Ticket(self, account, sequences, limit)
+        ticket = Ticket(self, account, sequences, limit, charge)
         if not self._accounts:
             self._pace.begin(time.monotonic())
         self._accounts[key] = account
@@ -259,6 +276,7 @@ class Admission:
         try:
             yield ticket
         finally:
+            charge.settle()
             self._forget(ticket)
             self._give_places()
             self._running.remove(limit)
@@ -294,13 +312,23 @@ class Admission:
 
     # ---- bounds ----
 
-    def _check_width(self, sequences: int, param: str) -> None:
-        if sequences <= self._key_limit:
+    def _bound(self, account: _Account, max_concurrent: int | None) -> None:
+        own = self._key_limit if max_concurrent is None else max_concurrent
+        account.is_bounded = own is not None or self._config.max_queued_requests_per_key is not None
+        max_places = self._limit if own is None else min(own, self._limit)
+        if account.max_places != max_places:
+            account.max_places = max_places
+            self._queue.moved(account)
+
+    def _check_width(self, account: _Account, sequences: int, param: str) -> None:
+        if sequences <= account.max_places:
             return
         text = f"{param}: the request asks for {sequences} sequences; {self._whose} runs"
         bound = f"{self._limit} at most (--max-concurrent-requests)"
         if sequences <= self._limit:
-            bound = f"{self._key_limit} of a key at most (--max-concurrent-requests-per-key)"
+            bound = f"{account.max_places} of this key at most (max_concurrent_requests)"
+            if account.max_places == self._key_limit:
+                bound = f"{self._key_limit} of a key at most (--max-concurrent-requests-per-key)"
         raise BadRequest(f"{text} {bound}", param=param)
 
     def _check_room(self, account: _Account, sequences: int) -> None:
@@ -308,10 +336,10 @@ class Admission:
         everyone, max_queued = self._all, self._config.max_queued_requests
         # So many will wait then: of all, and of this key, which may wait for places of its own.
         beyond = everyone.in_flight + everyone.queued + sequences - self._limit
-        if self._keys_are_bounded:
+        if account.is_bounded:
             key_max = self._config.max_queued_requests_per_key
             key_max = max_queued if key_max is None else key_max
-            key_beyond = account.in_flight + account.queued + sequences - self._key_limit
+            key_beyond = account.in_flight + account.queued + sequences - account.max_places
             if max(key_beyond, min(beyond, account.queued + sequences)) > key_max:
                 text = f"{account.in_flight} sequences of this key run and {account.queued}"
                 self._refuse("key_queue_full", sequences, f"{text} are queued")

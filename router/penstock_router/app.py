@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -12,6 +13,7 @@ from concurrent.futures import Executor
 import msgspec
 from aiohttp import HttpVersion11, web
 
+from penstock_proto.tracing import SpanSink
 from penstock_router import openapi
 from penstock_router.admission import Admission
 from penstock_router.apis.base import ERRORS
@@ -19,6 +21,7 @@ from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.bodies import Bodies
 from penstock_router.config import RouterConfig
+from penstock_router.console import Console
 from penstock_router.errors import (
     ApiError,
     BadRequest,
@@ -27,25 +30,32 @@ from penstock_router.errors import (
     Unauthorized,
     noted,
 )
+from penstock_router.keys import Keys
 from penstock_router.loop_lag import watch_loop
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.records import RequestRecord
+from penstock_router.request_log import log_request
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
-from penstock_router.routes import admin, debug, docs
+from penstock_router.routes import admin, console, debug, docs, response_headers
 from penstock_router.routes.base import (
     ERROR_FORM,
-    RECEIVED_S,
+    KEY,
+    RECORD,
     REQUEST_ID,
     ROUTER,
+    VERSION,
+    WRONG_KEY,
     Handler,
     Route,
     Router,
-    bears_key,
     json_response,
+    shown_key,
     usable_request_id,
 )
 from penstock_router.routes.table import ROUTES
+from penstock_router.spans import RequestTraces
 from penstock_router.text_pool import TextPool
 from penstock_router.threads import Threads
 
@@ -54,16 +64,22 @@ logger = logging.getLogger(__name__)
 # Models that are loaded at once, and the like.
 _THREAD_WORK_OF_ITS_OWN = 64
 
+_TRACES = web.AppKey("traces", RequestTraces)
 # By (method, path), as aiohttp names a path.
 _BY_PATH = {(route.method, route.canonical_path): route for route in ROUTES}
 
 
 def build_app(
-    config: RouterConfig, fleet: Fleet, executor: Executor, metrics: Metrics
+    config: RouterConfig,
+    fleet: Fleet,
+    executor: Executor,
+    metrics: Metrics,
+    spans: SpanSink | None = None,
 ) -> web.Application:
-    """The HTTP application in front of `fleet`, which the caller opens and closes."""
+    """The HTTP application in front of `fleet`; that and `spans` the caller opens and closes."""
     app = web.Application(
-        middlewares=[_answer_errors, _require_key], client_max_size=config.max_body_bytes
+        middlewares=[_answer_errors, response_headers.answer_preflight, _require_key],
+        client_max_size=config.max_body_bytes,
     )
     # A name of its own: another router may have the same file.
     responses = ResponseStore(
@@ -77,7 +93,7 @@ def build_app(
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
     threads = Threads(executor, max_pending)
     models = Models(fleet, threads, config)
-    pool = TextPool(config.text_processes, config.log_level)
+    pool = TextPool(config.text_processes, config.log_level, config.log_format)
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
@@ -90,7 +106,12 @@ def build_app(
         live_streams=LiveStreams(config.resume_grace_s),
         responses=responses,
         background=Background(responses),
+        keys=Keys(config),
     )
+    app[_TRACES] = RequestTraces(spans, 1.0 if config.tracing is None else config.tracing.share)
+    app[ROUTER].records.on_end.append(app[_TRACES].ended)
+    if config.log_requests:
+        app[ROUTER].records.on_end.append(log_request)
     app[docs.DOCUMENT] = msgspec.json.encode(openapi.describe(ROUTES))
     for route in ROUTES:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
@@ -98,15 +119,38 @@ def build_app(
             app.router.add_route(method, route.path, route.handler, expect_handler=_expect)
     admin.add_routes(app)
     debug.add_routes(app)
+    if config.console:
+        console.add_routes(app)
+    app[console.CONSOLE] = _console(app[ROUTER])
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
     app.cleanup_ctx.append(_watch_loop)
     app.cleanup_ctx.append(_follow_changes)
+    app.cleanup_ctx.append(_follow_keys)
     app.cleanup_ctx.append(_end_text_processes)
     app.cleanup_ctx.append(_load_models)
     app.cleanup_ctx.append(_store_responses)
+    # Watchers first: they would stay for ever.
+    app.on_shutdown.append(_end_console)
     app.on_shutdown.append(_end_requests)
-    app.on_response_prepare.append(_name_answer)
+    app.on_response_prepare.append(response_headers.complete)
     return app
+
+
+def _console(router: Router) -> Console:
+    config = router.config
+    return Console(
+        router.fleet,
+        router.admission,
+        router.metrics,
+        router.records,
+        version=VERSION,
+        worker=config.worker,
+        workers=config.workers,
+    )
+
+
+async def _end_console(app: web.Application) -> None:
+    app[console.CONSOLE].close()
 
 
 async def _load_models(app: web.Application) -> AsyncIterator[None]:
@@ -137,6 +181,13 @@ async def _follow_changes(app: web.Application) -> AsyncIterator[None]:
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def _follow_keys(app: web.Application) -> AsyncIterator[None]:
+    task = asyncio.create_task(app[ROUTER].keys.follow())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def _store_responses(app: web.Application) -> AsyncIterator[None]:
     async with app[ROUTER].responses:
         yield
@@ -152,12 +203,6 @@ async def _end_requests(app: web.Application) -> None:
     await router.background.close()
     # Of bodies that wait to be read only: the others have ended by now.
     router.bodies.pool.stop()
-
-
-async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Every answer, errors included, says which request it is for."""
-    # What aiohttp refuses before there is a handler has none yet.
-    response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
 
 
 async def _expect(request: web.Request) -> None:
@@ -176,14 +221,33 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     request[REQUEST_ID] = named or uuid.uuid4().hex
     route = _route_of(request)
     request[ERROR_FORM] = ERRORS if route is None else route.errors
-    # What is counted when the client left before there was an answer.
-    request[RECEIVED_S], status = time.perf_counter(), 499
-    try:
-        response = await _answer(request, handler)
-        status = response.status
-        return response
-    finally:
-        _count(request, status, time.perf_counter() - request[RECEIVED_S])
+    record = request[RECORD] = _begin_record(request)
+    records = request.app[ROUTER].records
+    # Probes and the like are nobody's requests.
+    is_probe = route is not None and route.is_open
+    with contextlib.nullcontext() if is_probe else records.held(record):
+        # What is counted when the client left before there was an answer.
+        record.status = 499
+        try:
+            response = await _answer(request, handler)
+            record.status = response.status
+            return response
+        finally:
+            _count(request, record)
+
+
+def _begin_record(request: web.Request) -> RequestRecord:
+    resource = request.match_info.route.resource
+    headers = request.headers.getall("traceparent", ())
+    traceparent, parent_span_id = request.app[_TRACES].begin(headers)
+    return RequestRecord(
+        request_id=request[REQUEST_ID],
+        method=request.method,
+        route=resource.canonical if resource is not None else "unknown",
+        arrived_s=time.perf_counter(),
+        traceparent=traceparent,
+        parent_span_id=parent_span_id,
+    )
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -198,12 +262,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error_response(request, noted(error, request[REQUEST_ID]))
 
 
-def _count(request: web.Request, status: int, seconds: float) -> None:
-    resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else "unknown"
+def _count(request: web.Request, record: RequestRecord) -> None:
     metrics = request.app[ROUTER].metrics
-    metrics.requests.labels(route, str(status)).inc()
-    metrics.request_seconds.labels(route).observe(seconds)
+    metrics.requests.labels(record.route, str(record.status)).inc()
+    metrics.request_seconds.labels(record.route).observe(time.perf_counter() - record.arrived_s)
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
@@ -220,6 +282,7 @@ def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     form = request[ERROR_FORM]
     response = json_response(form.body(error), status=form.status(error))
+    request[RECORD].failed(error.type, error.param)
     response.headers.update(error.headers())
     return response
 
@@ -232,12 +295,16 @@ def _route_of(request: web.Request) -> Route | None:
 
 @web.middleware
 async def _require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    key = request.app[ROUTER].config.api_key
-    route = _route_of(request)
+    keys, route = request.app[ROUTER].keys, _route_of(request)
+    shown = shown_key(request)
+    key = keys.find(shown) if shown else None
+    if key is not None:
+        request[KEY] = key
+        request[RECORD].key_name = key.name
     if route is None:
         closed = request.path.startswith("/v1/") and request.method != "OPTIONS"
     else:
         closed = not route.is_open
-    if closed and key is not None and not bears_key(request, key):
-        raise Unauthorized("Unauthorized: missing or wrong API key")
+    if closed and keys.are_asked_for and key is None:
+        raise Unauthorized(WRONG_KEY)
     return await handler(request)

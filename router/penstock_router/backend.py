@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock_client.types import (
+    AttemptRecord,
     EmbeddingRequest,
     GenerationRequest,
     LoadReport,
@@ -32,6 +33,9 @@ class GenerationStream(Protocol):
     @property
     def fingerprints(self) -> Sequence[str]: ...
 
+    @property
+    def attempts(self) -> Sequence[AttemptRecord]: ...
+
     def cancel(self) -> None: ...
 
     def take(self) -> Output | None: ...
@@ -50,6 +54,9 @@ class ShardState(Protocol):
 
     @property
     def load(self) -> LoadReport: ...
+
+    @property
+    def connected(self) -> bool: ...
 
     @property
     def ready(self) -> bool: ...

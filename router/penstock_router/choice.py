@@ -69,6 +69,8 @@ class Choice:
         self._seen_progress, self._silent_looks = -1, 0
         self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None
+        # At shards, when that was.
+        self.num_attempts = 0
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
         self._detokenizer = job.model.tokenizer.detokenizers.start(

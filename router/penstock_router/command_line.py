@@ -7,21 +7,22 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from penstock_client.audit import read_key
+from penstock_client.key_file import KeyFileError
 from penstock_client.membership import parse_source
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
+from penstock_proto.logs import FORMATS
+from penstock_proto.tls import Tls, TlsFilesUnusable
+from penstock_proto.tracing import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+from penstock_router import flag_values as values
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.config import RouterConfig
-from penstock_router.request import MAX_TIMEOUT_S
-from penstock_router.response_store import MIN_BYTES
+from penstock_router.https import HttpsFiles
+from penstock_router.keys import check_keys
 
 _REPORTS_EVERY_S = 1.0
-# Of numbers that count, of processes and of seconds (a year): beyond, something overflows.
-_MAX_COUNT = 10**15
-_MAX_PROCESSES = 1024
-_MIN_SECONDS, _MAX_SECONDS = 0.001, 31_536_000
 
 
 def parse_config(argv: Sequence[str]) -> RouterConfig:
@@ -30,8 +31,8 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     args = parser.parse_args(argv)
     api_key = _key(parser, "--api-key", args.api_key, "PENSTOCK_API_KEY")
     resume_key = _key(parser, "--resume-key", args.resume_key, "PENSTOCK_RESUME_KEY")
-    _key(parser, "--shard-api-key", args.shard_api_key)
-    _key(parser, "--admin-key", args.admin_key)
+    shard_api_key = _key(parser, "--shard-api-key", args.shard_api_key, "PENSTOCK_SHARD_API_KEY")
+    admin_key = _key(parser, "--admin-key", args.admin_key, "PENSTOCK_ADMIN_KEY")
     if args.max_queued_requests is None:
         # So nobody waits for longer than a quarter of what an answer takes, on average.
         args.max_queued_requests = math.ceil(args.max_concurrent_requests / 4)
@@ -45,13 +46,21 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     given = vars(args) | {
         "shards": _shards(parser, args.shards),
         "api_key": api_key,
-        "shard_api_key": api_key if args.shard_api_key is None else args.shard_api_key,
+        "api_keys_file": _keys_file(parser, args),
+        "admin_key": admin_key,
+        "shard_api_key": api_key if shard_api_key is None else shard_api_key,
+        "cors_origins": tuple(args.cors_origins),
+        "shard_tls": _shard_tls(parser, args),
         "resume_key": resume_key or "",
         "audit_key": _audit_key(parser, args),
         "chat_template": _chat_template(parser, args.chat_template),
         "model_aliases": tuple(args.model_aliases),
+        "tracing": _tracing(parser, args.otlp_endpoint),
     }
-    del given["audit_key_file"]
+    del given["audit_key_file"], given["otlp_endpoint"]
+    _check_tls(parser, args)
+    for name in _SHARD_TLS:
+        del given[name]
     return RouterConfig(**given)
 
 
@@ -82,14 +91,43 @@ _DEFAULT = "(default: %(default)s)"
 def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help=f"address to listen on {_DEFAULT}")
-    add("--port", type=_port, default=8000, help=f"0 takes a free one {_DEFAULT}")
-    add("--workers", default=1, help=f"processes that share the port {_DEFAULT}", **_PROCESSES)
+    add("--port", type=values.port, default=8000, help=f"0 takes a free one {_DEFAULT}")
+    add(
+        "--workers", default=1, help=f"processes that share the port {_DEFAULT}", **values.PROCESSES
+    )
     add(
         "--api-key",
         metavar="KEY",
         help="asked of clients, not of probes (default: PENSTOCK_API_KEY)",
     )
-    add("--admin-key", metavar="KEY", help="asked of callers of /admin, closed without one")
+    add(
+        "--tls-cert-file",
+        "--ssl-certfile",
+        metavar="FILE",
+        help="serve HTTPS with this certificate, read again when it changes",
+    )
+    add("--tls-key-file", "--ssl-keyfile", metavar="FILE", help="and its key")
+    add(
+        "--admin-key",
+        metavar="KEY",
+        help="opens /admin and /debug, closed without one (default: PENSTOCK_ADMIN_KEY)",
+    )
+    add(
+        "--api-keys-file",
+        metavar="FILE",
+        help="keys with names, scopes, limits and ends, which `penstock keys` makes; it is watched "
+        "(default: PENSTOCK_API_KEYS_FILE)",
+    )
+    add(
+        "--cors-origin",
+        dest="cors_origins",
+        type=values.origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin call the API from a browser, as https://chat.example.com; "
+        "* of all; may be given several times (default: none)",
+    )
     add("--chat-template", metavar="FILE", help="a jinja file instead of the models' own")
     add(
         "--trust-request-chat-template",
@@ -100,7 +138,7 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--model-alias",
         dest="model_aliases",
-        type=_alias,
+        type=values.alias,
         action="append",
         default=[],
         metavar="NAME=MODEL",
@@ -111,16 +149,39 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         "--tokenizer-threads",
         default=2,
         help=f"for texts of some length {_DEFAULT}",
-        **_PROCESSES,
+        **values.PROCESSES,
     )
     add(
         "--text-processes",
         default=1,
         help=f"of each worker, for bodies over 64 kB; started when the first one comes {_DEFAULT}",
-        **_PROCESSES,
+        **values.PROCESSES,
+    )
+    add(
+        "--no-console",
+        dest="console",
+        action="store_false",
+        help="serve no page at /, and nothing of what it is fed",
     )
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="info", help=_DEFAULT)
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="auto",
+        help="auto: text on a terminal, a JSON object a line elsewhere",
+    )
+    add(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a line for each request, without its texts",
+    )
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
+    )
 
 
 def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
@@ -133,7 +194,23 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
         help="HOST:PORT of a shard, dns://NAME:PORT for all that a name resolves to, or "
         "file:///PATH of a file with a HOST:PORT a line, which is watched",
     )
-    add("--shard-api-key", metavar="KEY", help="shown to shards (default: the API key)")
+    add(
+        "--shard-api-key",
+        metavar="KEY",
+        help="shown to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
+    )
+    add(
+        "--shard-tls-ca-file",
+        metavar="FILE",
+        help="speak TLS to shards, whose certificates come from these authorities",
+    )
+    add("--shard-tls-cert-file", metavar="FILE", help="certificate to show to shards that ask")
+    add("--shard-tls-key-file", metavar="FILE", help="and its key")
+    add(
+        "--shard-tls-server-name",
+        metavar="NAME",
+        help="in the certificates of shards, if not their address: dns:// gives IP addresses",
+    )
     add(
         "--policy",
         choices=tuple(POLICIES),
@@ -144,13 +221,13 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
         "--stall-timeout-s",
         default=3.0,
         help=f"a shard that is silent for so long hangs: its requests go on elsewhere {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
     add(
         "--failover-timeout-s",
         default=60.0,
         help=f"how long a request waits for a shard that can take it {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
 
 
@@ -166,7 +243,7 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
         "--resume-grace-s",
         default=10.0,
         help=f"how long a resumable stream goes on without its client {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
     add(
         "--audit-log",
@@ -178,7 +255,7 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
     add("--audit-key-file", metavar="FILE", help="holds a key for its hashes, 16 to 64 bytes")
     add(
         "--verify-share",
-        type=_share,
+        type=values.share,
         default=0.0,
         metavar="P",
         help=f"share of sequences to compute again on another shard and compare {_DEFAULT}",
@@ -196,7 +273,7 @@ def _add_storing_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--response-store-bytes",
-        type=_store_bytes,
+        type=values.store_bytes,
         default=256 * 1024 * 1024,
         metavar="N",
         help=f"the oldest are dropped beyond this {_DEFAULT}",
@@ -205,46 +282,65 @@ def _add_storing_flags(group: argparse._ArgumentGroup) -> None:
         "--response-ttl-s",
         default=86400.0,
         help=f"how long a response is kept {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     largest = 32 * 1024 * 1024
-    add("--max-body-bytes", default=largest, help=f"longer ones get 413 {_DEFAULT}", **_COUNT)
+    add(
+        "--max-connections",
+        default=16384,
+        help=f"over all workers; beyond them 503 at once {_DEFAULT}",
+        **values.COUNT,
+    )
+    add(
+        "--header-timeout-s",
+        default=10.0,
+        help=f"cut off who has not sent a request's headers within that {_DEFAULT}",
+        **values.SECONDS,
+    )
+    add("--max-body-bytes", default=largest, help=f"longer ones get 413 {_DEFAULT}", **values.COUNT)
     add(
         "--max-answer-bytes",
         default=256 * 1024 * 1024,
         help=f"of log-probabilities and embeddings in an answer, roughly; more get 400 {_DEFAULT}",
-        **_COUNT,
+        **values.COUNT,
     )
     add(
         "--max-concurrent-requests",
         default=2048,
         help=f"sequences in flight over all workers; more wait {_DEFAULT}",
-        **_COUNT,
+        **values.COUNT,
     )
     add(
         "--max-queued-requests",
         help="sequences that wait for others to end, more get 429; 0: none (default: a quarter of "
         "--max-concurrent-requests)",
-        **_COUNT_OR_NONE,
+        **values.COUNT_OR_NONE,
     )
     add(
         "--max-queued-tokens",
         default=1_000_000,
         help=f"tokens of the prompts that wait; more get 429 {_DEFAULT}",
-        **_COUNT,
+        **values.COUNT,
     )
     none = "(default: no bound of its own)"
-    add("--max-concurrent-requests-per-key", help=f"of each client's key {none}", **_COUNT)
-    add("--max-queued-requests-per-key", help=f"of each client's key {none}", **_COUNT_OR_NONE)
-    add("--max-queued-tokens-per-key", help=f"of each client's key {none}", **_COUNT)
-    add("--queue-timeout-s", default=10.0, help=f"429 after waiting so long {_DEFAULT}", **_SECONDS)
+    add("--max-concurrent-requests-per-key", help=f"of each client's key {none}", **values.COUNT)
+    add(
+        "--max-queued-requests-per-key", help=f"of each client's key {none}", **values.COUNT_OR_NONE
+    )
+    add("--max-queued-tokens-per-key", help=f"of each client's key {none}", **values.COUNT)
+    add(
+        "--queue-timeout-s",
+        default=10.0,
+        help=f"429 after waiting so long {_DEFAULT}",
+        **values.SECONDS,
+    )
     add(
         "--request-timeout-s",
-        type=_request_seconds,
+        type=values.request_seconds,
         metavar="S",
         help="504 so long after its arrival (default: no limit)",
     )
@@ -252,26 +348,26 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--shutdown-timeout-s",
         default=30.0,
         help=f"how long SIGTERM waits for requests in flight {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
     add(
         "--write-timeout-s",
         default=60.0,
         help=f"cut off a client that reads nothing for so long {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
     add(
         "--keep-alive-s",
         default=15.0,
         help=f"a comment on streams that are silent for so long {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
     add(
         "--silence-timeout-s",
         default=600.0,
         help="504 when shards say nothing of a request for so long, also while it waits there or "
         f"for one {_DEFAULT}",
-        **_SECONDS,
+        **values.SECONDS,
     )
 
 
@@ -282,7 +378,7 @@ _BOUNDS_OF_KEYS = {
     "max_queued_tokens_per_key": "max_queued_tokens",
 }
 # Of which each worker needs one.
-_PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key")
+_PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key", "max_connections")
 
 
 def _check_shares(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -313,6 +409,43 @@ def _shards(parser: argparse.ArgumentParser, values: Sequence[str]) -> str:
     return where
 
 
+_SHARD_TLS = (
+    *("shard_tls_ca_file", "shard_tls_cert_file", "shard_tls_key_file"),
+    "shard_tls_server_name",
+)
+
+
+def _shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls | None:
+    values = [getattr(args, name) for name in _SHARD_TLS]
+    if values[0] is None:
+        for name in _SHARD_TLS[1:]:
+            if getattr(args, name) is not None:
+                parser.error(
+                    f"{_flag(name)}: without --shard-tls-ca-file there is no TLS to shards"
+                )
+        return None
+    if (args.shard_tls_cert_file is None) != (args.shard_tls_key_file is None):
+        parser.error("--shard-tls-cert-file and --shard-tls-key-file: give both or neither")
+    tls = Tls(*values)
+    try:
+        tls.check()
+    except TlsFilesUnusable as error:
+        parser.error(f"TLS to shards: {error}")
+    return tls
+
+
+def _check_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Here, so that files that cannot be used end the start."""
+    if (args.tls_cert_file is None) != (args.tls_key_file is None):
+        parser.error("--tls-cert-file and --tls-key-file: give both or neither")
+    if args.tls_cert_file is None:
+        return
+    try:
+        HttpsFiles(args.tls_cert_file, args.tls_key_file)
+    except TlsFilesUnusable as error:
+        parser.error(f"--tls-cert-file and --tls-key-file: {error}")
+
+
 def _chat_template(parser: argparse.ArgumentParser, path: str | None) -> str | None:
     if path is None:
         return None
@@ -327,6 +460,13 @@ def _chat_template(parser: argparse.ArgumentParser, path: str | None) -> str | N
     except UnicodeDecodeError:
         parser.error(f"--chat-template: {path}: not UTF-8 text")
     return text
+
+
+def _tracing(parser: argparse.ArgumentParser, endpoint: str | None) -> TracingConfig | None:
+    try:
+        return read_tracing(endpoint, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _audit_key(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bytes | None:
@@ -344,6 +484,16 @@ def _audit_key(parser: argparse.ArgumentParser, args: argparse.Namespace) -> byt
         parser.error(f"--audit-key-file: {path}: {error}")
 
 
+def _keys_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
+    path: str | None = args.api_keys_file or os.environ.get("PENSTOCK_API_KEYS_FILE")
+    if path is not None:
+        try:
+            check_keys(path, args.workers)
+        except KeyFileError as error:
+            parser.error(f"--api-keys-file {path}: {error}")
+    return path
+
+
 def _key(
     parser: argparse.ArgumentParser, source: str, key: str | None, variable: str = ""
 ) -> str | None:
@@ -359,87 +509,3 @@ def _key(
             "leave it out to serve without"
         )
     return key
-
-
-# argparse names the function when it lets a ValueError through, so these let none through.
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not a port")
-    return int(text)
-
-
-def _alias(text: str) -> tuple[str, str]:
-    name, _, model = text.partition("=")
-    if not (name and model):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL")
-    return name, model
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:37]}...")
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not a positive integer")
-    if len(text) > len(str(_MAX_COUNT)) or int(text) > _MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{_short(text)} is above {_MAX_COUNT}")
-    return int(text)
-
-
-def _positive_int(text: str) -> int:
-    value = _count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _processes(text: str) -> int:
-    """Also threads: as many as a machine might have use for."""
-    value = _positive_int(text)
-    if value > _MAX_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text} is above {_MAX_PROCESSES}")
-    return value
-
-
-def _store_bytes(text: str) -> int:
-    value = _positive_int(text)
-    if value < MIN_BYTES:
-        raise argparse.ArgumentTypeError(f"{text} is below {MIN_BYTES}")
-    return value
-
-
-def _number(text: str) -> float:
-    """NaN for what is none."""
-    try:
-        # Python's own ways to write one are not a command line's.
-        return float(text) if text.isascii() and "_" not in text else math.nan
-    except ValueError:
-        return math.nan
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not between 0 and 1")
-    return value
-
-
-def _seconds(text: str, at_most: int = _MAX_SECONDS) -> float:
-    value = _number(text)
-    if not _MIN_SECONDS <= value <= at_most:
-        bounds = f"from {_MIN_SECONDS} to {at_most}"
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not a number of seconds {bounds}")
-    return value
-
-
-def _request_seconds(text: str) -> float:
-    return _seconds(text, MAX_TIMEOUT_S)
-
-
-_COUNT: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
-_COUNT_OR_NONE: dict[str, Any] = {"type": _count, "metavar": "N"}
-_PROCESSES: dict[str, Any] = {"type": _processes, "metavar": "N"}
-_SECONDS: dict[str, Any] = {"type": _seconds, "metavar": "S"}

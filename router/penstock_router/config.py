@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock_client.policies import DEFAULT_POLICY
+from penstock_proto.tls import Tls
+from penstock_proto.tracing import TracingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +18,26 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
+    # Which of several workers this one is. Set by their parent.
+    worker: int = 0
+    # The page at /, what it is made of and what it is fed.
+    console: bool = True
 
     # Asked of clients, when set, on all routes but probes and what describes the server.
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    # A file of keys, as `penstock_client.key_file` reads it: beside that one, and watched.
+    api_keys_file: str | None = None
+    # Pages of these origins may call the API from a browser; "*": of all.
+    cors_origins: tuple[str, ...] = ()
+    # Of HTTP over TLS; None: in the clear.
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
     # Shown to the shards.
-    shard_api_key: str | None = None
+    shard_api_key: str | None = field(default=None, repr=False)
+    # How shards are spoken to over TLS; None: in the clear.
+    shard_tls: Tls | None = None
     # Asked of whoever changes the fleet; without one there is no such door.
-    admin_key: str | None = None
+    admin_key: str | None = field(default=None, repr=False)
     # Of several workers: where they tell each other of changes to the fleet. Set by their parent.
     changes_file: str = ""
 
@@ -33,14 +48,14 @@ class RouterConfig:
     failover_timeout_s: float = 60.0
 
     # Signs the ids of events; routers with the same one take up each other's streams.
-    resume_key: str = ""
+    resume_key: str = field(default="", repr=False)
     # How long a stream goes on without its client.
     resume_grace_s: float = 10.0
 
     # Where each sequence is recorded; None: nowhere. Of several workers each has a file of its own.
     audit_log: str | None = None
     audit_prompts: bool = False
-    audit_key: bytes | None = None
+    audit_key: bytes | None = field(default=None, repr=False)
     # Of the sequences that are computed once more on another shard.
     verify_share: float = 0.0
 
@@ -57,6 +72,10 @@ class RouterConfig:
     # (name, model): more names of models.
     model_aliases: tuple[tuple[str, str], ...] = ()
 
+    # Beyond them the door is closed at once.
+    max_connections: int = 16384
+    # From a connection's first byte, or its beginning, to the end of a request's headers.
+    header_timeout_s: float = 10.0
     max_body_bytes: int = 32 * 1024 * 1024
     # Of one answer that is no stream, roughly: log-probabilities and vectors can be many.
     max_answer_bytes: int = 256 * 1024 * 1024
@@ -84,3 +103,14 @@ class RouterConfig:
     tokenizer_threads: int = 2
     text_processes: int = 1
     log_level: str = "info"
+    # Of penstock_proto.logs.FORMATS.
+    log_format: str = "auto"
+    # A line for each request.
+    log_requests: bool = True
+    # Where spans go; None: nowhere.
+    tracing: TracingConfig | None = None
+
+    def part_of(self, whole: int) -> int:
+        """This worker's part of what all of them share out."""
+        part, rest = divmod(whole, self.workers)
+        return part + (self.worker < rest)

@@ -99,6 +99,9 @@ class Unauthorized(ApiError):
     status = 401
     type = "AuthenticationError"
 
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
 
 class Forbidden(ApiError):
     """Not opened by the operator."""

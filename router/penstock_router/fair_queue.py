@@ -14,6 +14,7 @@ keys wait. Priorities are the shards' affair: they order what is in flight.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ class Share:
     """The places that one key has, and its requests that wait for more, in their order."""
 
     in_flight: int = 0
+    # It may have so many places at once; whoever changes it says so with `moved`.
+    max_places: float = math.inf
     waiting: OrderedDict[Waiting, None] = field(default_factory=OrderedDict)
 
 
@@ -45,8 +48,7 @@ _Entry = tuple[int, int, Waiting]
 class FairQueue:
     """Requests that wait. Whoever changes a share's `in_flight` says so with `moved`."""
 
-    def __init__(self, max_per_key: int) -> None:
-        self._max_per_key = max_per_key
+    def __init__(self) -> None:
         # Entries are not changed but added anew; those that are out of date are dropped when they
         # come up, or when there are too many.
         self._heap: list[_Entry] = []
@@ -88,7 +90,7 @@ class FairQueue:
         while self._turn is None and self._heap:
             entry = heapq.heappop(self._heap)
             in_flight, _, request = entry
-            if _is_current(entry) and in_flight + request.places <= self._max_per_key:
+            if _is_current(entry) and in_flight + request.places <= request.share.max_places:
                 self._turn = request
         return self._turn
 

@@ -3,7 +3,7 @@
     request = api.parse(body)                        # fields, types, bounds: `apis/`
     prepared = prepare_prompts(request, model)       # template, tokens: `prompts.py`
     job = await make_job(request, model, prepared)   # lengths, seeds, choices: `job.py`
-    async with Generation(job, fleet, metrics) as generation:
+    async with Generation(job, fleet, metrics, record) as generation:
         async for delta in generation: ...           # what a choice has gained, as it comes
 
 A job has one `GenerationRequest` for each choice of each prompt. Entering a `Generation` submits
@@ -31,6 +31,7 @@ from penstock_router.deltas import Deltas, Usage, nobody
 from penstock_router.errors import SlowReader, TimedOut, Unavailable
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
+from penstock_router.records import RequestRecord
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides. After about
 # half a millisecond of it the event loop gets a turn.
@@ -44,14 +45,24 @@ class Generation(Deltas):
     """A job in flight and its deltas. Leaving the scope aborts what is unfinished."""
 
     def __init__(
-        self, job: Job, fleet: Fleet, metrics: Metrics, *, silence_timeout_s: float = math.inf
+        self,
+        job: Job,
+        fleet: Fleet,
+        metrics: Metrics,
+        record: RequestRecord,
+        *,
+        silence_timeout_s: float = math.inf,
     ) -> None:
-        """A choice of which nothing is heard for `silence_timeout_s` fails as `TimedOut`."""
+        """What comes of it goes into `record`. A choice of which nothing is heard for
+        `silence_timeout_s` fails as `TimedOut`.
+        """
         self.job = job
         self.usage = Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts),
             completion_tokens=sum(delivered.tokens for delivered in job.delivered),
         )
+        self._record = record
+        record.usage = self.usage
         self._fleet = fleet
         self._metrics = metrics
         self._choices: list[Choice] = []
@@ -87,6 +98,7 @@ class Generation(Deltas):
                 self._choices.append(choice)
                 continue
             choice.stream = self._fleet.submit(request)
+            self._record.follow(choice.stream.attempts)
             # Of the first token at once: when it came is counted.
             choice.stream.listen(functools.partial(self._came, choice))
             self._choices.append(choice)
@@ -103,19 +115,22 @@ class Generation(Deltas):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._abandon(_abort_cause(exc))
+        self._abandon(exc)
 
     def abandon(self, error: BaseException | None) -> None:
         """Abort what is unfinished; `error` says why. Whoever swallows an error says it here."""
-        self._abandon(_abort_cause(error))
+        self._abandon(error)
 
-    def _abandon(self, cause: str) -> None:
+    def _abandon(self, error: BaseException | None) -> None:
         # Nothing in here waits: a handler that is being cancelled gets all of it done.
         if self._next_look is not None:
             self._next_look.cancel()
         # Nor does anything refer to itself once it is over: prompts would stay until all of the
         # process's memory is searched for such circles.
         self._on_news = nobody
+        cause = _abort_cause(error)
+        if self._unfinished:
+            self._record.finished(cause, "" if error is None else type(error).__name__)
         for choice in self._choices:
             if not choice.finished:
                 choice.finished = True
@@ -216,6 +231,8 @@ class Generation(Deltas):
         if delta.finish_reason is not None:
             self.usage.approximate = self.usage.approximate or choice.stream.approximate
             self._end(choice, None if output.finish_reason is not None else "stop_string")
+            if self.ended:
+                self._record.finished(delta.finish_reason)
 
     def _observe(self, choice: Choice, output: Output) -> None:
         count = len(output.token_ids)
@@ -225,12 +242,18 @@ class Generation(Deltas):
         if choice.last_arrival_s is None:
             self._metrics.output_tokens.inc(count)
             self._metrics.first_token_seconds.observe(now - self._submitted_at_s)
+            if self._record.first_token_s is None:
+                self._record.first_token_s = now
             on_news = functools.partial(self._came, choice)
             choice.stream.listen(on_news, min_tokens=choice.tokens_at_once)
         else:
             # Once an arrival, however many tokens it bundles: a loop over them would cost most
             # where there is least time.
-            self._metrics.observe_tokens(count, (now - choice.last_arrival_s) / count, now)
+            gap_s = now - choice.last_arrival_s
+            self._metrics.observe_tokens(count, gap_s / count, now)
+            if len(choice.stream.attempts) > choice.num_attempts:
+                self._record.failover_gaps_s.append(gap_s)
+        choice.num_attempts = len(choice.stream.attempts)
         choice.last_arrival_s = now
 
 

@@ -115,6 +115,7 @@ def _sequence(
         session=options.session,
         shard=options.shard,
         label=options.request_id or "",
+        traceparent=options.traceparent,
         objective=Objective(
             priority=options.priority,
             seconds_between_tokens=options.seconds_between_tokens,

@@ -61,6 +61,8 @@ class Metrics:
         self._gaps = [0] * (len(_BETWEEN_BUCKETS_S) + 1)
         self._gaps_s = 0.0
         self._write_at_s = 0.0
+        # Of this worker alone.
+        self.loop_lag_worst_s = 0.0
         # In multiprocess mode values live in files, not in this registry.
         self._registry = registry = CollectorRegistry()
         self._add_requests(registry)
@@ -179,6 +181,7 @@ class Metrics:
         """Of one timer, and the worst of the last ones."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag_worst_seconds.set(worst_s)
+        self.loop_lag_worst_s = worst_s
 
     def fleet_event(self, event: str, reason: str) -> None:
         """Told by the fleet of each one."""

@@ -74,6 +74,8 @@ class Options:
     latency_sensitive: bool | None = None
     cache_salt: str = ""
     request_id: str | None = None
+    # W3C trace context that shards are given.
+    traceparent: str = ""
     # From its arrival to its end; None: as the server has it.
     timeout_s: float | None = None
     # Only where tokens come out the same; which requests belong together; a shard.

@@ -51,13 +51,13 @@ class TextProcess:
         self._socket = router_end
 
     @classmethod
-    def start(cls, log_level: str) -> TextProcess:
+    def start(cls, log_level: str, log_format: str) -> TextProcess:
         """Start one, in half a millisecond. It ends when this process does, whatever ends it.
 
         Raises `ProcessLost`.
         """
         try:
-            process, ours = _started(log_level)
+            process, ours = _started(log_level, log_format)
         except OSError as error:
             logger.error("no text process can be started: %s", error)
             raise ProcessLost from None
@@ -106,7 +106,7 @@ class TextProcess:
         return await asyncio.to_thread(self._process.wait)
 
 
-def _started(log_level: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _started(log_level: str, log_format: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process, and our end of the socket to it. Raises `OSError`."""
     # It imports what this process does, and nothing from the folder that it happens to be in.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -116,7 +116,7 @@ def _started(log_level: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
         fd = theirs.fileno()
         try:
             process = subprocess.Popen(
-                [*command, str(fd), log_level],
+                [*command, str(fd), log_level, log_format],
                 pass_fds=(fd,),
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -137,8 +137,9 @@ class _Slot:
 class TextPool:
     """A few text processes, and the bodies that wait for them, which `bodies.py` bounds."""
 
-    def __init__(self, num_processes: int, log_level: str) -> None:
+    def __init__(self, num_processes: int, log_level: str, log_format: str = "auto") -> None:
         self._log_level = log_level
+        self._log_format = log_format
         self._slots = [_Slot() for _ in range(num_processes)]
         self._free = list(self._slots)
         # By urgency, lowest first; the number tells equals apart.
@@ -207,7 +208,7 @@ class TextPool:
             # While nobody needed it.
             await self.end_process(slot)
         if slot.process is None:
-            slot.process = TextProcess.start(self._log_level)
+            slot.process = TextProcess.start(self._log_level, self._log_format)
         return slot.process
 
     async def end_process(self, slot: _Slot) -> None:

@@ -1,6 +1,6 @@
 """A text process: long bodies are read and worked on here, where no event loop waits meanwhile.
 
-    python -m penstock_router.text_process FD LOG_LEVEL
+    python -m penstock_router.text_process FD LOG_LEVEL LOG_FORMAT
 
 Serves the router at the other end of the socket FD, one body at a time, until that end is closed
 or gone. Keeps the files of the models it has worked for, and the last body. Knows no network.
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock_proto.logs import set_up_logging
 from penstock_router.chat_template import ChatTemplate, load_chat_template
 from penstock_router.errors import ApiError, as_api_error
 from penstock_router.prompts import TextModel
@@ -152,12 +153,8 @@ class TextWorker:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until the router is gone."""
-    fd, log_level = argv
-    logging.basicConfig(
-        level=log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    fd, log_level, log_format = argv
+    set_up_logging(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
         # A terminal and a supervisor send them to all processes: the router's end is what counts.
         signal.signal(number, signal.SIG_IGN)

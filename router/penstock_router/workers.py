@@ -34,7 +34,11 @@ from aiohttp import web
 
 from penstock_client import Fleet, Patience
 from penstock_client.audit import AuditLog
+from penstock_proto.logs import set_up_logging
+from penstock_proto.tls import TlsFilesUnusable
+from penstock_proto.tracing import open_sink
 from penstock_router.config import RouterConfig
+from penstock_router.https import https_context
 from penstock_router.response_store import StoreUnusable, store_file
 
 if TYPE_CHECKING:
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.router")
 
 EXIT_USAGE = 2
+# In traces.
+_SERVICE = "penstock-router"
 _BACKLOG = 2048
 _RESTART_DELAY_S = 1.0
 # So many starts in a row of a worker that never gets to serve, and there is no more.
@@ -64,7 +70,7 @@ _GRACE_S = 5.0
 
 def run(config: RouterConfig) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit status."""
-    set_up_logging(config)
+    _set_up_logging(config)
     # One for all workers.
     config = dataclasses.replace(config, resume_key=config.resume_key or secrets.token_hex(16))
     try:
@@ -77,7 +83,7 @@ def run(config: RouterConfig) -> int:
             config.response_store or None, max_bytes=config.response_store_bytes
         ) as path:
             return _serve_all(dataclasses.replace(config, response_store=path), listener)
-    except StoreUnusable as error:
+    except (StoreUnusable, TlsFilesUnusable) as error:
         return _refuse(str(error))
 
 
@@ -110,13 +116,9 @@ def _refuse(reason: str) -> int:
     return EXIT_USAGE
 
 
-def set_up_logging(config: RouterConfig) -> None:
+def _set_up_logging(config: RouterConfig) -> None:
     """Lines on stderr. Broken HTTP is the client's affair: aiohttp need not report it."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    set_up_logging(config.log_format, config.log_level)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
@@ -160,6 +162,7 @@ async def serve(
     """
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
+    from penstock_router.connections import Runner
     from penstock_router.metrics import Metrics
     from penstock_router.routes.base import ROUTER
 
@@ -168,6 +171,7 @@ async def serve(
         audit = _open_audit_log(config)
     except OSError as error:
         return _refuse(f"--audit-log: {error}")
+    spans = None if config.tracing is None else open_sink(config.tracing, _SERVICE)
     stop = asyncio.Event()
     if lifeline is None:
         _stop_on_signals(stop)
@@ -175,9 +179,11 @@ async def serve(
         _stop_at_end_of(lifeline, stop)
     with ThreadPoolExecutor(config.tokenizer_threads, "tokenize") as executor:
         async with _fleet(config, metrics, audit) as fleet:
-            app = build_app(config, fleet, executor, metrics)
-            runner = web.AppRunner(
+            app = build_app(config, fleet, executor, metrics, spans)
+            runner = Runner(
                 app,
+                max_connections=config.max_connections,
+                header_timeout_s=config.header_timeout_s,
                 access_log=None,
                 handler_cancellation=True,
                 # The application itself waits for its requests when it shuts down.
@@ -189,15 +195,18 @@ async def serve(
                 if replaces:
                     await _until_ready(app[ROUTER].models)
                 _rest_collector()
-                await web.SockSite(runner, listener, backlog=_BACKLOG).start()
-                host, port = listener.getsockname()[:2]
-                logger.info("listening on http://%s:%d", host, port)
-                on_serving()
-                await stop.wait()
+                async with https_context(config.tls_cert_file, config.tls_key_file) as tls:
+                    await web.SockSite(runner, listener, ssl_context=tls, backlog=_BACKLOG).start()
+                    host, port = listener.getsockname()[:2]
+                    logger.info("listening on http%s://%s:%d", "s" if tls else "", host, port)
+                    on_serving()
+                    await stop.wait()
             finally:
                 await runner.cleanup()
     if audit is not None:
         audit.close(_LAST_WORDS_S)
+    if spans is not None:
+        spans.close()
     return 0
 
 
@@ -216,12 +225,14 @@ def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fl
     return Fleet(
         config.shards,
         api_key=config.shard_api_key,
+        tls=config.shard_tls,
         policy=config.policy,
         patience=Patience(wait_s=config.failover_timeout_s),
         stall_timeout_s=config.stall_timeout_s,
         observe=metrics.fleet_event,
         audit=audit,
         verify_share=config.verify_share,
+        traces_attempts=config.tracing is not None,
     )
 
 
@@ -267,7 +278,7 @@ async def _until_ready(models: Models) -> None:
 def _worker_main(
     config: RouterConfig, lifeline: Connection, replaces: bool, serving: Connection
 ) -> None:
-    set_up_logging(config)
+    _set_up_logging(config)
     try:
         listener = bind(config.host, config.port, shared=True)
     except OSError as error:
@@ -281,7 +292,7 @@ def _worker_main(
             on_serving=lambda: serving.send_bytes(b"!"),
         )
         sys.exit(_run(router))
-    except StoreUnusable as error:
+    except (StoreUnusable, TlsFilesUnusable) as error:
         sys.exit(_refuse(str(error)))
 
 
@@ -290,20 +301,23 @@ _SHARED_OUT = (
     *("max_concurrent_requests", "max_concurrent_requests_per_key"),
     *("max_queued_requests", "max_queued_requests_per_key"),
     *("max_queued_tokens", "max_queued_tokens_per_key"),
+    "max_connections",
 )
 
 
 def _config_of(config: RouterConfig, index: int) -> RouterConfig:
     """What worker number `index` is told: its part of each bound, and a log of its own."""
+    config = dataclasses.replace(config, worker=index)
     parts: dict[str, Any] = {}
     for name in _SHARED_OUT:
         whole = getattr(config, name)
         if whole is not None:
-            part, rest = divmod(whole, config.workers)
-            parts[name] = part + (index < rest)
+            parts[name] = config.part_of(whole)
     log = config.audit_log
     return dataclasses.replace(
-        config, **parts, audit_log=None if log is None else f"{log}-worker{index}"
+        config,
+        **parts,
+        audit_log=None if log is None else f"{log}-worker{index}",
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 import signal
 import sys
 
+from penstock_proto.logs import set_up_logging
 from penstock_shard.command_line import parse_config
-from penstock_shard.config import LOG_FORMAT
 
 
 def main() -> int:
@@ -16,7 +16,9 @@ def main() -> int:
     # Until the server's own handlers are there, Ctrl-C ends us without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = parse_config(sys.argv[1:])
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    set_up_logging(config.log_format)
+    # Before gRPC is imported: by itself it writes a line for each handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # After parsing, so that --help and bad flags answer at once.
     from penstock_shard.server import serve
 

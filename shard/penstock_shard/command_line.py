@@ -10,7 +10,10 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
-from penstock_shard.config import ShardConfig
+from penstock_proto.logs import FORMATS
+from penstock_proto.tls import TlsFilesUnusable, check_server_files
+from penstock_proto.tracing import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+from penstock_shard.config import METRIC_NAMES, ShardConfig
 
 
 def parse_config(argv: Sequence[str]) -> ShardConfig:
@@ -26,6 +29,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         )
     if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
         parser.error("--api-key: must be printable ASCII")
+    _check_tls(parser, args)
     if args.api_key == "":
         parser.error("--api-key: is empty; leave it out (and PENSTOCK_API_KEY) to serve without")
     if not args.enable_chunked_prefill:
@@ -50,6 +54,11 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         host=args.host,
         port=args.port,
         api_key=args.api_key,
+        tls_cert_file=args.tls_cert_file,
+        tls_key_file=args.tls_key_file,
+        tls_client_ca_file=args.tls_client_ca_file,
+        metrics_port=args.metrics_port,
+        metrics_names=args.metrics_names,
         runner=args.runner,
         device=args.device,
         dtype=args.dtype,
@@ -76,11 +85,21 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_restarts=args.max_restarts,
         drain=args.drain,
         drain_timeout_s=args.drain_timeout,
+        log_format=args.log_format,
+        log_requests=args.log_requests,
+        tracing=_tracing(parser, args.otlp_endpoint),
         step_ms=args.step_ms,
         fake_eos_rate=args.fake_eos_rate,
         fake_weights=args.fake_weights,
         fake_crash_on=args.fake_crash_on,
     )
+
+
+def _tracing(parser: argparse.ArgumentParser, endpoint: str | None) -> TracingConfig | None:
+    try:
+        return read_tracing(endpoint, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -175,6 +194,49 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         default=os.environ.get("PENSTOCK_API_KEY"),
         help="refuse calls without it (default: PENSTOCK_API_KEY)",
+    )
+    group.add_argument(
+        "--tls-cert-file",
+        "--ssl-certfile",
+        metavar="FILE",
+        help="speak TLS with this certificate, read again when it changes",
+    )
+    group.add_argument("--tls-key-file", "--ssl-keyfile", metavar="FILE", help="and its key")
+    group.add_argument(
+        "--tls-client-ca-file",
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="refuse clients without a certificate of these authorities (mutual TLS)",
+    )
+    group.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="serve Prometheus metrics over HTTP on this port of --host (default: nowhere)",
+    )
+    group.add_argument(
+        "--metrics-names",
+        type=_metrics_names,
+        default=(),
+        metavar="NAMES",
+        help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="auto",
+        help="auto: text on a terminal, a JSON object a line elsewhere",
+    )
+    group.add_argument(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a line for each request; the router's log has one too",
+    )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
     )
     group.add_argument(
         "--stall-timeout",
@@ -359,6 +421,20 @@ def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _check_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Here, so that files that cannot be used end the start."""
+    cert, key, client_ca = args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file
+    if (cert is None) != (key is None):
+        parser.error("--tls-cert-file and --tls-key-file: give both or neither")
+    if client_ca is not None and cert is None:
+        parser.error("--tls-client-ca-file: without --tls-cert-file there is no TLS")
+    try:
+        if cert is not None:
+            check_server_files(cert, key, client_ca)
+    except TlsFilesUnusable as error:
+        parser.error(f"TLS: {error}")
+
+
 def _whole(text: str) -> int:
     try:
         return int(text)
@@ -378,6 +454,15 @@ def _non_negative_int(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
     return value
+
+
+def _metrics_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in METRIC_NAMES]
+    if unknown:
+        known = ", ".join(METRIC_NAMES)
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {known}")
+    return names
 
 
 def _port(text: str) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Of the server and the engine, and the same as the router's.
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+from penstock_proto.tracing import TracingConfig
+
+# Servers whose names metrics may have besides their own.
+METRIC_NAMES = ("vllm", "tgi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,13 @@ class ShardConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     api_key: str | None = None
+    # None: in the clear. With authorities for clients each must show a certificate of theirs.
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    tls_client_ca_file: str | None = None
+    # Where Prometheus asks, on `host`; None: nowhere. Besides our own names those of these servers.
+    metrics_port: int | None = None
+    metrics_names: tuple[str, ...] = ()
 
     runner: str = "model"
     device: str = "auto"
@@ -59,6 +68,12 @@ class ShardConfig:
     # ("finish"), and how long either may take.
     drain: str = "migrate"
     drain_timeout_s: float = 30.0
+
+    # Of penstock_proto.logs.FORMATS; and whether each request gets a line.
+    log_format: str = "auto"
+    log_requests: bool = False
+    # Where spans go; None: nowhere.
+    tracing: TracingConfig | None = None
 
     step_ms: float = 20.0
     fake_eos_rate: float = 0.0

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.link import Error, Load, Output
+from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason, Request, RequestState
 from penstock_shard.runner.base import Logprobs, RowResult, Runner, ScheduledRequest, StepPlan
 from penstock_shard.scheduler import Scheduler
@@ -44,6 +44,8 @@ class Engine:
         # Launched steps that are not collected, the oldest first.
         self._in_flight: deque[StepPlan] = deque()
         self.steps_total = 0
+        self._steps_seconds_total = 0.0
+        self._sequences_total = 0
         # When the step in progress began, by the clock; None between steps.
         self.step_started_s: float | None = None
         # How long a step like that one takes at most; 0 where that is not known.
@@ -93,6 +95,10 @@ class Engine:
             referenced_blocks=self._blocks.num_referenced,
             steps_total=self.steps_total,
             preemptions_total=self._scheduler.preemptions_total,
+            steps_seconds_total=self._steps_seconds_total,
+            sequences_total=self._sequences_total,
+            prompt_tokens_total=self._scheduler.prompt_tokens_total,
+            decode_tokens_total=self._scheduler.decode_tokens_total,
         )
 
     def check_integrity(self) -> None:
@@ -144,6 +150,8 @@ class Engine:
         seconds = now_s - (self.step_started_s or now_s)
         self.step_started_s = None
         self.steps_total += 1
+        self._steps_seconds_total += seconds
+        self._sequences_total += len(plan.rows)
         self._take(plan, results, now_s)
         for request in self._scheduler.collected(plan, seconds):
             self._runner.release(request)
@@ -156,6 +164,8 @@ class Engine:
             request = row.request
             if row.samples:
                 request.num_pending -= 1
+            else:
+                request.num_partial_steps += 1
             # It ended while this step was in flight already.
             if request.state is _ENDED:
                 continue
@@ -177,6 +187,7 @@ class Engine:
                 continue
             self._outputs.append(output)
             if output.finish is not None:
+                output.work = _work(request)
                 self._forget(request)
 
     def _add_prompt_logprobs(
@@ -221,6 +232,12 @@ def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) ->
     return output
 
 
+def _work(request: Request) -> Work:
+    """Each step that sampled gave a token."""
+    num_sampled = request.num_output_tokens - request.num_delivered
+    return Work(request.num_partial_steps + num_sampled, request.preemptions)
+
+
 def _output(request: Request) -> Output:
     """Without a token."""
     return Output(request.request_id, request.attempt, request.num_output_tokens, [])
@@ -232,4 +249,5 @@ def _ending(
     output = _output(request)
     output.finish = finish
     output.error = error
+    output.work = _work(request)
     return output

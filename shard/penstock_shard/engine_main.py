@@ -19,7 +19,8 @@ import time
 from array import array
 from collections.abc import Callable
 
-from penstock_shard.config import LOG_FORMAT, ShardConfig
+from penstock_proto.logs import set_up_logging
+from penstock_shard.config import ShardConfig
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
@@ -52,11 +53,11 @@ def main() -> None:
     # Service managers tell all processes at once; the server decides when we end, and drains.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     start = link.receive()
     if not isinstance(start, Start):
         return
+    set_up_logging(start.config.log_format)
     inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
     try:

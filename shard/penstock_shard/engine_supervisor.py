@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from penstock_shard import link
 from penstock_shard.config import ShardConfig
+from penstock_shard.metrics import ShardMetrics
 from penstock_shard.request import FinishReason
 from penstock_shard.validation import MAX_ID_CHARACTERS
 
@@ -66,8 +67,8 @@ class _Route:
     # It was running in engines that died, and is tried now.
     suspect: bool = False
     num_given: int = 0
-    # The engine has begun to compute it.
-    started: bool = False
+    # When the engine began to compute it.
+    started_s: float | None = None
     deadline: asyncio.TimerHandle | None = None
     arrived_s: float = field(default_factory=time.monotonic)
     # How long it waited for its first step, until its first output says so.
@@ -79,6 +80,7 @@ class EngineSupervisor:
 
     def __init__(self, config: ShardConfig) -> None:
         self._config = config
+        self.metrics = ShardMetrics()
         self._ready: link.Ready | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -177,6 +179,7 @@ class EngineSupervisor:
             return
         refusal = self._refusal_of(submit, suspect)
         if refusal is not None:
+            self.metrics.refused(refusal)
             deliver(_ending(*key, error=refusal))
             return
         present = self._routes.get(submit.request_id)
@@ -263,14 +266,17 @@ class EngineSupervisor:
         error: link.Error | None = None,
     ) -> None:
         """Give a request its last output here; what the engine still says of it is dropped."""
-        self._forget(route)
-        route.deliver(_ending(route.request_id, route.attempt, finish=finish, error=error))
+        last = _ending(route.request_id, route.attempt, finish=finish, error=error)
+        last.queue_s, route.queue_s = route.queue_s, None
+        self._forget(route, last)
+        route.deliver(last)
 
-    def _forget(self, route: _Route) -> None:
+    def _forget(self, route: _Route, last: link.Output) -> None:
         del self._routes[route.request_id]
         self._live_tokens -= route.num_tokens
         if route.deadline is not None:
             route.deadline.cancel()
+        self.metrics.ended(last, route.num_given, time.monotonic() - route.arrived_s)
 
     def _schedule_flush(self) -> None:
         """Send once after everything of this turn of the event loop has been queued."""
@@ -415,23 +421,31 @@ class EngineSupervisor:
         for request_id in request_ids:
             route = self._routes.get(request_id)
             if route is not None:
-                route.started = True
-                route.queue_s = time.monotonic() - route.arrived_s
+                route.started_s = time.monotonic()
+                route.queue_s = route.started_s - route.arrived_s
+                self.metrics.began(route.num_tokens, route.queue_s)
 
     def _take_step(self, step: link.StepOutputs) -> None:
         self._worked = self._worked or bool(step.outputs)
+        num_tokens = 0
         for output in step.outputs:
             route = self._routes.get(output.request_id)
             if route is None or route.attempt != output.attempt:
                 continue
+            if output.token_ids:
+                if not route.num_given and route.started_s is not None:
+                    seconds = time.monotonic() - route.started_s
+                    self.metrics.prefilled(seconds, output.cached_tokens or 0)
+                route.num_given += len(output.token_ids)
+                num_tokens += len(output.token_ids)
             if output.is_last:
-                self._forget(route)
+                self._forget(route, output)
             if route.queue_s is not None:
                 output.queue_s, route.queue_s = route.queue_s, None
             if route.suspect:
-                route.num_given += len(output.token_ids)
                 route.suspect = route.num_given < _TRIAL_TOKENS
             route.deliver(output)
+        self.metrics.stepped(self.load, step.load, num_tokens)
         if step.load != self.load:
             self.load = step.load
             self._notify()
@@ -439,12 +453,13 @@ class EngineSupervisor:
     def _died(self) -> None:
         """End what was live as retryable, and say whose fault it may be."""
         if self._ready is not None:
+            self.metrics.engine_died()
             logger.error("the engine died; %d requests end as retryable", len(self._routes))
         self._ready = None
         self.load = link.Load()
         self._beat = link.Beat(0.0, 0.0)
         self._submits, self._aborts = [], []
-        started = [route for route in self._routes.values() if route.started]
+        started = [route for route in self._routes.values() if route.started_s is not None]
         charged = [route for route in started if route.suspect] or started
         for route in charged:
             reason = "the shard's engine died while this request was running"

@@ -103,6 +103,15 @@ class Error(msgspec.Struct, array_like=True):
     engine_died: bool = False
 
 
+class Work(msgspec.Struct, array_like=True, frozen=True):
+    """What a request took of the engine: steps that had a part of it, and how often it was put
+    down.
+    """
+
+    steps: int
+    preemptions: int
+
+
 class Output(msgspec.Struct, array_like=True):
     """What is new for one request; exactly one of a request has `finish` or `error`: the last."""
 
@@ -122,6 +131,8 @@ class Output(msgspec.Struct, array_like=True):
     embedding: bytes | None = None
     # From arrival to the first step; the server adds it to what is first said of an attempt.
     queue_s: float | None = None
+    # On the last one, where the engine ended it.
+    work: Work | None = None
 
     @property
     def is_last(self) -> bool:
@@ -142,6 +153,7 @@ class Output(msgspec.Struct, array_like=True):
         self.stop_token_id = later.stop_token_id
         self.error = later.error
         self.embedding = later.embedding
+        self.work = later.work
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
@@ -156,6 +168,15 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     referenced_blocks: int = 0
     steps_total: int = 0
     preemptions_total: int = 0
+    # Of all steps so far: seconds, sequences in each, and tokens that were computed.
+    steps_seconds_total: float = 0.0
+    sequences_total: int = 0
+    prompt_tokens_total: int = 0
+    decode_tokens_total: int = 0
+
+    @property
+    def computed_tokens_total(self) -> int:
+        return self.prompt_tokens_total + self.decode_tokens_total
 
 
 class StepOutputs(msgspec.Struct, array_like=True, tag="step"):

@@ -136,6 +136,8 @@ class Request:
     # Prompt tokens whose log-probabilities have been sent; the first token has none.
     num_prompt_logprobs_sent: int = 0
     preemptions: int = 0
+    # Steps that computed a part of it and sampled nothing.
+    num_partial_steps: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -95,6 +95,9 @@ class Scheduler:
         # The arrival that found too few free blocks, and how many would have done.
         self._turned_away = (-1, 0)
         self.preemptions_total = 0
+        # What the steps that were collected have computed.
+        self.prompt_tokens_total = 0
+        self.decode_tokens_total = 0
         # Of running requests, tokens that the last step left to be computed before they decode.
         self.num_behind_tokens = 0
 
@@ -177,6 +180,8 @@ class Scheduler:
         Returns the requests that have ended and that no launched step refers to any more.
         """
         size = self._sizes.popleft()
+        self.prompt_tokens_total += size.num_prompt_tokens
+        self.decode_tokens_total += size.num_decodes
         if seconds is not None:
             self._step_time.learn(size, seconds)
         for row in plan.rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import sys
@@ -16,16 +17,24 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock_proto.transport import server_options
+from penstock_proto.tls import TlsFilesUnusable
+from penstock_proto.tracing import SpanSink, open_sink
+from penstock_proto.transport import server_credentials, server_options
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor, ModelRefused
+from penstock_shard.metrics import serve_metrics
+from penstock_shard.request_log import log_request
+from penstock_shard.request_record import Follower
 from penstock_shard.servicer import ShardServicer
+from penstock_shard.spans import trace_request
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
 _LIVE = "live"
+# In traces.
+_SERVICE = "penstock-shard"
 # What we were told is impossible: starting again with the same words changes nothing.
 _USAGE_STATUS = 2
 
@@ -33,12 +42,22 @@ _USAGE_STATUS = 2
 async def serve(config: ShardConfig) -> int:
     """Serve until a signal or until the engine cannot be started; the exit status."""
     engine = EngineSupervisor(config)
+    if config.metrics_port is not None:
+        try:
+            serve_metrics(engine.metrics, engine, config)
+        except OSError as error:
+            where = f"{config.host}:{config.metrics_port}"
+            _complain(f"cannot listen on {where}: {error.strerror}; choose another --metrics-port")
+            return _USAGE_STATUS
     health_servicer = health.aio.HealthServicer()
-    servicer = ShardServicer(engine, config)
+    sink = None if config.tracing is None else open_sink(config.tracing, _SERVICE)
+    servicer = ShardServicer(engine, config, _follower(config, engine, sink))
     server = _build_server(servicer, health_servicer)
-    host = f"[{config.host}]" if ":" in config.host else config.host
     try:
-        port = server.add_insecure_port(f"{host}:{config.port}")
+        port = _open_port(server, config)
+    except TlsFilesUnusable as error:
+        _complain(f"TLS: {error}")
+        return _USAGE_STATUS
     except RuntimeError:
         _complain(
             f"cannot listen on {config.host}:{config.port}: the port is in use or the address is "
@@ -56,7 +75,35 @@ async def serve(config: ShardConfig) -> int:
         await server.stop(grace=0.5)
         for task in reporting:
             task.cancel()
+    if sink is not None:
+        await asyncio.to_thread(sink.close)
     return status
+
+
+def _follower(
+    config: ShardConfig, engine: EngineSupervisor, sink: SpanSink | None
+) -> Follower | None:
+    """None where nobody wants to know how requests end."""
+    if sink is None and not config.log_requests:
+        return None
+    return Follower(
+        log=log_request if config.log_requests else None,
+        trace=None if sink is None else functools.partial(trace_request, sink),
+        share=1.0 if config.tracing is None else config.tracing.share,
+        load=lambda: engine.load,
+    )
+
+
+def _open_port(server: grpc.aio.Server, config: ShardConfig) -> int:
+    """The port's number. Raises `TlsFilesUnusable`, and `RuntimeError` where it cannot be had."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{config.port}"
+    if config.tls_cert_file is None or config.tls_key_file is None:
+        return server.add_insecure_port(address)
+    credentials = server_credentials(
+        config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
+    )
+    return server.add_secure_port(address, credentials)
 
 
 def _build_server(

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +21,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.embedding import embed
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.link import Error, Output, Ready
+from penstock_shard.request_record import Follower
 from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check, check_embedding
 
 if TYPE_CHECKING:
@@ -110,8 +111,12 @@ class Outbox:
 class ShardServicer(wire.Servicer):
     """Implements the service of shard.proto."""
 
-    def __init__(self, engine: EngineSupervisor, config: ShardConfig) -> None:
+    def __init__(
+        self, engine: EngineSupervisor, config: ShardConfig, follower: Follower | None = None
+    ) -> None:
+        """With a `follower` it is known of each request how it ended."""
         self._engine = engine
+        self._follower = follower
         self._config = config
         self._key = f"Bearer {config.api_key}" if config.api_key else None
         # Of the Generate calls that are open.
@@ -166,6 +171,9 @@ class ShardServicer(wire.Servicer):
             logger.warning("attempt %d of request %s came twice", attempt, request_id)
             return
         ready = self._engine.ready
+        outlet: Callable[[Output], None] = outbox.put
+        if self._follower is not None:
+            outlet = self._follower.outlet(incoming, self._engine.instance_id, outlet)
         try:
             if ready is None:
                 raise Refusal(_UNAVAILABLE, "the shard's engine is not ready")
@@ -180,14 +188,15 @@ class ShardServicer(wire.Servicer):
                 )
             submit = check(incoming, ready.info, self._config)
         except Refusal as refusal:
-            outbox.put(Output(request_id, attempt, 0, [], error=refusal.error))
+            self._engine.metrics.refused(refusal.error)
+            outlet(Output(request_id, attempt, 0, [], error=refusal.error))
             return
         outbox.live[request_id] = attempt
         if incoming.number:
             outbox.numbers[request_id, attempt] = incoming.number
         deadline_ms = incoming.deadline_ms
         deadline_s = None if deadline_ms is None else deadline_ms / 1000
-        self._engine.submit(submit, outbox.put, deadline_s=deadline_s, suspect=incoming.suspect)
+        self._engine.submit(submit, outlet, deadline_s=deadline_s, suspect=incoming.suspect)
 
     async def Abort(self, request: Any, context: Context) -> Any:
         await self._authorize(context)

@@ -157,6 +157,9 @@ class IncomingRequest:
     instance_id: str = ""
     hand_back: bool = False
     suspect: bool = False
+    # For logs and traces; whatever stands there, the request is served.
+    label: str = ""
+    traceparent: str = ""
     features: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -90,6 +90,8 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         instance_id=message.instance_id,
         hand_back=message.hand_back,
         suspect=message.suspect,
+        label=message.label,
+        traceparent=message.traceparent,
         features=dict(_features(message)),
     )
 
@@ -377,6 +379,8 @@ def load_report(
         serving=serving,
         draining=draining,
         handing_over=handing_over,
+        steps_seconds_total=load.steps_seconds_total,
+        computed_tokens_total=load.computed_tokens_total,
     )
 
 

@@ -33,12 +33,21 @@ def python_of(environment: str) -> Path:
     """
     if environment == "dev":
         return Path(sys.executable)
+    return _made(environment) / "bin" / "python"
+
+
+def node_packages() -> Path:
+    """Where packages for Node and what is generated from the proto are; skips as `python_of`."""
+    return _made("node")
+
+
+def _made(environment: str) -> Path:
     if not (ENVIRONMENTS / environment / ".done").exists():
         missing = f"no clients to test with; make them: make .venv-clients/{environment}/.done"
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
-    return ENVIRONMENTS / environment / "bin" / "python"
+    return ENVIRONMENTS / environment
 
 
 def observe(environment: str, script: str, *arguments: str) -> Any:

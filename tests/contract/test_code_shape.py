@@ -25,8 +25,30 @@ EDGES = {
     "penstock_router.app": "the edge of the process: a bug is answered with 500",
 }
 
-TEXT_FOLDERS = ("proto", "client", "router", "shard", "tests", "deploy", "docs", "benchmarks")
-TEXT_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".json", ".txt", ".tpl"}
+TEXT_FOLDERS = (
+    "proto",
+    "client",
+    "router",
+    "shard",
+    "tests",
+    "deploy",
+    "docs",
+    "benchmarks",
+    "examples",
+)
+TEXT_SUFFIXES = {
+    ".py",
+    ".pyi",
+    ".md",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".proto",
+    ".json",
+    ".txt",
+    ".tpl",
+    ".mjs",
+}
 # Written so that this file does not mention one itself.
 HOME_PATH = re.compile(r"(?<![\w.$}])/(?:root|home|Users|work)/\w")
 

@@ -21,8 +21,15 @@ ALLOWED_PACKAGES = {
     "penstock_router": ("penstock_client",),
     "penstock_shard": ("penstock_proto",),
 }
+# And of what is not the wire, these modules.
+ALLOWED_MODULES = {
+    "penstock_router": ("penstock_proto.logs", "penstock_proto.tls", "penstock_proto.tracing")
+}
 # Of the router, besides routes/.
-HTTP_USERS = ("penstock_router.app", "penstock_router.sse", "penstock_router.workers")
+HTTP_USERS = (
+    *("penstock_router.app", "penstock_router.sse", "penstock_router.workers"),
+    "penstock_router.connections",
+)
 # Below runner/ and models/ of the shard, these stay free of torch: what runs without it needs them.
 FREE_OF_TENSORS = (
     "penstock_shard.runner",
@@ -102,6 +109,7 @@ print(*sorted(loaded & {{*{TENSORS}, "{absent}"}}))
     [
         doctored(penstock_router__app="import penstock_shard.engine"),
         doctored(penstock_router__app="from penstock_proto import SCHEMA_REVISION"),
+        doctored(penstock_router__app="from penstock_proto.otlp import OtlpSink"),
         doctored(penstock_client__fleet="def late():\n    import penstock_router.app"),
         doctored(penstock_shard__server="from penstock_client import Fleet"),
         doctored(penstock_proto__transport="import penstock_client"),
@@ -182,6 +190,8 @@ def package_violations(modules: Modules) -> Iterator[str]:
     for module, target in _edges(modules):
         package = target.partition(".")[0]
         allowed = (module.package, *ALLOWED_PACKAGES[module.package])
+        if target in ALLOWED_MODULES.get(module.package, ()):
+            continue
         if package in OURS and package not in allowed:
             yield f"{module.name} imports {target}"
 

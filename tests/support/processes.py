@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+
+from penstock_proto.tls import Tls
 
 START_TIMEOUT_S = 60.0
 
@@ -122,9 +125,15 @@ class Shard(Service):
     """A shard process; `--runner fake` unless flags say otherwise."""
 
     def __init__(
-        self, log_file: Path, *flags: str, port: int | None = None, python_path: str = ""
+        self,
+        log_file: Path,
+        *flags: str,
+        port: int | None = None,
+        python_path: str = "",
+        tls: Tls | None = None,
     ) -> None:
-        """`python_path` may name packages of another version."""
+        """`python_path` may name packages of another version; `tls` is how to ask it."""
+        self.tls = tls
         port = port or free_port()
         runner = [] if "--runner" in flags or "--model" in flags else ["--runner", "fake"]
         arguments = ["--port", str(port), *runner, *flags]
@@ -133,7 +142,7 @@ class Shard(Service):
     def healthy(self) -> bool:
         from penstock_client.health import _shard_problem
 
-        return not _shard_problem(self.address, 1.0)
+        return not _shard_problem(self.address, 1.0, self.tls)
 
 
 class Router(Service):
@@ -143,6 +152,12 @@ class Router(Service):
         port = free_port()
         arguments = ["--shards", ",".join(shards), "--port", str(port), *flags]
         super().__init__("penstock_router", arguments, port, log_file)
+        # Of its own certificate nothing is asked here.
+        self._context = None
+        if "--tls-cert-file" in flags:
+            self.url = f"https://{self.address}"
+            self._context = ssl.create_default_context()
+            self._context.check_hostname, self._context.verify_mode = False, ssl.CERT_NONE
 
     def environment(self, log_file: Path) -> dict[str, str]:
         # One that is killed leaves its temporary files behind: here they go with the test's.
@@ -154,7 +169,9 @@ class Router(Service):
     def status(self, path: str) -> int:
         """Of a GET; 0 without a connection."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as response:
+            with urllib.request.urlopen(
+                self.url + path, timeout=5, context=self._context
+            ) as response:
                 status: int = response.status
                 return status
         except urllib.error.HTTPError as error:

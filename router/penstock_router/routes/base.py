@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -25,8 +24,10 @@ from penstock_router.bodies import Bodies, Body, Incoming
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, Unauthorized
 from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
+from penstock_router.keys import Key, Keys
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.records import Records, RequestRecord
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
 from penstock_router.text_work import AnyKind
@@ -52,14 +53,17 @@ class Router:
     live_streams: LiveStreams
     responses: ResponseStore
     background: Background
+    keys: Keys
+    records: Records = field(default_factory=Records)
 
 
 ROUTER = web.AppKey("router", Router)
 REQUEST_ID = web.RequestKey("request_id", str)
 # How this request's errors look; a route's own, or what a handler that dispatches has found.
 ERROR_FORM = web.RequestKey("error_form", ErrorForm)
-# As `time.perf_counter` has it.
-RECEIVED_S = web.RequestKey("received_s", float)
+RECORD = web.RequestKey("record", RequestRecord)
+# The key that it shows, where that is one.
+KEY = web.RequestKey("key", Key)
 
 TIMEOUT_HEADER = "x-penstock-timeout-s"
 # What all routes read that are not done at once.
@@ -68,7 +72,9 @@ HEADERS = table(
 )
 # Of a client that sends no more of its body, which takes room meanwhile.
 _MAX_PAUSE_S = 60.0
-# Keys of clients are kept as hashes that mean nothing elsewhere.
+# Whether it never was a key, is none any more, or is missing.
+WRONG_KEY = "Unauthorized: missing or wrong API key"
+# Keys of clients that are none of ours are kept as hashes that mean nothing elsewhere.
 _KEY_SALT = secrets.token_bytes(16)
 
 
@@ -107,18 +113,27 @@ class Route:
         return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", self.path)
 
 
+@contextmanager
 def let_in(
     request: web.Request, sequences: int, param: str = "n", timeout_s: float | None = None
-) -> AbstractContextManager[Ticket]:
-    """As `Admission.enter`, for the key that the request shows, from its arrival on."""
+) -> Iterator[Ticket]:
+    """As `Admission.enter`, for the key that the request shows, from its arrival on. The request's
+    record lasts at least as long.
+    """
+    router, record, key = request.app[ROUTER], request[RECORD], request.get(KEY)
     limits_s = [limit for limit in (timeout_s, _timeout_header(request)) if limit is not None]
-    return request.app[ROUTER].admission.enter(
+    entered = router.admission.enter(
         _client(request),
         sequences,
         param,
         timeout_s=min(limits_s, default=None),
-        waited_s=time.perf_counter() - request[RECEIVED_S],
+        waited_s=time.perf_counter() - record.arrived_s,
+        max_concurrent=None if key is None else key.max_concurrent_requests,
+        rates=None if key is None else key.rates,
     )
+    with router.records.held(record), entered as ticket:
+        record.admitted_s = time.perf_counter()
+        yield ticket
 
 
 def _timeout_header(request: web.Request) -> float | None:
@@ -136,10 +151,13 @@ def _timeout_header(request: web.Request) -> float | None:
 
 def _client(request: web.Request) -> str:
     """Who asks, as far as a key tells; "" without one."""
-    given = _shown_key(request)
-    if not given:
-        return ""
-    return hashlib.blake2b(given, key=_KEY_SALT, digest_size=16).hexdigest()
+    key: Key | None = request.get(KEY)
+    if key is not None:
+        return key.name
+    given = shown_key(request)
+    # No name of a key begins so.
+    digest = hashlib.blake2b(given, key=_KEY_SALT, digest_size=16).hexdigest()
+    return f"?{digest}" if given else ""
 
 
 def usable_request_id(given: str | None) -> str | None:
@@ -149,13 +167,8 @@ def usable_request_id(given: str | None) -> str | None:
     return None
 
 
-def bears_key(request: web.Request, key: str) -> bool:
-    """Whether it has this key, as a Bearer or as an x-api-key."""
-    # Takes the same time wherever the two begin to differ.
-    return hmac.compare_digest(_shown_key(request), key.encode())
-
-
-def _shown_key(request: web.Request) -> bytes:
+def shown_key(request: web.Request) -> bytes:
+    """The key that it shows, as a Bearer or as an x-api-key; empty without one."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         given = request.headers.get("x-api-key", "")
@@ -164,12 +177,19 @@ def _shown_key(request: web.Request) -> bytes:
 
 
 def check_admin(request: web.Request) -> None:
-    """Raises `Forbidden` where there is no admin key, `Unauthorized` for another one."""
-    key = request.app[ROUTER].config.admin_key
+    """Raises `Forbidden` for a key that is no admin's, or where there is none; `Unauthorized` for
+    what is no key.
+    """
+    if not request.app[ROUTER].keys.has_admins:
+        raise Forbidden(
+            f"{request.path} is closed; start the router with --admin-key or --api-keys-file to "
+            "open it"
+        )
+    key = request.get(KEY)
     if key is None:
-        raise Forbidden(f"{request.path} is closed; start the router with --admin-key to open it")
-    if not bears_key(request, key):
-        raise Unauthorized("Unauthorized: missing or wrong admin key")
+        raise Unauthorized(WRONG_KEY)
+    if not key.is_admin:
+        raise Forbidden(f"{request.path} is for keys of the scope admin; this one is a user's")
 
 
 def flag_header(request: web.Request, name: str) -> bool:
@@ -209,7 +229,7 @@ def _left_s(request: web.Request) -> float | None:
     """Of a request's time, as far as its body need not be read for that."""
     limits_s = (request.app[ROUTER].config.request_timeout_s, _timeout_header(request))
     limit_s = min((limit for limit in limits_s if limit is not None), default=None)
-    return None if limit_s is None else limit_s - (time.perf_counter() - request[RECEIVED_S])
+    return None if limit_s is None else limit_s - (time.perf_counter() - request[RECORD].arrived_s)
 
 
 async def read_object(request: web.Request) -> JsonObject:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 from aiohttp import web
 
@@ -9,10 +11,11 @@ from penstock_client.types import EmbeddingRequest
 from penstock_router.apis import embeddings
 from penstock_router.apis.embeddings import EmbedRequest
 from penstock_router.bodies import Body
+from penstock_router.deltas import Usage
 from penstock_router.errors import BadRequest
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
-from penstock_router.routes.base import REQUEST_ID, ROUTER, Router, let_in
+from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, Router, let_in
 
 # What a number of a vector takes in an answer, at most.
 _FLOAT_BYTES = 24
@@ -21,7 +24,7 @@ _FLOAT_BYTES = 24
 async def embed(request: web.Request, body: Body) -> web.Response:
     """POST /v1/embeddings"""
     asked: EmbedRequest = body.asked
-    router = request.app[ROUTER]
+    router, record = request.app[ROUTER], request[RECORD]
     with let_in(request, len(asked.prompts), "input", asked.timeout_s) as ticket:
         async with ticket.limit.scope():
             model = await router.models.get(asked.model)
@@ -29,7 +32,10 @@ async def embed(request: web.Request, body: Body) -> web.Response:
             prepared = await body.work(model)
             assert isinstance(prepared, Prepared)
         num_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
+        record.usage, record.model = Usage(num_tokens), model.info.model
+        record.prepared_s = time.perf_counter()
         await ticket.start(num_tokens)
+        record.placed_s = time.perf_counter()
         async with ticket.limit.scope():
             vectors = await router.fleet.embed(
                 EmbeddingRequest(

@@ -33,11 +33,10 @@ from penstock_router.prompts import Prepared
 from penstock_router.request import MAX_SESSION_CHARS, MAX_TIMEOUT_S, Options
 from penstock_router.routes import base
 from penstock_router.routes.base import (
-    RECEIVED_S,
+    RECORD,
     REQUEST_ID,
     ROUTER,
     Handler,
-    Router,
     flag_header,
     let_in,
     usable_request_id,
@@ -91,7 +90,14 @@ class Call(Generic[AnyRequest]):
         if flag_header(request, "x-penstock-resumable") and not api.resumable:
             raise BadRequest("x-penstock-resumable: not on this route")
         named = _name_request(request, body.asked)
-        asked = dataclasses.replace(body.asked, request_id=request[REQUEST_ID], **_wishes(request))
+        record = request[RECORD]
+        record.stream = body.asked.stream
+        asked = dataclasses.replace(
+            body.asked,
+            request_id=request[REQUEST_ID],
+            traceparent=record.traceparent,
+            **_wishes(request),
+        )
         response_id = api.name_answer(request[REQUEST_ID], named)
         return cls(request, api, body, asked, named, response_id)
 
@@ -121,8 +127,8 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
     router = call.request.app[ROUTER]
     with entered(call) as ticket:
         limit = ticket.limit
-        job = await started(await prepared(call, call.asked, ticket), ticket)
-        async with generation_of(job, router) as generation:
+        job = await started(call, await prepared(call, call.asked, ticket), ticket)
+        async with generation_of(call, job) as generation:
             shape = make_shape(call, job, generation, int(time.time()))
             if call.asked.stream:
                 return await sse.stream(
@@ -149,10 +155,13 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
             return response
 
 
-def generation_of(job: Job, router: Router) -> Generation:
+def generation_of(call: Call[Any], job: Job) -> Generation:
     """The job, ready to be submitted."""
+    router, record = call.request.app[ROUTER], call.request[RECORD]
     silence_timeout_s = router.config.silence_timeout_s
-    return Generation(job, router.fleet, router.metrics, silence_timeout_s=silence_timeout_s)
+    return Generation(
+        job, router.fleet, router.metrics, record, silence_timeout_s=silence_timeout_s
+    )
 
 
 def _deltas(call: Call[Any], generation: Generation) -> Deltas:
@@ -172,7 +181,7 @@ async def _run(call: Call[Any], work: Callable[[], _Result]) -> _Result:
 
 def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created: int) -> Shape:
     """The shape of this call's answer."""
-    received_s = call.request[RECEIVED_S]
+    received_s = call.request[RECORD].arrived_s
     envelope = Envelope(call.response_id, created, received_s, generation.usage)
     return call.api.make_shape(job, envelope)
 
@@ -201,9 +210,16 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
     return job
 
 
-async def started(job: Job, ticket: Ticket) -> Job:
+async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
     """The job, when it has its places; its sequences end by themselves when its time is up."""
-    await ticket.start(sum(len(prompt.token_ids) for prompt in job.prompts))
+    record = call.request[RECORD]
+    record.model, record.prepared_s = job.model.info.model, time.perf_counter()
+    ticket.charge.follow(record, sum(delivered.tokens for delivered in job.delivered))
+    await ticket.start(
+        sum(len(prompt.token_ids) for prompt in job.prompts),
+        sum(request.max_tokens or 0 for request in job.requests),
+    )
+    record.placed_s = time.perf_counter()
     left_s = ticket.limit.left_s
     if left_s is None:
         return job
@@ -244,7 +260,7 @@ def _name_request(request: web.Request, asked: Options) -> bool:
     named = usable_request_id(asked.request_id)
     if named is None:
         return False
-    request[REQUEST_ID] = named
+    request[REQUEST_ID] = request[RECORD].request_id = named
     return True
 
 

@@ -129,8 +129,8 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
         ticket = scope.enter_context(entered(call))
         # As for a stream: what was said is there also when it ends early.
         asked = dataclasses.replace(call.asked, stream=True)
-        job = await started(await prepared(call, asked, ticket), ticket)
-        generation = await scope.enter_async_context(generation_of(job, router))
+        job = await started(call, await prepared(call, asked, ticket), ticket)
+        generation = await scope.enter_async_context(generation_of(call, job))
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
         with _store_errors():

@@ -27,7 +27,7 @@ from penstock_router.resumption import (
     Progress,
     job_digest,
 )
-from penstock_router.routes.base import REQUEST_ID, ROUTER, flag_header
+from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, flag_header
 from penstock_router.routes.generate import (
     Call,
     entered,
@@ -63,7 +63,7 @@ async def resumable(call: Call[Any]) -> web.StreamResponse | None:
     _check(call)
     last_id = request.headers.get("Last-Event-ID")
     cursor = _cursor(call, last_id)
-    request[REQUEST_ID] = cursor.request_id
+    request[REQUEST_ID] = request[RECORD].request_id = cursor.request_id
     reader = router.live_streams.join(cursor) if last_id else None
     if last_id:
         router.metrics.resumed_streams.labels("again" if reader is None else "live").inc()
@@ -142,8 +142,9 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
                 "that no answer of it can be made again"
             )
         cursor = msgspec.structs.replace(cursor, job=made_of)
-        job = await started(dataclasses.replace(job, delivered=cursor.delivered), ticket)
-        async with generation_of(job, router) as generation, ticket.limit.scope():
+        job = dataclasses.replace(job, delivered=cursor.delivered)
+        job = await started(call, job, ticket)
+        async with generation_of(call, job) as generation, ticket.limit.scope():
             shape = make_shape(call, job, generation, cursor.created)
             await _put_events(live, generation, shape, cursor, router.threads)
 

@@ -8,7 +8,7 @@ from penstock_router import text_work
 from penstock_router.apis import embeddings, messages, tgi, tgi_answers, tokens
 from penstock_router.apis.openai import CHATS, COMPLETIONS
 from penstock_router.apis.responses_answers import DeletedAnswer, ItemList, ResponseAnswer
-from penstock_router.routes import docs, generate, info, invocations, responses, resume
+from penstock_router.routes import console, docs, generate, info, invocations, responses, resume
 from penstock_router.routes import tokens as token_routes
 from penstock_router.routes.base import HEADERS, Route, with_body
 from penstock_router.routes.embeddings import embed
@@ -96,8 +96,14 @@ ROUTES: tuple[Route, ...] = (
         "/generate_stream", text_work.GENERATE_STREAM, "The same, with events as tokens come."
     ),
     _generation("/", text_work.COMPAT, "The same in an array, or with events."),
-    # Until something better stands there.
-    Route(method="GET", path="/", handler=info.health, summary="As /health.", is_open=True),
+    Route(
+        method="GET",
+        path="/",
+        handler=console.page,
+        summary="The console: the fleet, a chat, and this document's routes to try.",
+        media_type="text/html",
+        is_open=True,
+    ),
     Route(
         method="GET",
         path="/info",

@@ -35,7 +35,8 @@ from penstock_client import (
     ShardState,
     ShardUnavailable,
 )
-from penstock_client.continuation import Continuations, FleetStream
+from penstock_client.continuation import Continuations
+from penstock_client.fleet_stream import FleetStream
 from penstock_client.policies import make_policy
 from penstock_client.verification import Verification
 

@@ -172,6 +172,20 @@ def test_health_of_a_grpc_port_as_http_says_what_is_wrong(capsys) -> None:
     assert "gRPC port" in capsys.readouterr().out
 
 
+def test_a_shard_that_drains_or_loads_is_alive_and_not_healthy() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(answers := HealthServicer(), server)
+    answers.set("", HealthCheckResponse.NOT_SERVING)
+    answers.set("live", HealthCheckResponse.SERVING)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert _status(health.main, target) == 1
+        assert _status(health.main, target, "--live") == 0
+    finally:
+        server.stop(None).wait()
+
+
 def test_chat_with_a_grpc_port_says_what_is_wrong(monkeypatch, capsys) -> None:
     assert _chat(monkeypatch, _GRPC) == 1
     assert "gRPC port" in _complaint(capsys)

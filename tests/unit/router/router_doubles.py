@@ -207,6 +207,7 @@ INFO = ShardInfo(
 @dataclass
 class FakeShard:
     info: ShardInfo | None = INFO
+    connected: bool = True
     ready: bool = True
     address: str = "fake:1"
     load: LoadReport = field(default_factory=LoadReport)

@@ -25,7 +25,7 @@ def line_up(queue: FairQueue, *requests: Waiting) -> None:
 
 
 def test_one_key_is_served_in_the_order_of_arrival() -> None:
-    queue, share = FairQueue(100), Share()
+    queue, share = FairQueue(), Share()
     requests = [Waiting(share, places) for places in (1, 3, 1)]
     line_up(queue, *requests)
     for request in requests:
@@ -35,7 +35,7 @@ def test_one_key_is_served_in_the_order_of_arrival() -> None:
 
 
 def test_the_key_with_the_fewest_places_goes_first_and_equals_by_arrival() -> None:
-    queue = FairQueue(100)
+    queue = FairQueue()
     greedy, polite, other = Share(in_flight=5), Share(in_flight=1), Share(in_flight=1)
     requests = [Waiting(share, 1) for share in (greedy, other, polite, polite)]
     line_up(queue, *requests)
@@ -47,7 +47,7 @@ def test_the_key_with_the_fewest_places_goes_first_and_equals_by_arrival() -> No
 
 
 def test_places_that_come_free_move_a_key_up() -> None:
-    queue = FairQueue(100)
+    queue = FairQueue()
     one, two = Share(in_flight=3), Share(in_flight=2)
     running, first, second = Waiting(one, 2), Waiting(one, 1), Waiting(two, 1)
     line_up(queue, first, second)
@@ -56,7 +56,7 @@ def test_places_that_come_free_move_a_key_up() -> None:
 
 
 def test_a_wide_request_keeps_its_turn_whoever_has_fewer_by_then() -> None:
-    queue = FairQueue(100)
+    queue = FairQueue()
     wide = Waiting(Share(in_flight=2), 16)
     queue.add(wide)
     assert queue.first() is wide
@@ -69,8 +69,8 @@ def test_a_wide_request_keeps_its_turn_whoever_has_fewer_by_then() -> None:
 
 
 def test_a_key_at_its_bound_is_passed_over_until_it_has_room() -> None:
-    queue = FairQueue(4)
-    full, other = Share(in_flight=4), Share(in_flight=9)
+    queue = FairQueue()
+    full, other = Share(in_flight=4, max_places=4), Share(in_flight=9, max_places=4)
     running, waiting = Waiting(full, 1), Waiting(full, 1)
     queue.add(waiting)
     assert queue.first() is None
@@ -81,7 +81,7 @@ def test_a_key_at_its_bound_is_passed_over_until_it_has_room() -> None:
 
 
 def test_who_gives_up_is_forgotten_wherever_it_stands() -> None:
-    queue, share = FairQueue(100), Share()
+    queue, share = FairQueue(), Share()
     first, second, third = (Waiting(share, 1) for _ in range(3))
     line_up(queue, first, second, third)
     assert queue.first() is first
@@ -96,8 +96,8 @@ def test_whatever_happens_the_first_is_who_a_look_at_all_of_them_finds() -> None
     rng = seeded("fair queue")
     for _ in range(budget(30, 500)):
         max_per_key = rng.choice([4, 1000])
-        queue = FairQueue(max_per_key)
-        shares = [Share() for _ in range(rng.randint(1, 9))]
+        queue = FairQueue()
+        shares = [Share(max_places=max_per_key) for _ in range(rng.randint(1, 9))]
         waiting: list[Waiting] = []
         running: list[Waiting] = []
         turn: Waiting | None = None
@@ -132,7 +132,7 @@ def _expected(waiting: list[Waiting], max_per_key: int) -> Waiting | None:
 
 
 def test_a_key_that_moves_up_and_down_for_long_leaves_nothing_behind() -> None:
-    queue, share = FairQueue(100), Share()
+    queue, share = FairQueue(), Share()
     queue.add(Waiting(share, 1))
     for number in range(10_000):
         share.in_flight = number % 7
@@ -141,7 +141,7 @@ def test_a_key_that_moves_up_and_down_for_long_leaves_nothing_behind() -> None:
 
 
 def test_a_choice_takes_microseconds_however_many_keys_wait() -> None:
-    queue = FairQueue(100)
+    queue = FairQueue()
     for _ in range(10_000):
         queue.add(Waiting(Share(), 1))
     begin_s = time.process_time()

@@ -24,6 +24,8 @@ def _garbage() -> Counter[str]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        # They were only shown: now they go, and are not found once more.
+        gc.collect()
 
 
 async def _all_kinds_of_requests(router: MemoryRouter) -> None:

@@ -27,6 +27,7 @@ from penstock_router.job import Job, choice_seed, make_job
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.prompts import is_small, prepare_prompts
+from penstock_router.records import RequestRecord
 from penstock_router.threads import Threads
 
 
@@ -39,6 +40,10 @@ def threads() -> Iterator[Threads]:
 @pytest.fixture
 def models(fleet: FakeFleet, threads: Threads) -> Models:
     return Models(fleet, threads, RouterConfig(shards="fake:1"))
+
+
+def record() -> RequestRecord:
+    return RequestRecord(request_id="r", method="POST", route="/v1/completions", arrived_s=0.0)
 
 
 async def job_of(models: Models, **fields: object) -> Job:
@@ -74,7 +79,7 @@ async def test_leaving_early_aborts_exactly_what_is_unfinished(
 ) -> None:
     job = await job_of(models, n=3, seed=1)
     fleet.script = lambda request: [5] if request.sampling.seed == 1 else [5] * 100
-    async with Generation(job, fleet, Metrics()) as generation:
+    async with Generation(job, fleet, Metrics(), record()) as generation:
         async for delta in generation:
             if delta.finish_reason is not None:
                 break
@@ -87,7 +92,7 @@ async def test_a_slow_reader_of_several_choices_gets_each_ones_tokens_merged(
     fleet: FakeFleet, models: Models
 ) -> None:
     job = await job_of(models, n=2, seed=1, max_tokens=50)
-    async with Generation(job, fleet, Metrics()) as generation:
+    async with Generation(job, fleet, Metrics(), record()) as generation:
         await asyncio.sleep(0.05)
         deltas = [delta async for delta in generation]
     assert [len(delta.token_ids) for delta in deltas] == [50, 50]
@@ -98,7 +103,7 @@ async def test_a_stream_that_ends_without_a_reason_is_an_error(
     fleet: FakeFleet, models: Models
 ) -> None:
     job = await job_of(models)
-    async with Generation(job, fleet, Metrics()) as generation:
+    async with Generation(job, fleet, Metrics(), record()) as generation:
         fleet.running["r1"].cancel()
         generation._choices[0].stream.cancel()
         with pytest.raises(ShardFailed, match="without saying why"):
@@ -109,7 +114,7 @@ async def test_an_aborted_sequence_is_an_error_not_a_short_answer(
     fleet: FakeFleet, models: Models
 ) -> None:
     job = await job_of(models)
-    async with Generation(job, fleet, Metrics()) as generation:
+    async with Generation(job, fleet, Metrics(), record()) as generation:
         with pytest.raises(ShardFailed, match="before it was finished"):
             generation._choices[0].take(Output([], 0, finish_reason=FinishReason.ABORTED))
 
@@ -238,7 +243,7 @@ async def test_submitting_many_long_prompts_lets_others_run(
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    generation = Generation(job, fleet, Metrics())
+    generation = Generation(job, fleet, Metrics(), record())
     await generation.__aenter__()
     counting.cancel()
     assert turns >= 5
@@ -252,7 +257,7 @@ async def test_a_client_that_leaves_while_its_choices_are_submitted_aborts_them(
 ) -> None:
     job = await job_of(models, n=200)
     fleet.step_s = 10
-    entering = asyncio.create_task(Generation(job, fleet, Metrics()).__aenter__())
+    entering = asyncio.create_task(Generation(job, fleet, Metrics(), record()).__aenter__())
     await asyncio.sleep(0)
     entering.cancel()
     await asyncio.gather(entering, return_exceptions=True)
@@ -270,7 +275,7 @@ async def test_a_choice_that_cannot_be_made_leaves_nothing_submitted(
 
     monkeypatch.setattr("penstock_router.generation.Choice", broken)
     with pytest.raises(ZeroDivisionError):
-        await Generation(job, fleet, Metrics()).__aenter__()
+        await Generation(job, fleet, Metrics(), record()).__aenter__()
     await asyncio.sleep(0)
     assert not fleet.running
 
@@ -280,7 +285,7 @@ async def test_a_merged_output_is_one_gap_between_tokens(fleet: FakeFleet, model
     job = await job_of(models, max_tokens=101, stream=True)
     bundles = iter([1, 50, 50])
     fleet.bundle = lambda: next(bundles)
-    async with Generation(job, fleet, metrics) as generation:
+    async with Generation(job, fleet, metrics, record()) as generation:
         await collect(generation, generation.job, 2**28)
     text = metrics.exposition().decode()
     assert "penstock_router_output_tokens_total 101.0" in text
@@ -300,7 +305,7 @@ async def test_an_answer_that_is_shown_whole_is_made_of_many_tokens_at_a_time(
     monkeypatch.setattr(ByteDetokenizer, "feed", counted)
     for stream, expected in ((False, [1, 64, 35]), (True, [1] * 100)):
         job = await job_of(models, max_tokens=100, stream=stream)
-        async with Generation(job, fleet, Metrics()) as generation:
+        async with Generation(job, fleet, Metrics(), record()) as generation:
             [whole] = await collect(generation, job, 2**28)
         assert sizes == expected
         assert whole.token_ids == hashed_tokens(job.requests[0])
@@ -312,7 +317,7 @@ async def test_an_error_comes_after_the_tokens_before_it(fleet: FakeFleet, model
     for options in ({}, {"stream": True}, {"n": 2, "stream": True}):
         job = await job_of(models, max_tokens=9, **options)
         seen: list[Delta] = []
-        async with Generation(job, fleet, Metrics()) as generation:
+        async with Generation(job, fleet, Metrics(), record()) as generation:
             await asyncio.sleep(0.05)
             with pytest.raises(ShardFailed, match="broken"):
                 await for_each(generation, seen.append)
@@ -325,7 +330,7 @@ async def test_nothing_of_an_answer_that_is_over_waits_for_the_garbage_collector
 ) -> None:
     async def made() -> weakref.ref[Generation]:
         job = await job_of(models, max_tokens=5, n=2, stream=stream)
-        async with Generation(job, fleet, Metrics()) as generation:
+        async with Generation(job, fleet, Metrics(), record()) as generation:
             await for_each(generation, lambda delta: None)
             return weakref.ref(generation)
 
@@ -348,7 +353,7 @@ async def test_who_is_told_of_deltas_needs_no_task_for_each(
 ) -> None:
     job = await job_of(models, max_tokens=50, stream=True)
     callers = set()
-    async with Generation(job, fleet, Metrics()) as generation:
+    async with Generation(job, fleet, Metrics(), record()) as generation:
         feeder = fleet.running["r1"]
         await for_each(generation, lambda delta: callers.add(asyncio.current_task()))
     assert callers == {feeder}
@@ -362,7 +367,7 @@ async def test_what_fails_where_deltas_are_used_ends_nobody_elses(
     def fail(delta: Delta) -> None:
         raise RuntimeError("cannot show it")
 
-    async with Generation(job, fleet, Metrics()) as generation:
+    async with Generation(job, fleet, Metrics(), record()) as generation:
         feeder = fleet.running["r1"]
         with pytest.raises(RuntimeError, match="cannot show it"):
             await for_each(generation, fail)
@@ -388,7 +393,7 @@ async def test_a_choice_of_which_nothing_is_heard_fails_in_time_and_is_aborted(
     job, metrics = await job_of(models, n=2, seed=1, stream=True), Metrics()
     begun = asyncio.get_running_loop().time()
     with pytest.raises(TimedOut, match="nothing came from the shard for 0"):
-        async with Generation(job, fleet, metrics, silence_timeout_s=0.2) as generation:
+        async with Generation(job, fleet, metrics, record(), silence_timeout_s=0.2) as generation:
             await for_each(generation, lambda delta: None)
     assert 0.2 <= asyncio.get_running_loop().time() - begun < 2.0
     assert fleet.cancelled == ["r1"]
@@ -400,9 +405,9 @@ async def test_a_choice_that_goes_on_is_not_silent_nor_is_one_whose_reader_is_sl
 ) -> None:
     fleet.step_s = 0.05
     job = await job_of(models, max_tokens=8, stream=True)
-    async with Generation(job, fleet, Metrics(), silence_timeout_s=0.2) as generation:
+    async with Generation(job, fleet, Metrics(), record(), silence_timeout_s=0.2) as generation:
         await for_each(generation, lambda delta: None)
-    async with Generation(job, fleet, Metrics(), silence_timeout_s=0.2) as generation:
+    async with Generation(job, fleet, Metrics(), record(), silence_timeout_s=0.2) as generation:
         # All of it has come by then.
         await asyncio.sleep(1.0)
         await for_each(generation, lambda delta: None)

@@ -532,7 +532,7 @@ class FakeProcess:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> FakeProcess:
     process = FakeProcess([], asyncio.Event())
-    monkeypatch.setattr(TextProcess, "start", lambda log_level: process)
+    monkeypatch.setattr(TextProcess, "start", lambda log_level, log_format: process)
     return process
 
 

@@ -1,22 +1,33 @@
-{{/* The name that all resources of a release begin with. */}}
+{{/* The name that all resources of a release begin with. Short enough that with a model's name behind
+it (20 characters at most) it fits into the labels that Kubernetes makes of it. */}}
 {{- define "penstock.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 28 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 28 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 28 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Labels that never change, for selectors. Called with (dict "root" $ "component" "router"). */}}
+{{- define "penstock.routerName" -}}
+{{- include "penstock.fullname" . }}-router
+{{- end -}}
+
+{{/* Labels that never change, for selectors. Called with "root" and, to say which pods, "component"
+(router, shard or shard-worker), "model" or both. */}}
 {{- define "penstock.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- with .model }}
+model: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{- define "penstock.labels" -}}
@@ -26,26 +37,16 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
-{{/* HOST:PORT of every shard: pods of a StatefulSet have names of their own. */}}
-{{- define "penstock.shards" -}}
-{{- $name := printf "%s-shard" (include "penstock.fullname" .) -}}
-{{- $addresses := list -}}
-{{- range $index := until (int .Values.shard.replicas) -}}
-{{- $addresses = append $addresses (printf "%s-%d.%s:%d" $name $index $name (int $.Values.shard.port)) -}}
-{{- end -}}
-{{- join "," $addresses -}}
-{{- end -}}
-
-{{- define "penstock.apiKeyEnv" -}}
-{{- with .Values.apiKey -}}
-{{- if .existingSecret -}}
-- name: PENSTOCK_API_KEY
+{{/* An entry of a container's env whose value is in a secret. Called with
+(dict "name" "HF_TOKEN" "secret" .Values.shard.hubToken); nothing where no secret is named. */}}
+{{- define "penstock.secretEnv" -}}
+{{- if .secret.existingSecret }}
+- name: {{ .name }}
   valueFrom:
     secretKeyRef:
-      name: {{ .existingSecret }}
-      key: {{ .key }}
-{{- end -}}
-{{- end -}}
+      name: {{ .secret.existingSecret }}
+      key: {{ .secret.key }}
+{{- end }}
 {{- end -}}
 
 {{/* The user of the images. */}}
@@ -66,18 +67,27 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Where pods of a component may run. Called with the component's values. */}}
+{{/* Where pods may run. Called with (dict "settings" .Values.router "selector" LABELS). */}}
 {{- define "penstock.placement" -}}
-{{- with .nodeSelector }}
+{{- with .settings.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .tolerations }}
+{{- with .settings.tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .affinity }}
+{{- with .settings.affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - labelSelector:
+      matchLabels:
+        {{- $.selector | nindent 8 }}
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end -}}

@@ -1,0 +1,126 @@
+"""A `docker run` command line: its image, what the container is told, and which paths are whose.
+
+Knows docker's options as far as a server's command line needs them. Knows no server, runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+ENGINES = ("docker", "podman", "nerdctl")
+# All other options have a value.
+_SWITCHES = frozenset(
+    "--detach --disable-content-trust --init --interactive --no-healthcheck --oom-kill-disable "
+    "--privileged --publish-all --quiet --read-only --rm --sig-proxy --tty --use-api-socket".split(
+        " "
+    )
+)
+_SHORT_SWITCHES = frozenset("dditPqt")
+_LONG = {"-e": "--env", "-p": "--publish", "-v": "--volume"}
+
+
+class DockerError(Exception):
+    """What is wrong with the command line, in one line."""
+
+
+@dataclass(slots=True)
+class DockerRun:
+    """What `docker run` was told."""
+
+    image: str = ""
+    arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    # (host's address or "", its port, the container's), as they are written.
+    ports: list[tuple[str, str, str]] = field(default_factory=list)
+    # The container's path -> the host's, or the name of a volume.
+    mounts: dict[str, str] = field(default_factory=dict)
+    gpus: str = ""
+    # Options that concern the container and not what runs in it.
+    others: list[str] = field(default_factory=list)
+
+    def host_path(self, path: str) -> str:
+        """Where a path of the container is on the host, as far as a mounted folder says."""
+        for inside, outside in self.mounts.items():
+            if path == inside or path.startswith(f"{inside}/"):
+                return outside + path[len(inside) :] if is_path(outside) else path
+        return path
+
+    def published(self, port: str) -> tuple[str, str]:
+        """The host's address and port for one of the container's; ("", port) where it has none."""
+        for address, outside, inside in self.ports:
+            if inside == port:
+                return address, outside
+        return "", port
+
+
+def is_path(source: str) -> bool:
+    """Whether what is mounted is a folder of the host, and not a volume of docker's."""
+    return source.startswith(("/", ".", "~", "$")) or "/" in source
+
+
+def parse_docker_run(words: Sequence[str], ambient: Mapping[str, str]) -> DockerRun:
+    """Read what follows `docker`; `ambient` is where `-e NAME` takes its value from.
+
+    Raises:
+        DockerError: for another command than `run`, or one without an image.
+    """
+    rest = [word for word in words[:1] if word != "container"] + list(words[1:])
+    if rest[:1] != ["run"]:
+        raise DockerError("only `docker run` can be translated")
+    rest = rest[1:]
+    run = DockerRun()
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if _is_switch(word):
+            run.others.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") and len(word) > 2:
+            # -p8080:80
+            name, equals, value = word[:2], "=", word[2:].removeprefix("=")
+        if not equals:
+            if not rest:
+                raise DockerError(f"{word} has no value")
+            value = rest.pop(0)
+        _take(run, _LONG.get(name, name), value, ambient)
+    if not rest:
+        raise DockerError("docker run names no image")
+    run.image, run.arguments = rest[0], rest[1:]
+    return run
+
+
+def _is_switch(word: str) -> bool:
+    if word.startswith("--"):
+        return word.partition("=")[0] in _SWITCHES
+    return set(word[1:]) <= _SHORT_SWITCHES
+
+
+def _take(run: DockerRun, name: str, value: str, ambient: Mapping[str, str]) -> None:
+    if name == "--env":
+        variable, equals, text = value.partition("=")
+        if equals or variable in ambient:
+            run.environment[variable] = text if equals else ambient[variable]
+    elif name == "--publish":
+        run.ports.append(_port(value))
+    elif name == "--volume":
+        source, _, target = value.partition(":")
+        run.mounts[target.partition(":")[0]] = source
+    elif name == "--mount":
+        parts = dict(part.partition("=")[::2] for part in value.split(","))
+        target = parts.get("target") or parts.get("dst") or parts.get("destination", "")
+        run.mounts[target] = parts.get("source") or parts.get("src", "")
+    elif name == "--gpus":
+        run.gpus = value
+    elif name in ("--entrypoint", "--env-file"):
+        raise DockerError(f"{name} cannot be translated; write out what it stands for")
+    else:
+        run.others.append(name)
+
+
+def _port(value: str) -> tuple[str, str, str]:
+    match = re.fullmatch(r"(?:(.*):)?([^:]*):([^:/]+)(?:/tcp)?", value)
+    if match is None:
+        return "", value, value
+    return match[1] or "", match[2], match[3]

@@ -1,0 +1,166 @@
+"""What may become of another server's flag: a flag of ours, nothing to do, a loss, or a refusal.
+
+Knows the kinds of rules that the tables of `vllm_flags` and `tgi_flags` are made of, and how values
+are rewritten. Knows neither of those servers and no command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Takes(Enum):
+    """What follows a flag."""
+
+    VALUE = ""
+    NOTHING = "!"
+    VALUES = "+"
+    MAYBE_VALUE = "?"
+
+
+class Part(Enum):
+    """Whose flag ours is, in `penstock serve MODEL FLAGS -- FLAGS OF THE ROUTER`."""
+
+    MODEL = "the model"
+    SERVE = "penstock serve"
+    SHARD = "shards"
+    ROUTER = "the router"
+    BOTH = "shards and the router"
+    # How often the model is there: the product of all such flags.
+    COPIES = "how many shards"
+    ENVIRONMENT = "the environment"
+
+
+class Loss(Enum):
+    """How bad it is that a flag has no counterpart."""
+
+    NONE = "nothing to do"
+    LOST = "no counterpart"
+    # Answers would be others and nobody would notice: not served in its place.
+    REFUSED = "refused"
+
+
+class NotTranslatable(Exception):
+    """This value of a flag has no counterpart; the text says why and what to do instead."""
+
+    def __init__(self, text: str, loss: Loss = Loss.LOST) -> None:
+        super().__init__(text)
+        self.loss = loss
+
+
+Convert = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of one flag. Either `to` is set, or `why` with `loss`."""
+
+    takes: Takes = Takes.VALUE
+    to: str = ""
+    part: Part = Part.SHARD
+    # The value as ours; None where the flag is to be left out, as its default is the same.
+    convert: Convert = str
+    why: str = ""
+    loss: Loss = Loss.NONE
+    # Values that ask for nothing: no loss.
+    harmless: frozenset[str] = frozenset()
+
+
+Table = dict[str, Rule]
+
+
+def named(text: str, rule: Rule) -> Table:
+    """The same rule for several names: `name` takes a value, `name!` none, `name+` several, `name?`
+    one or none. One that takes none has a `--no-name` too."""
+    return {
+        word.rstrip("!+?"): Rule(
+            Takes(word[len(word.rstrip("!+?")) :]),
+            rule.to,
+            rule.part,
+            rule.convert,
+            rule.why,
+            rule.loss,
+            rule.harmless,
+        )
+        for word in text.split()
+    }
+
+
+def same(text: str, part: Part = Part.SHARD) -> Table:
+    """Flags of the same name and meaning."""
+    table: Table = {}
+    for word in text.split():
+        name = word.rstrip("!+?")
+        table |= named(word, Rule(to=f"--{name}", part=part))
+    return table
+
+
+def becomes(text: str, to: str, part: Part = Part.SHARD, convert: Convert = str) -> Table:
+    """Flags of another name here, or with other values."""
+    return named(text, Rule(to=to, part=part, convert=convert))
+
+
+def needless(text: str, why: str) -> Table:
+    """Flags that change nothing here: it is so anyway, or there is nothing that they could tune."""
+    return named(text, Rule(why=why))
+
+
+def lost(text: str, why: str, harmless: str = "") -> Table:
+    """Flags without a counterpart; clients or operators notice."""
+    return named(text, Rule(why=why, loss=Loss.LOST, harmless=frozenset(harmless.split())))
+
+
+def refused(text: str, why: str, harmless: str = "") -> Table:
+    """Flags without which answers would be others, and nobody would notice."""
+    return named(text, Rule(why=why, loss=Loss.REFUSED, harmless=frozenset(harmless.split())))
+
+
+# Variables of the hub's library, of CUDA and of proxies, which penstock's processes read too.
+_SHARED = """
+HF_TOKEN HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT HF_HUB_DOWNLOAD_TIMEOUT
+HF_HUB_ETAG_TIMEOUT HF_HUB_DISABLE_XET HF_XET_HIGH_PERFORMANCE CUDA_VISIBLE_DEVICES
+NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES OMP_NUM_THREADS HTTP_PROXY HTTPS_PROXY NO_PROXY
+OTEL_EXPORTER_OTLP_ENDPOINT OTEL_SERVICE_NAME
+"""
+HUB: Table = {name: Rule(to=name, part=Part.ENVIRONMENT) for name in _SHARED.split()}
+HUB |= becomes("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", Part.ENVIRONMENT)
+
+# ---- values ------------------------------------------------------------------------------------
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def readable_int(text: str) -> str:
+    """`1k` is 1000 and `1K` is 1024, as vLLM reads them."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise NotTranslatable(f"{text!r} is not a whole number")
+    base = 1024 if match[2].isupper() else 1000
+    return str(int(float(match[1]) * base ** _POWERS[match[2].lower()])) if match[2] else match[1]
+
+
+def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST) -> Convert:
+    """Values with a counterpart each (None: leave the flag out); why others have none."""
+
+    def convert(text: str) -> str | None:
+        if text.lower() not in values:
+            raise NotTranslatable(f"{text}: {otherwise}", loss)
+        return values[text.lower()]
+
+    return convert
+
+
+def at_least(low: int, otherwise: str) -> Convert:
+    """A whole number; below `low` it meant something that is not here."""
+
+    def convert(text: str) -> str:
+        value = readable_int(text)
+        if float(value) < low:
+            raise NotTranslatable(f"{text}: {otherwise}")
+        return value
+
+    return convert

@@ -1,0 +1,24 @@
+"""Which GPUs this process may use. Asks the environment and the driver's own tool, not torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+_TIMEOUT_S = 10.0
+
+
+def visible_gpus() -> list[str]:
+    """Names that CUDA_VISIBLE_DEVICES takes, one for each GPU; empty where there is none."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    # By uuid: CUDA numbers GPUs in another order than the driver.
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found.stdout.split()

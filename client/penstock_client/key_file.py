@@ -1,0 +1,271 @@
+"""The file of API keys: what it says, and how an entry is written, added and taken out.
+
+A key is random and long, and the file holds a SHA-256 of it: nobody finds a key of 256 random bits
+by trying, so a slow hash or a salt would protect nothing more. Knows TOML and files; not who shows
+which key, nor what a limit does.
+
+    [[keys]]
+    name = "alice"
+    hash = "sha256:..."
+    scopes = ["user"]
+    expires = 2027-01-01
+    requests_per_minute = 60
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+SCOPES = ("user", "admin")
+# Whole numbers, each a field of the file and of `KeyEntry`.
+LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
+MAX_LIMIT = 10**12
+MAX_FILE_BYTES = 4 * 1024 * 1024
+
+_SCHEME = "sha256:"
+_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+# Safe in a log line, as a label of a metric, and in a table.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_FIELDS = ("name", "hash", "scopes", "expires", *LIMITS)
+_HEADER = re.compile(r"\s*\[\[\s*keys\s*\]\]\s*(#.*)?")
+
+
+class KeyFileError(ValueError):
+    """One line: which key and field, and what is wrong. Never a key, nor a hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyEntry:
+    """One key of the file."""
+
+    name: str
+    digest: bytes = field(repr=False)
+    scopes: tuple[str, ...] = ("user",)
+    # From then on it is as if it was not there.
+    expires: datetime.datetime | None = None
+    max_concurrent_requests: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+def digest_of(key: bytes) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key).digest()
+
+
+def hash_of(digest: bytes) -> str:
+    """A digest as the file has it."""
+    return _SCHEME + digest.hex()
+
+
+def read(path: str) -> tuple[KeyEntry, ...]:
+    """The keys of a file; blocks. Raises `KeyFileError`."""
+    return parse(read_text(path))
+
+
+def read_text(path: str) -> str:
+    """The whole file. Raises `KeyFileError`."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise KeyFileError("it is not a regular file")
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise KeyFileError(error.strerror or "it cannot be read") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise KeyFileError(f"it is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise KeyFileError(f"byte {error.start + 1} is not UTF-8 text") from None
+
+
+def parse(text: str) -> tuple[KeyEntry, ...]:
+    """The keys of a file's text. Raises `KeyFileError`."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # Names line and column, and of the text one character at most.
+        raise KeyFileError(f"not TOML: {error}") from None
+    except RecursionError:
+        raise KeyFileError("not TOML: it is nested too deeply") from None
+    unknown = sorted(document.keys() - {"keys"})
+    if unknown:
+        raise KeyFileError(f"{_shown(unknown[0])} is unknown; the file has [[keys]] and no more")
+    tables = document.get("keys", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise KeyFileError("keys must be tables, each under a line [[keys]]")
+    entries = tuple(_entry(number, table) for number, table in enumerate(tables, 1))
+    _check_unique(entries)
+    return entries
+
+
+def _check_unique(entries: Sequence[KeyEntry]) -> None:
+    names: set[str] = set()
+    by_digest: dict[bytes, str] = {}
+    for entry in entries:
+        if entry.name in names:
+            raise KeyFileError(f"key {entry.name}: name: there are two of it")
+        names.add(entry.name)
+        other = by_digest.setdefault(entry.digest, entry.name)
+        if other != entry.name:
+            raise KeyFileError(f"key {entry.name}: hash: is that of {other} too")
+
+
+# ---- Reading one entry -------------------------------------------------------------------------
+
+
+def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
+    where = f"key number {number}"
+    name = table.get("name")
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        _wrong(where, "name", "must be 1 to 64 letters, digits and ._@-, the first no sign")
+    where = f"key {name}"
+    for unknown in table.keys() - set(_FIELDS):
+        _wrong(where, _shown(unknown), f"is unknown; there are {', '.join(_FIELDS)}")
+    given = table.get("hash")
+    found = _HASH.fullmatch(given) if isinstance(given, str) else None
+    if found is None:
+        # It is not repeated: it may be a key that was put there by mistake.
+        _wrong(where, "hash", "must be sha256: and 64 hexadecimal digits, as `penstock keys` makes")
+    return KeyEntry(
+        name=name,
+        digest=bytes.fromhex(found[1]),
+        scopes=_scopes(where, table.get("scopes", ["user"])),
+        expires=_expires(where, table.get("expires")),
+        **{limit: _limit(where, limit, table.get(limit)) for limit in LIMITS},
+    )
+
+
+def _scopes(where: str, given: object) -> tuple[str, ...]:
+    is_list = isinstance(given, list) and bool(given)
+    if not (is_list and all(scope in SCOPES for scope in given)):  # type: ignore[attr-defined]
+        _wrong(where, "scopes", 'must be a list of "user", "admin" or both')
+    return tuple(scope for scope in SCOPES if scope in given)  # type: ignore[operator]
+
+
+def _expires(where: str, given: object) -> datetime.datetime | None:
+    if given is None:
+        return None
+    if isinstance(given, datetime.datetime):
+        if given.tzinfo is None:
+            _wrong(where, "expires", "says no time zone; add a Z for UTC")
+        return given
+    if not isinstance(given, datetime.date):
+        _wrong(where, "expires", "must be a date or a time, as 2027-01-01 or 2027-01-01T12:00:00Z")
+    return datetime.datetime.combine(given, datetime.time(), datetime.UTC)
+
+
+def _limit(where: str, name: str, given: object) -> int | None:
+    if given is None:
+        return None
+    if type(given) is not int or not 1 <= given <= MAX_LIMIT:
+        _wrong(where, name, f"must be a whole number from 1 to {MAX_LIMIT}")
+    return given
+
+
+def _wrong(where: str, name: str, rule: str) -> NoReturn:
+    raise KeyFileError(f"{where}: {name}: {rule}")
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 40 else f"{name[:37]}...")
+
+
+# ---- Writing -----------------------------------------------------------------------------------
+
+
+def entry_text(entry: KeyEntry) -> str:
+    """The entry as the file has it."""
+    lines = [
+        "[[keys]]",
+        f'name = "{entry.name}"',
+        f'hash = "{hash_of(entry.digest)}"',
+        f"scopes = {json.dumps(entry.scopes)}",
+    ]
+    if entry.expires is not None:
+        in_utc = entry.expires.astimezone(datetime.UTC)
+        lines.append(f"expires = {in_utc:%Y-%m-%dT%H:%M:%SZ}")
+    limits = ((name, getattr(entry, name)) for name in LIMITS)
+    lines += [f"{name} = {value}" for name, value in limits if value is not None]
+    return "\n".join([*lines, ""])
+
+
+def added(text: str, entry: KeyEntry) -> str:
+    """The file's text with one more entry. Raises `KeyFileError` where its name is taken."""
+    if any(other.name == entry.name for other in parse(text)):
+        raise KeyFileError(f"there is a key {entry.name} already")
+    start = text if not text or text.endswith("\n") else text + "\n"
+    whole = start + ("\n" if start else "") + entry_text(entry)
+    parse(whole)
+    return whole
+
+
+def removed(text: str, name: str) -> str:
+    """The file's text without that entry; all else, comments too, stays as it is.
+
+    Raises `KeyFileError` where there is none, or where it stands in an unusual way.
+    """
+    before = parse(text)
+    wanted = tuple(entry for entry in before if entry.name != name)
+    if wanted == before:
+        raise KeyFileError(f"there is no key {_shown(name)}")
+    lines = text.splitlines(keepends=True)
+    starts = [number for number, line in enumerate(lines) if _HEADER.fullmatch(line.rstrip("\n"))]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        # What stands above the next entry is about that one.
+        while end > start and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
+            end -= 1
+        rest = "".join([*lines[:start], *lines[end:]])
+        with contextlib.suppress(KeyFileError):
+            if parse(rest) == wanted:
+                return rest
+    raise KeyFileError(f"key {name}: it is written in an unusual way; take it out by hand")
+
+
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[str]:
+    """Where the file really is, while no other of us changes it. Raises `OSError`."""
+    real = os.path.realpath(path)
+    folder = os.open(os.path.dirname(real), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield real
+    finally:
+        os.close(folder)
+
+
+def replace(path: str, text: str) -> None:
+    """Put a new file in the place of the old one, whole at any instant. Raises `OSError`.
+
+    A new file is its owner's alone; one that was there keeps its owner and mode, so that a router
+    of another user reads on.
+    """
+    handle, temporary = tempfile.mkstemp(prefix=".keys-", dir=os.path.dirname(path))
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            with contextlib.suppress(FileNotFoundError):
+                old = os.stat(path)
+                os.fchmod(handle, stat.S_IMODE(old.st_mode))
+                if (old.st_uid, old.st_gid) != (os.getuid(), os.getgid()):
+                    os.fchown(handle, old.st_uid, old.st_gid)
+            os.fsync(handle)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

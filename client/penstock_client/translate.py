@@ -1,0 +1,155 @@
+"""`penstock translate`: the command line of vLLM or text-generation-inference as one of penstock's.
+
+Prints `penstock serve ...`, and a line for each flag that has no counterpart; or runs it at once,
+which is what the all-in-one image does. What becomes of which flag say the tables of `vllm_flags`,
+`vllm_environment` and `tgi_flags`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+
+from penstock_client.arguments import parser_for
+from penstock_client.docker_run import ENGINES, DockerError
+from penstock_client.drop_root import drop_root
+from penstock_client.flag_rules import Loss
+from penstock_client.gpus import visible_gpus
+from penstock_client.translation import (
+    TGI,
+    VLLM,
+    Peer,
+    Translation,
+    UnknownCommand,
+    translate,
+    translate_docker,
+)
+
+_FORMS = (
+    "vllm serve ..., python -m vllm.entrypoints.openai.api_server ..., "
+    "text-generation-launcher ..., or docker run ... of an image of either"
+)
+_USAGE_STATUS = 2
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+_WORDS_ON_A_LINE = 90
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = parser_for("translate", "Turn a command line of vLLM or TGI into one of penstock.")
+    parser.usage = "penstock translate [--run] -- COMMAND ..."
+    parser.epilog = (
+        f"COMMAND is {_FORMS}. Exit status 1 says that a flag is left out without which answers "
+        "would be others."
+    )
+    parser.add_argument(
+        "--run", action="store_true", help="serve at once, also as variables of TGI or vLLM say"
+    )
+    parser.add_argument(
+        "--drop-root",
+        type=Path,
+        metavar="DIR",
+        help="with --run, if started as root: become the owner of DIR, where models are kept",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    args = parser.parse_args(arguments)
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if len(words) == 1:
+        # As one word, in quotes.
+        words = shlex.split(words[0])
+    try:
+        result = read(words, os.environ, gpus=len(visible_gpus()), ambient=args.run)
+    except (UnknownCommand, DockerError) as error:
+        print(f"penstock translate: {error}", file=sys.stderr)
+        return _USAGE_STATUS
+    _print_remarks(result)
+    if args.run:
+        return _run(result, args.drop_root)
+    print(pretty(result))
+    return 1 if result.refused else 0
+
+
+def read(
+    words: Sequence[str], environment: Mapping[str, str], *, gpus: int, ambient: bool
+) -> Translation:
+    """Translate a command line; `ambient`: the environment is meant for it, too.
+
+    Raises:
+        UnknownCommand, DockerError: where it is none of a server that is known.
+    """
+    given: dict[str, str] = {}
+    rest = list(words)
+    while rest and (rest[0] in ("env", "sudo", "exec") or _VARIABLE.match(rest[0])):
+        name, equals, value = rest.pop(0).partition("=")
+        if equals:
+            given[name] = value
+    if rest and PurePath(rest[0]).name in ENGINES:
+        return translate_docker(rest[1:], {**environment, **given}, gpus)
+    peer, flags = _recognize(rest)
+    return translate(peer, flags, given, gpus, ambient=environment if ambient else {})
+
+
+def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
+    """Whose command it is, and what follows its name."""
+    program = PurePath(words[0]).name if words else ""
+    if program == "vllm" and words[1:2] == ["serve"]:
+        return VLLM, words[2:]
+    if program.startswith("python") and list(words[1:3]) == [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+    ]:
+        return VLLM, words[3:]
+    if program == "text-generation-launcher":
+        return TGI, words[1:]
+    raise UnknownCommand(f"give a command that is known: {_FORMS}")
+
+
+def pretty(result: Translation) -> str:
+    """The command as a shell takes it, a flag with its values on each line."""
+    variables = [f"{name}={_quoted(value)}" for name, value in result.environment.items()]
+    lines = [" ".join([*variables, "penstock", "serve"])]
+    for word in result.arguments:
+        text = _quoted(word)
+        if word.startswith("-") or len(lines[-1]) + len(text) > _WORDS_ON_A_LINE:
+            lines.append(f"  {text}")
+        else:
+            lines[-1] += f" {text}"
+    return " \\\n".join(lines)
+
+
+def _quoted(word: str) -> str:
+    # What the shell is to expand when this is run, it was to expand there: $volume, $HF_TOKEN.
+    if re.fullmatch(r"[\w@%+=:,./~-]*\$\{?\w+\}?[\w@%+=:,./-]*", word):
+        return f'"{word}"'
+    return word if re.fullmatch(r"~/[\w@%+=:,./-]*", word) else shlex.quote(word)
+
+
+def _print_remarks(result: Translation) -> None:
+    for remark in result.remarks:
+        print(f"# {remark.subject}: {remark.loss.value}: {remark.text}", file=sys.stderr)
+
+
+def _run(result: Translation, folder: Path | None) -> int:
+    """Become `penstock serve`; the exit status where that is not to be."""
+    if result.refused:
+        names = ", ".join(r.subject for r in result.remarks if r.loss is Loss.REFUSED)
+        print(f"penstock translate: not served, as answers would be others without {names}",
+              file=sys.stderr)  # fmt: skip
+        return _USAGE_STATUS
+    if folder is not None:
+        try:
+            problem = drop_root(folder)
+        except OSError as error:
+            print(f"penstock translate: cannot leave root for the owner of {folder} "
+                  f"({error.strerror}); start as another user, as with docker's --user",
+                  file=sys.stderr)  # fmt: skip
+            return _USAGE_STATUS
+        if problem:
+            print(f"penstock translate: {problem}", file=sys.stderr)
+    command = [sys.executable, "-m", "penstock_client.cli", "serve", *result.arguments]
+    sys.stderr.flush()
+    os.execve(sys.executable, command, {**os.environ, **result.environment})

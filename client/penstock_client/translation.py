@@ -1,0 +1,355 @@
+"""Another server's flags and variables, by its tables of rules, as arguments of `penstock serve`.
+
+Knows how flags are written and how rules are applied. Knows no flag: tables do. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock_client import tgi_flags, vllm_environment, vllm_flags
+from penstock_client.docker_run import DockerError, DockerRun, is_path, parse_docker_run
+from penstock_client.flag_rules import Loss, NotTranslatable, Part, Rule, Table, Takes
+
+_OFF = frozenset({"0", "false", "f", "n", "no", "off", ""})
+_EVERYWHERE = "0.0.0.0"
+
+
+class UnknownCommand(Exception):
+    """A command line that is none of a server that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another server: its flags, and what it does where they say nothing."""
+
+    name: str
+    version: str
+    flags: Table
+    short: Mapping[str, str]
+    environment: Table
+    defaults: Mapping[str, str]
+    # Whether each flag is a variable of the environment too.
+    flags_are_variables: bool
+    # Of its image: variables that are set there, and the folder that holds models.
+    image_environment: Mapping[str, str]
+    image_home: str
+
+
+VLLM = Peer(
+    name="vLLM",
+    version=vllm_flags.VERSION,
+    flags=vllm_flags.FLAGS,
+    short=vllm_flags.SHORT,
+    environment=vllm_environment.ENVIRONMENT,
+    defaults={"model": "Qwen/Qwen3-0.6B", "host": _EVERYWHERE},
+    flags_are_variables=False,
+    image_environment={},
+    image_home="/root/.cache/huggingface",
+)
+TGI = Peer(
+    name="TGI",
+    version=tgi_flags.VERSION,
+    flags=tgi_flags.FLAGS,
+    short=tgi_flags.SHORT,
+    environment=tgi_flags.ENVIRONMENT,
+    defaults={"model-id": "bigscience/bloom-560m", "hostname": _EVERYWHERE, "port": "3000"},
+    flags_are_variables=True,
+    image_environment={"PORT": "80"},
+    image_home="/data",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Of a flag or variable that has no counterpart, or none with that value."""
+
+    subject: str
+    loss: Loss
+    text: str
+
+
+@dataclass(slots=True)
+class Translation:
+    """What to run, and what is lost."""
+
+    model: str = ""
+    copies: int = 1
+    serve: list[str] = field(default_factory=list)
+    shard: list[str] = field(default_factory=list)
+    router: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    remarks: list[Remark] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of `penstock serve`."""
+        copies = ["--shards", str(self.copies)] if self.copies > 1 else []
+        after = ["--", *self.router] if self.router else []
+        return [self.model, *self.serve, *copies, *self.shard, *after]
+
+    @property
+    def refused(self) -> bool:
+        return any(remark.loss is Loss.REFUSED for remark in self.remarks)
+
+    def remark(self, subject: str, loss: Loss, text: str) -> None:
+        self.remarks.append(Remark(subject, loss, text))
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A flag as it was given: `subject` is how the user knows it."""
+
+    name: str
+    subject: str
+    values: tuple[str, ...] = ()
+    negated: bool = False
+
+
+def translate(
+    peer: Peer,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    gpus: int,
+    *,
+    ambient: Mapping[str, str] | None = None,
+) -> Translation:
+    """Translate what follows a server's name.
+
+    `variables` were given with the command; those of `ambient` merely are there: of them only what
+    is lost is worth a word, and nothing needs to be set again.
+    """
+    result = Translation()
+    flags = {given.name: given for given in _read_flags(peer, words, result)}
+    around = {name: value for name, value in (ambient or {}).items() if name not in variables}
+    if peer.flags_are_variables:
+        of_variables = [*_flags_of(peer, around), *_flags_of(peer, variables)]
+        flags = {given.name: given for given in of_variables} | flags
+    for name, value in peer.defaults.items():
+        flags.setdefault(name, Given(name, f"--{name}", (value,)))
+    _mend(peer, flags, gpus)
+    for given in flags.values():
+        _apply(peer.flags[given.name], given, result)
+    for name, value in {**around, **variables}.items():
+        if rule := peer.environment.get(name):
+            quiet = name in around
+            if not (
+                quiet and (rule.part is Part.ENVIRONMENT or rule.loss is Loss.NONE and rule.why)
+            ):
+                _apply(rule, Given(name, name, (value,)), result)
+        elif name in variables and not _is_flag(peer, name):
+            result.environment[name] = value
+    if result.copies > 1:
+        result.remark(
+            f"{result.copies} GPUs",
+            Loss.NONE,
+            "each gets a shard with the whole model, which has to fit into one",
+        )
+    return result
+
+
+def translate_docker(words: Sequence[str], ambient: Mapping[str, str], gpus: int) -> Translation:
+    """Translate what follows `docker`: as run on the host itself."""
+    run = parse_docker_run(words, ambient)
+    peer = _peer_of_image(run.image)
+    flags = run.arguments[2:] if run.arguments[:2] == ["vllm", "serve"] else run.arguments
+    if flags[:1] == ["text-generation-launcher"]:
+        flags = flags[1:]
+    variables = {**peer.image_environment, **run.environment}
+    result = translate(peer, [run.host_path(word) for word in flags], variables, gpus)
+    _publish(run, result)
+    if home := run.mounts.get(peer.image_home):
+        if is_path(home):
+            result.environment.setdefault("HF_HOME", home)
+        else:
+            result.remark(f"volume {home}", Loss.LOST, "is docker's; models are kept below HF_HOME")
+    if gpus_chosen := _chosen_gpus(run.gpus):
+        result.environment.setdefault("CUDA_VISIBLE_DEVICES", gpus_chosen)
+    if run.others:
+        result.remark(
+            " ".join(dict.fromkeys(run.others)),
+            Loss.NONE,
+            "concerns the container; to keep it, change nothing but the image (deploy/README.md)",
+        )
+    return result
+
+
+def _peer_of_image(image: str) -> Peer:
+    if "text-generation-inference" in image:
+        return TGI
+    if "vllm" in image:
+        return VLLM
+    raise DockerError(f"{image} is no image of vLLM or text-generation-inference")
+
+
+def _publish(run: DockerRun, result: Translation) -> None:
+    """Listen where docker would have: at the host's port."""
+    if "--port" not in result.serve:
+        result.serve += ["--port", "8000"]
+    place = result.serve.index("--port") + 1
+    address, result.serve[place] = run.published(result.serve[place])
+    if address:
+        result.serve[result.serve.index("--host") + 1] = address
+
+
+def _chosen_gpus(text: str) -> str:
+    """What CUDA_VISIBLE_DEVICES is to be for docker's --gpus; empty for all."""
+    text = text.strip("\"'")
+    if text.isdigit():
+        return ",".join(map(str, range(int(text))))
+    return text.removeprefix("device=") if text.startswith("device=") else ""
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _read_flags(peer: Peer, words: Sequence[str], result: Translation) -> Iterator[Given]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            model = next(name for name, rule in peer.flags.items() if rule.part is Part.MODEL)
+            yield Given(model, word, (word,))
+            continue
+        name, negated, attached = _name(peer, word)
+        rule = peer.flags.get(name)
+        if rule is None:
+            result.remark(word, Loss.REFUSED, f"is no flag of {peer.name} {peer.version}")
+            while rest and not rest[0].startswith("-"):
+                rest.pop(0)
+            continue
+        subject = word.partition("=")[0]
+        yield Given(name, subject, _values(rule.takes, attached, rest), negated)
+
+
+def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
+    """A flag's name, whether it begins with `no-`, and the value that is attached to it."""
+    flag, equals, value = word.partition("=")
+    attached = value if equals else None
+    # --compilation-config.mode: one key of a value that is an object.
+    flag = flag.partition(".")[0]
+    if not flag.startswith("--"):
+        if flag in peer.short:
+            return peer.short[flag], False, attached
+        # -O3, -p80
+        return peer.short.get(flag[:2], flag), False, flag[2:] or attached
+    name = flag[2:].replace("_", "-")
+    if name.startswith("no-") and name[3:] in peer.flags:
+        return name[3:], True, attached
+    return name, False, attached
+
+
+def _values(takes: Takes, attached: str | None, rest: list[str]) -> tuple[str, ...]:
+    """The values of a flag, taken off `rest`."""
+    if attached is not None:
+        return (attached,)
+    most = {Takes.NOTHING: 0, Takes.VALUES: math.inf}.get(takes, 1)
+    values: list[str] = []
+    while rest and len(values) < most:
+        if rest[0].startswith("-") and takes is not Takes.VALUE:
+            break
+        values.append(rest.pop(0))
+    return tuple(values)
+
+
+def _flags_of(peer: Peer, variables: Mapping[str, str]) -> Iterator[Given]:
+    """Flags that variables of the environment stand for."""
+    for name, rule in peer.flags.items():
+        variable = _variable(name)
+        if variable not in variables or not _is_flag(peer, variable):
+            continue
+        value = variables[variable]
+        if rule.takes is Takes.NOTHING:
+            yield Given(name, variable, negated=value.lower() in _OFF)
+        else:
+            yield Given(name, variable, (value,))
+
+
+def _variable(name: str) -> str:
+    return name.upper().replace("-", "_")
+
+
+def _is_flag(peer: Peer, variable: str) -> bool:
+    # TGI's --env is the one that is no variable.
+    name = variable.lower().replace("_", "-")
+    return peer.flags_are_variables and name in peer.flags and name != "env"
+
+
+def _mend(peer: Peer, flags: dict[str, Given], gpus: int) -> None:
+    """What flags mean together, or where nothing says it."""
+    if peer is not TGI:
+        return
+    host = flags["hostname"]
+    if host.subject == "HOSTNAME" and not _is_address(host.values[0]):
+        # Every container has such a variable; TGI listens everywhere then.
+        flags["hostname"] = replace(host, values=(_EVERYWHERE,))
+    if "sharded" in flags and flags["sharded"].values == ("false",):
+        flags.pop("num-shard", None)
+    elif "num-shard" not in flags and gpus > 1:
+        flags["num-shard"] = Given("num-shard", "--num-shard", (str(gpus),))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+# ---- applying ------------------------------------------------------------------------------------
+
+
+def _apply(rule: Rule, given: Given, result: Translation) -> None:
+    value = given.values[0] if given.values else ""
+    if rule.why:
+        asks_for_nothing = given.negated or value.lower() in rule.harmless
+        if not (asks_for_nothing and rule.loss is not Loss.NONE):
+            result.remark(given.subject, rule.loss, rule.why)
+        return
+    if rule.takes in (Takes.VALUE, Takes.VALUES) and not given.values:
+        result.remark(given.subject, Loss.REFUSED, "has no value")
+        return
+    try:
+        words = _words(rule, given)
+    except NotTranslatable as error:
+        result.remark(given.subject, error.loss, str(error))
+    except (ValueError, OverflowError):
+        result.remark(given.subject, Loss.REFUSED, f"{value!r} is no value for it")
+    else:
+        if words is not None:
+            _place(rule, given, words, result)
+
+
+def _words(rule: Rule, given: Given) -> list[str] | None:
+    """Ours; None where the flag is to be left out."""
+    flag = rule.to.split()
+    if rule.takes is Takes.NOTHING:
+        if not flag[0].startswith("--[no-]"):
+            return None if given.negated else flag
+        return ["--" + ("no-" if given.negated else "") + flag[0].removeprefix("--[no-]")]
+    values = [rule.convert(value) for value in given.values]
+    if None in values:
+        return None
+    return [*flag, *(value for value in values if value)]
+
+
+def _place(rule: Rule, given: Given, words: list[str], result: Translation) -> None:
+    if rule.part is Part.MODEL:
+        result.model = words[1]
+    elif rule.part is Part.COPIES:
+        result.copies *= int(words[1])
+    elif rule.part is Part.ENVIRONMENT:
+        result.environment[rule.to] = words[1] if len(words) > 1 else ""
+        if len(words) > 2:
+            result.remark(given.subject, Loss.LOST, "takes one here; see --api-keys-file for more")
+    elif rule.part is Part.SERVE:
+        result.serve += words
+    else:
+        if rule.part is not Part.ROUTER:
+            result.shard += words
+        if rule.part is not Part.SHARD:
+            result.router += words

@@ -1,0 +1,411 @@
+"""vLLM (0.32): what becomes of each flag of `vllm serve` and of each variable that it reads.
+
+Data alone. Names of flags are without their dashes; `vllm_environment` has the variables.
+"""
+
+from __future__ import annotations
+
+from penstock_client.flag_rules import (
+    Loss,
+    NotTranslatable,
+    Part,
+    Rule,
+    Table,
+    at_least,
+    becomes,
+    lost,
+    named,
+    needless,
+    one_of,
+    readable_int,
+    refused,
+    same,
+)
+
+VERSION = "0.32"
+SHORT = {
+    "-q": "quantization",
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-asc": "api-server-count",
+    "-n": "nnodes",
+    "-r": "node-rank",
+    "-dcp": "decode-context-parallel-size",
+    "-pcp": "prefill-context-parallel-size",
+    "-dpn": "data-parallel-rank",
+    "-dpr": "data-parallel-start-rank",
+    "-dpl": "data-parallel-size-local",
+    "-dpa": "data-parallel-address",
+    "-dpp": "data-parallel-rpc-port",
+    "-dpb": "data-parallel-backend",
+    "-dph": "data-parallel-hybrid-lb",
+    "-dpe": "data-parallel-external-lb",
+    "-dpm": "data-parallel-multi-port-external-lb",
+    "-ep": "enable-expert-parallel",
+    "-sc": "speculative-config",
+    "-dc": "diffusion-config",
+    "-cc": "compilation-config",
+    "-ac": "attention-config",
+    "-O": "optimization-level",
+}
+
+# ---- values ------------------------------------------------------------------------------------
+
+_DTYPES: dict[str, str | None] = {
+    "half": "float16",
+    "float": "float32",
+    "auto": None,
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+}
+_LEVELS: dict[str, str | None] = {
+    "trace": "debug",
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "error": "error",
+    "critical": "error",
+}
+_BACKENDS: dict[str, str | None] = {
+    "flash_attn": "flash_attn",
+    "torch_sdpa": "sdpa",
+    "cpu_attn": "cpu",
+}
+_level = one_of(_LEVELS, "levels are debug, info, warning and error")
+
+
+def _context(text: str) -> str | None:
+    # What fits in memory, which a shard finds out by itself.
+    return None if text.lower() in ("auto", "-1") else readable_int(text)
+
+
+def _block_size(text: str) -> str:
+    if int(text) % 16:
+        raise NotTranslatable(f"{text}: blocks hold a multiple of 16 tokens")
+    return text
+
+
+def _keep_alive(text: str) -> str:
+    if float(text) <= 0:
+        raise NotTranslatable("streams always get a comment when silent; --keep-alive-s says when")
+    return text
+
+
+def _shutdown(text: str) -> str:
+    # The shortest there is: requests are ended, not waited for.
+    return text if float(text) > 0 else "0.001"
+
+
+def _template(text: str) -> str:
+    if "{" in text or "\n" in text:
+        raise NotTranslatable("write the template into a file and name that", Loss.REFUSED)
+    return text
+
+
+# ---- reasons that several flags share ------------------------------------------------------------
+
+_TEXT_ONLY = "only text is served; requests with images, audio or video get 400"
+_NO_ADAPTERS = "adapters are not served, requests that name one get 404; merge it into the model"
+_ONE_GPU = "a model is not split over devices: each shard has one GPU and the whole model"
+_ONE_MACHINE = (
+    "shards are processes that the router finds by address: start `penstock shard` on each machine "
+    "and `penstock router --shards HOST:PORT,...` before them"
+)
+_NO_TOOLS = "tool calls are not parsed yet; requests with tools get 400"
+_KERNELS = "chooses among vLLM's own kernels; --attention-backend is all there is to choose here"
+_COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind to tune"
+_STATE_SPACES = "tunes models with a state instead of a KV cache; they are refused at load"
+_NO_OFFLOAD = "weights and the KV cache stay on the device; choose a model that fits"
+_NO_TRANSFER = "KV blocks do not travel; requests are sent to where their prefix is cached"
+_OWN_METRICS = "the metrics at /metrics are always those of docs/metrics.md"
+_DRAFTS = "no speculative decoding: the same answers, a token a step"
+_PROXY = "let a proxy before the router do it"
+_PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to arrange"
+_RLHF = "weights do not change while a shard serves; start one with the new weights"
+
+FLAGS: Table = {
+    # The model.
+    **becomes("model", "MODEL", Part.MODEL),
+    **same("revision trust-remote-code! download-dir served-model-name+ enforce-eager!"),
+    **becomes("dtype", "--dtype", convert=one_of(_DTYPES, "no such dtype is served")),
+    **becomes("max-model-len", "--max-model-len", convert=_context),
+    **becomes(
+        "load-format",
+        "--load-format",
+        convert=one_of(
+            {"auto": None, "hf": None, "safetensors": "safetensors", "dummy": "dummy"},
+            "weights are read as safetensors",
+        ),
+    ),
+    **becomes("hf-token?", "HF_TOKEN", Part.ENVIRONMENT),
+    **becomes(
+        "convert",
+        "--embeddings",
+        convert=one_of({"auto": None, "none": None, "embed": "last"}, "no classes are served"),
+    ),
+    **lost("runner", "embeddings are served beside text, if the model has any", "auto generate"),
+    **refused(
+        "quantization",
+        "weights are served as precise as they are stored; serve a model that fits in them, or on "
+        "a CPU give --quantization int8",
+        "none",
+    ),
+    **refused("quantization-config", "as --quantization"),
+    **needless("allow-deprecated-quantization!", "weights are not quantized"),
+    **refused("tokenizer", "the tokenizer is the model's; put the other one into its directory"),
+    **named(
+        "tokenizer-mode",
+        Rule(
+            why="the tokenizer is tokenizer.json, or made of the model's older files",
+            loss=Loss.REFUSED,
+            harmless=frozenset({"auto", "hf", "slow", "fastokens"}),
+        ),
+    ),
+    **refused("tokenizer-revision code-revision", "all files are of one --revision"),
+    **refused("hf-config-path hf-overrides", "edit config.json in a copy of the model", "{}"),
+    **refused("config-format", "the configuration is config.json", "auto hf"),
+    **refused("model-class-overrides", "a model is computed as its config.json says", "{}"),
+    **refused(
+        "model-impl", "our decoder or transformers, as the model needs", "auto vllm transformers"
+    ),
+    **refused("generation-config", "defaults of sampling are the model's own", "auto"),
+    **refused(
+        "override-generation-config",
+        "write the values into the model's generation_config.json",
+        "{}",
+    ),
+    **refused("logits-processors+ io-processor-plugin", "no code of others runs on logits"),
+    **refused(
+        "logprobs-mode",
+        "log-probabilities are those of the model, before temperature and penalties",
+        "raw_logprobs",
+    ),
+    **refused("disable-sliding-window!", "windows are as the model has them"),
+    **refused("watermark-config diffusion-config engram-config", "is not served"),
+    **lost("pooler-config", "--embeddings last or mean; dimensions are the request's", "{}"),
+    **lost("enable-prompt-embeds!", "prompts are text or token ids"),
+    **needless("skip-tokenizer-init! tokens-only!", "shards take token ids over gRPC"),
+    **needless("safetensors-load-strategy use-tqdm-on-load!", "files are mapped and read once"),
+    **needless(
+        "safetensors-prefetch-num-threads safetensors-prefetch-block-size pt-load-map-location "
+        "max-parallel-loading-workers ignore-patterns+ model-loader-extra-config",
+        "weights are read from mapped safetensors; there is nothing to tune",
+    ),
+    **lost(
+        "seed",
+        "each request has its own seed, random where it gives none; set `seed` in requests",
+        "0",
+    ),
+    **needless("use-fp64-gumbel!", "draws depend on seed and position alone"),
+    # The server.
+    **same("host port", Part.SERVE),
+    **becomes("api-server-count", "--workers", Part.SERVE),
+    **becomes("api-key+", "PENSTOCK_API_KEY", Part.ENVIRONMENT),
+    **becomes("ssl-keyfile", "--tls-key-file", Part.ROUTER),
+    **becomes("ssl-certfile", "--tls-cert-file", Part.ROUTER),
+    **needless("enable-ssl-refresh!", "certificates are read again when their files change"),
+    **lost("ssl-ca-certs ssl-cert-reqs ssl-ciphers", f"for clients' certificates: {_PROXY}", "0"),
+    **becomes("chat-template", "--chat-template", convert=_template),
+    **becomes("trust-request-chat-template!", "--trust-request-chat-template", Part.ROUTER),
+    **lost("trust-request-mm-kwargs!", _TEXT_ONLY),
+    **refused("default-chat-template-kwargs", "write the values into the template", "{}"),
+    **refused("response-role", "answers are the assistant's", "assistant"),
+    **refused("reasoning-parser", "reasoning stays in the text, between the model's own marks"),
+    **refused("reasoning-parser-plugin reasoning-config", "reasoning stays in the text"),
+    **refused(
+        "return-tokens-as-token-ids!", "set return_tokens_as_token_ids in each request instead"
+    ),
+    **lost("enable-force-include-usage!", "usage comes with stream_options.include_usage"),
+    **lost(
+        "enable-auto-tool-choice! tool-call-parser tool-parser-plugin tool-server",
+        _NO_TOOLS,
+    ),
+    **lost("exclude-tools-when-tool-choice-none! tool-strict-level", _NO_TOOLS, "auto"),
+    **needless("chat-template-content-format", "the template's own wish is found out, as by auto"),
+    **needless("enable-request-id-headers!", "every answer has X-Request-Id"),
+    **needless("enable-server-load-tracking!", "/load is always there"),
+    **needless("enable-tokenizer-info-endpoint!", "/tokenizer_info is always there"),
+    **needless("enable-prompt-tokens-details!", "cached tokens are always told"),
+    **needless("disable-fastapi-docs! enable-offline-docs!", "/docs needs no other host"),
+    **needless("log-error-stack!", "the log has the stack of every defect"),
+    **needless("fingerprint-mode fingerprint-value", "system_fingerprint tells of weights"),
+    **needless("renderer-num-workers", "--tokenizer-threads and --text-processes of the router"),
+    **needless("enable-flash-late-interaction!", "no scores are served"),
+    **becomes("sse-keep-alive-interval", "--keep-alive-s", Part.ROUTER, _keep_alive),
+    **becomes("shutdown-timeout", "--shutdown-timeout-s", Part.ROUTER, _shutdown),
+    **becomes("uvicorn-log-level log-level", "--log-level", Part.ROUTER, _level),
+    **becomes("enable-log-requests!", "--[no-]log-requests", Part.ROUTER),
+    **needless("max-log-len enable-log-outputs! enable-log-deltas!", "no text is ever logged"),
+    **needless(
+        "disable-uvicorn-access-log! disable-access-log-for-endpoints",
+        "there is a line for each request for tokens, which --no-log-requests leaves out",
+    ),
+    **lost("logging-config log-config-file", "--log-format and --log-level are all there is", "{}"),
+    **needless("disable-log-stats! aggregate-engine-logging!", "figures are at /metrics"),
+    **becomes("otlp-traces-endpoint", "--otlp-endpoint", Part.BOTH),
+    **needless("collect-detailed-traces+", "spans go from HTTP to engine steps"),
+    **lost("uds", "the router listens on a host and port"),
+    **lost("root-path", f"paths have no prefix; {_PROXY}"),
+    **lost(
+        "allow-credentials! allowed-origins allowed-methods allowed-headers",
+        f"no CORS headers; {_PROXY}",
+    ),
+    **lost("middleware", f"no code of others runs in the router; {_PROXY}"),
+    **needless("h11-max-incomplete-event-size h11-max-header-count", "a header may have 8 kB"),
+    **lost(
+        "config",
+        "files of flags are not read; write its lines as flags and translate again",
+    ),
+    **lost("grpc! grpc-port", "shards speak penstock's own gRPC: docs/grpc-api.md"),
+    **lost("enable-scale-out!", _NO_TRANSFER),
+    **lost("cohere-is-reasoning-model! cohere-format", "Cohere's API is not served"),
+    **lost("anthropic-disabled-thinking-effort", "thinking is as the model's template has it"),
+    **lost("enable-per-request-metrics!", "the log and traces have them, answers do not"),
+    # The engine.
+    **same("max-num-seqs gpu-memory-utilization"),
+    **becomes("enable-prefix-caching!", "--[no-]enable-prefix-caching"),
+    **becomes("device-memory-utilization", "--gpu-memory-utilization"),
+    **becomes("max-num-batched-tokens", "--max-num-batched-tokens", convert=readable_int),
+    **becomes("kv-cache-memory-bytes", "--kv-memory", convert=readable_int),
+    **becomes("num-gpu-blocks-override", "--kv-blocks"),
+    **becomes("block-size", "--block-size", convert=_block_size),
+    **becomes(
+        "kv-cache-dtype",
+        "--kv-cache-dtype",
+        convert=one_of(
+            {"auto": None, "float16": "float16"},
+            "keys and values are as precise as the weights: more memory, no other answers",
+        ),
+    ),
+    **becomes(
+        "max-logprobs", "--max-logprobs", convert=at_least(1, "there is a bound; name a number")
+    ),
+    **becomes("max-num-queued-reqs", "--max-queued-requests", Part.ROUTER),
+    **becomes(
+        "max-num-queued-tokens",
+        "--max-queued-tokens",
+        Part.ROUTER,
+        at_least(1, "one prompt may always wait"),
+    ),
+    **becomes(
+        "attention-backend",
+        "--attention-backend",
+        convert=one_of(_BACKENDS, "the best of cpu, sdpa and flash_attn is taken", Loss.NONE),
+    ),
+    **becomes("device-ids", "CUDA_VISIBLE_DEVICES", Part.ENVIRONMENT),
+    **becomes(
+        "tensor-parallel-size pipeline-parallel-size data-parallel-size", "--shards", Part.COPIES
+    ),
+    **needless("enable-chunked-prefill!", "long prompts are always computed in chunks"),
+    **needless("scheduling-policy", "`priority` of requests is always heeded"),
+    **needless(
+        "max-num-scheduled-tokens max-num-active-seqs prefill-schedule-interval watermark "
+        "scheduler-reserve-full-isl! long-prefill-token-threshold "
+        "long-prefill-token-threshold-adaptive! async-scheduling! stream-interval "
+        "disable-chunked-mm-input!",
+        "the scheduler shares steps out by itself; --max-prefill-tokens is what there is to set",
+    ),
+    **refused("scheduler-cls worker-cls worker-extension-cls", "the engine runs no code of others"),
+    **needless(
+        "prefix-caching-hash-algo prefix-cache-retention-interval prefix-match-unit",
+        "prefixes are found by blake2b of whole blocks and kept while there is room",
+    ),
+    **needless("kv-cache-dtype-skip-layers+ disable-hybrid-kv-cache-manager!", "all layers alike"),
+    **needless("kv-sharing-fast-prefill! swa-bounded-replay! disable-cascade-attn!", _KERNELS),
+    **needless(
+        "mamba-backend mamba-ssu-algorithm enable-mamba-cache-stochastic-rounding! "
+        "mamba-cache-philox-rounds mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size "
+        "mamba-cache-mode enable-mamba-shared-prefix-checkpoint! replayssm-buffer-len "
+        "use-replayssm! gdn-prefill-backend kda-prefill-backend kda-decode-backend",
+        _STATE_SPACES,
+    ),
+    **lost(
+        "kv-offloading-size kv-offloading-backend offload-backend cpu-offload-gb "
+        "cpu-offload-params+ offload-group-size offload-num-in-group offload-prefetch-step "
+        "offload-params+",
+        _NO_OFFLOAD,
+        "0",
+    ),
+    **lost(
+        "kv-transfer-config kv-events-config ec-transfer-config ec-manager-config", _NO_TRANSFER
+    ),
+    **lost("speculative-config spec-method spec-model spec-tokens", _DRAFTS),
+    **needless("per-request-spec-decode-metrics", _DRAFTS),
+    **needless(
+        "optimization-level performance-mode compilation-config cudagraph-capture-sizes+ "
+        "max-cudagraph-capture-size ir-op-priority jit-monitor-mode jit-monitor-verbose! "
+        "enable-flashinfer-autotune!",
+        _COMPILER,
+    ),
+    **needless(
+        "moe-backend linear-backend sparse-indexer-topk-backend kernel-config attention-config "
+        "disable-custom-all-reduce! enable-shm-tensor-arena!",
+        _KERNELS,
+    ),
+    **needless(
+        "show-hidden-metrics-for-version kv-cache-metrics! kv-cache-metrics-sample "
+        "cudagraph-metrics! enable-mfu-metrics! custom-histogram-buckets "
+        "enable-logging-iteration-details!",
+        _OWN_METRICS,
+    ),
+    **needless("enable-layerwise-nvtx-tracing! profiler-config", "/debug/profile is the profiler"),
+    **needless("structured-outputs-config", "requests for structured answers get 400 as yet"),
+    **lost("aux-output-config enable-return-routed-experts! return-sampling-mask!", "is not told"),
+    **needless("enable-trace-replay!", "see --audit-log and `penstock replay`"),
+    **lost("additional-config", "is for platforms that are not served", "{}"),
+    **lost(
+        "weight-transfer-config enable-sleep-mode! sleep-mode-offload-cudagraph! "
+        "sleep-preserve-parameter-names+",
+        _RLHF,
+    ),
+    **needless("enable-cumem-allocator! enable-nccl-comm-suspend!", _PROCESS),
+    **needless("fail-on-environ-validation!", "a wrong flag always ends the start"),
+    # Text only.
+    **lost(
+        "allowed-local-media-path allowed-media-domains+ limit-mm-per-prompt enable-mm-embeds! "
+        "media-io-kwargs mm-processor-kwargs mm-processor-cache-gb mm-processor-cache-type "
+        "mm-hasher-algorithm mm-shm-cache-max-object-size-mb mm-encoder-only! mm-encoder-tp-mode "
+        "mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path "
+        "mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings! "
+        "skip-mm-profiling! video-pruning-rate video-pruning-method mm-tensor-ipc "
+        "mm-processor-device mm-ipc-gpu-memory-gb mm-device-do-normalize!",
+        _TEXT_ONLY,
+    ),
+    **needless("language-model-only!", "only text is served"),
+    **lost(
+        "lora-modules+ enable-lora! max-loras max-lora-rank lora-dtype "
+        "enable-tower-connector-lora! max-cpu-loras fully-sharded-loras! lora-target-modules+ "
+        "default-mm-loras specialize-active-lora! enable-mixed-moe-lora-format! "
+        "enable-moe-shared-loras! max-lora-cls-labels",
+        _NO_ADAPTERS,
+    ),
+    # Several devices and machines.
+    **lost(
+        "decode-context-parallel-size dcp-comm-backend dcp-q-replicate! "
+        "dcp-kv-cache-interleave-size cp-kv-cache-interleave-size "
+        "prefill-context-parallel-size enable-hc-sp! "
+        "enable-expert-parallel! enable-batch-sharded-sampling! enable-ep-weight-filter! "
+        "all2all-backend enable-dbo! ubatch-size enable-elastic-ep! elastic-ep-max-dp-size "
+        "dbo-decode-token-threshold dbo-prefill-token-threshold enable-eplb! eplb-config "
+        "expert-placement-strategy",
+        _ONE_GPU,
+        "1",
+    ),
+    **lost(
+        "headless! nnodes node-rank master-addr master-port data-parallel-rank "
+        "data-parallel-start-rank data-parallel-size-local data-parallel-address "
+        "data-parallel-rpc-port data-parallel-hybrid-lb! data-parallel-external-lb! "
+        "data-parallel-multi-port-external-lb!",
+        _ONE_MACHINE,
+    ),
+    **needless(
+        "data-parallel-backend data-parallel-supervisor-port dp-supervisor-probe-interval-s "
+        "dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold dp-sync-interval "
+        "disable-nccl-for-dp-synchronization! distributed-executor-backend "
+        "distributed-timeout-seconds cpu-distributed-timeout-seconds numa-bind! numa-bind-nodes+ "
+        "numa-bind-cpus+ ray-workers-use-nsight! enable-fault-tolerance! fault-tolerance-config",
+        _PROCESS,
+    ),
+}

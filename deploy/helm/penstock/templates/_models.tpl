@@ -1,0 +1,80 @@
+{{/* Every model, as JSON: what it says itself over what `shard` says for all, and
+
+    fullname    of its StatefulSet or LeaderWorkerSet and of its service
+    totalGpus   of one shard, over all its pods
+    autoscales  something else than the chart says how many shards there are */}}
+{{- define "penstock.models" -}}
+{{- $models := list -}}
+{{- $names := list "router" -}}
+{{- if .Values.shard.name -}}
+{{- fail "shard.name: shard is for all models; names are for the entries of models" -}}
+{{- end -}}
+{{- range .Values.models -}}
+{{- if has .name $names -}}
+{{- fail (printf "models: the name %s is taken; each needs one of its own, and router is the router's" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- $model := mergeOverwrite (deepCopy $.Values.shard) . -}}
+{{- $_ := set $model "fullname" (printf "%s-%s" (include "penstock.fullname" $) .name) -}}
+{{- $_ := set $model "totalGpus" (mul $model.gpus $model.nodes) -}}
+{{- $_ := set $model "autoscales" (ne $model.autoscaling.kind "none") -}}
+{{- include "penstock.checkModel" (dict "root" $ "model" $model) -}}
+{{- $models = append $models $model -}}
+{{- end -}}
+{{- toJson $models -}}
+{{- end -}}
+
+{{/* What the schema cannot see, since it sees neither two values at once nor a model with its defaults. */}}
+{{- define "penstock.checkModel" -}}
+{{- $model := .model -}}
+{{- $where := printf "models, %s:" $model.name -}}
+{{- with $model.cache -}}
+{{- if and (eq .type "existing") (not .existingClaim) -}}
+{{- fail (printf "%s cache.type existing needs cache.existingClaim" $where) -}}
+{{- end -}}
+{{- if and (eq .type "perPod") (gt (int $model.nodes) 1) -}}
+{{- fail (printf "%s cache.type perPod is for one node; with nodes %d choose emptyDir or existing" $where (int $model.nodes)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (int $model.nodes) 1) (lt (int $model.gpus) 1) -}}
+{{- fail (printf "%s nodes %d needs gpus: several pods share a model only over GPUs" $where (int $model.nodes)) -}}
+{{- end -}}
+{{- with $model.autoscaling -}}
+{{- if and (ne .kind "none") (lt (int .maxReplicas) (int .minReplicas)) -}}
+{{- fail (printf "%s autoscaling.maxReplicas %d is below minReplicas %d" $where (int .maxReplicas) (int .minReplicas)) -}}
+{{- end -}}
+{{- if and (eq .kind "hpa") (lt (int .minReplicas) 1) -}}
+{{- fail (printf "%s autoscaling.minReplicas 0 needs autoscaling.kind keda" $where) -}}
+{{- end -}}
+{{- if and (eq .kind "keda") (lt (int .minReplicas) 1) (not $.root.Values.router.shardWaitSeconds) -}}
+{{- fail (printf "%s autoscaling.minReplicas 0 needs router.shardWaitSeconds: how long a request waits for a shard to start" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where the router finds all shards: the name of each model's headless service resolves to the
+addresses of its pods, so that the router follows their number. */}}
+{{- define "penstock.shardSources" -}}
+{{- $sources := list -}}
+{{- range include "penstock.models" . | fromJsonArray -}}
+{{- $sources = append $sources (printf "dns://%s:50051" .fullname) -}}
+{{- end -}}
+{{- join "," $sources -}}
+{{- end -}}
+
+{{/* The name that shards' certificates are made out to: the router finds shards by address. */}}
+{{- define "penstock.shardServerName" -}}
+{{- .Values.shardTls.serverName | default (printf "%s-shard" (include "penstock.fullname" .)) -}}
+{{- end -}}
+
+{{/* What holds a model's shards, for what changes their number. Called with a model. */}}
+{{- define "penstock.scaleTarget" -}}
+{{- if gt (int .nodes) 1 -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+{{- else -}}
+apiVersion: apps/v1
+kind: StatefulSet
+{{- end }}
+name: {{ .fullname }}
+{{- end -}}

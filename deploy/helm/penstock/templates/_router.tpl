@@ -1,0 +1,69 @@
+{{- define "penstock.routerArgs" -}}
+{{- $router := .Values.router -}}
+- --shards
+- {{ include "penstock.shardSources" . | quote }}
+- --workers
+- {{ $router.workers | quote }}
+- --shutdown-timeout-s
+- {{ $router.shutdownTimeoutSeconds | quote }}
+{{- with $router.shardWaitSeconds }}
+- --shard-wait-s
+- {{ . | quote }}
+{{- end }}
+{{- with .Values.apiKeysFile }}
+{{- if .existingSecret }}
+- --api-keys-file
+- /etc/penstock/api-keys/{{ .key }}
+{{- end }}
+{{- end }}
+{{- if $router.tls.existingSecret }}
+- --tls-cert-file
+- /etc/penstock/tls/tls.crt
+- --tls-key-file
+- /etc/penstock/tls/tls.key
+{{- end }}
+{{- with .Values.shardTls }}
+{{- if .existingSecret }}
+- --shard-tls-ca-file
+- /etc/penstock/shard-tls/ca.crt
+- --shard-tls-server-name
+- {{ include "penstock.shardServerName" $ | quote }}
+{{- if .mutual }}
+- --shard-tls-cert-file
+- /etc/penstock/shard-tls/tls.crt
+- --shard-tls-key-file
+- /etc/penstock/shard-tls/tls.key
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $router.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.routerEnv" -}}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_API_KEY" "secret" .Values.apiKey) }}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_SHARD_API_KEY" "secret" .Values.shardApiKey) }}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_RESUME_KEY" "secret" .Values.resumeKey) }}
+{{- with .Values.router.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The secrets that are mounted, as JSON, by the folder below /etc/penstock. A folder each, so that
+what changes in a secret arrives. */}}
+{{- define "penstock.routerSecrets" -}}
+{{- $secrets := dict -}}
+{{- with .Values.apiKeysFile.existingSecret -}}
+{{- $_ := set $secrets "api-keys" . -}}
+{{- end -}}
+{{- with .Values.router.tls.existingSecret -}}
+{{- $_ := set $secrets "tls" . -}}
+{{- end -}}
+{{- with .Values.shardTls -}}
+{{- if .existingSecret -}}
+{{- $_ := set $secrets "shard-tls" (.routerSecret | default .existingSecret) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $secrets -}}
+{{- end -}}

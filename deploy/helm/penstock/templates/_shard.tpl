@@ -1,0 +1,198 @@
+{{/* The template of a shard's pods. Called with (dict "root" $ "model" MODEL "component" "shard").
+Of several pods that share a model the first is the shard, which answers; the others are of the
+component shard-worker: they have no port and no probes. */}}
+{{- define "penstock.shardPod" -}}
+{{- $values := .root.Values -}}
+{{- $model := .model -}}
+{{- $answers := eq .component "shard" -}}
+{{- $selector := include "penstock.selector" (dict "root" .root "component" .component "model" $model.name) -}}
+metadata:
+  labels:
+    {{- $selector | nindent 4 }}
+  {{- with $model.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  automountServiceAccountToken: false
+  # SIGTERM begins the drain: the router is told over the call that is open anyway, and sends nothing
+  # more. There is nothing to wait for before it.
+  terminationGracePeriodSeconds: {{ add $model.drainTimeoutSeconds 15 }}
+  {{- with $model.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    {{- include "penstock.podSecurity" . | nindent 4 }}
+  containers:
+    - name: shard
+      image: "{{ $model.image.repository }}:{{ include "penstock.shardTag" . }}"
+      imagePullPolicy: {{ $model.image.pullPolicy }}
+      securityContext:
+        {{- include "penstock.containerSecurity" . | nindent 8 }}
+      args:
+        {{- include "penstock.shardArgs" . | nindent 8 }}
+      {{- with include "penstock.shardEnv" . | trim }}
+      env:
+        {{- . | nindent 8 }}
+      {{- end }}
+      {{- if $answers }}
+      ports:
+        - name: grpc
+          containerPort: 50051
+        - name: metrics
+          containerPort: 9464
+      # Serving: the model is loaded. The port is open before that and answers NOT_SERVING.
+      startupProbe:
+        {{- include "penstock.shardProbe" (dict "root" .root "service" "") | nindent 8 }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ max 1 (div $model.startupSeconds 5) }}
+      readinessProbe:
+        {{- include "penstock.shardProbe" (dict "root" .root "service" "") | nindent 8 }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
+      # Alive: the server process answers. A shard is NOT_SERVING while it drains or starts a dead
+      # engine again, and must not be killed for either; one that gives up ends itself.
+      livenessProbe:
+        {{- include "penstock.shardProbe" (dict "root" .root "service" "live") | nindent 8 }}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 3
+      {{- end }}
+      resources:
+        {{- include "penstock.shardResources" . | nindent 8 }}
+      volumeMounts:
+        - name: tmp
+          mountPath: /tmp
+        - name: cache
+          mountPath: /var/cache/penstock
+        {{- if $values.shardTls.existingSecret }}
+        - name: tls
+          mountPath: /etc/penstock/tls
+          readOnly: true
+        {{- end }}
+        {{- with $model.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    {{- with $model.cache }}
+    {{- if eq .type "emptyDir" }}
+    - name: cache
+      emptyDir:
+        sizeLimit: {{ .size }}
+    {{- else if eq .type "existing" }}
+    - name: cache
+      persistentVolumeClaim:
+        claimName: {{ .existingClaim }}
+    {{- end }}
+    {{- end }}
+    {{- with $values.shardTls.existingSecret }}
+    - name: tls
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with $model.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with include "penstock.placement" (dict "settings" $model "selector" $selector) | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "penstock.shardTag" -}}
+{{- .model.image.tag | default (printf "%s-%s" .root.Chart.AppVersion (ternary "cuda" "cpu" (gt (int .model.gpus) 0))) -}}
+{{- end -}}
+
+{{- define "penstock.shardArgs" -}}
+{{- $tls := .root.Values.shardTls -}}
+- --drain-timeout
+- {{ .model.drainTimeoutSeconds | quote }}
+- --metrics-port
+- "9464"
+{{- with .model.model }}
+- --model
+- {{ . | quote }}
+{{- end }}
+{{- with .model.servedNames }}
+- --served-model-name
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- if gt (int .model.totalGpus) 1 }}
+- --tensor-parallel-size
+- {{ .model.totalGpus | quote }}
+{{- end }}
+{{- if $tls.existingSecret }}
+- --tls-cert-file
+- /etc/penstock/tls/tls.crt
+- --tls-key-file
+- /etc/penstock/tls/tls.key
+{{- if $tls.mutual }}
+- --tls-client-ca-file
+- /etc/penstock/tls/ca.crt
+{{- end }}
+{{- end }}
+{{- range .model.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.shardEnv" -}}
+{{- $values := .root.Values -}}
+{{- include "penstock.secretEnv" (dict "name" "PENSTOCK_API_KEY" "secret" (ternary $values.shardApiKey $values.apiKey (not (empty $values.shardApiKey.existingSecret)))) }}
+{{- include "penstock.secretEnv" (dict "name" "HF_TOKEN" "secret" .model.hubToken) }}
+{{- with .model.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* How the kubelet asks a shard. It speaks no TLS over gRPC: there the image's own probe asks,
+with the shard's certificate as its own. */}}
+{{- define "penstock.shardProbe" -}}
+{{- $tls := .root.Values.shardTls -}}
+{{- if $tls.existingSecret -}}
+exec:
+  command:
+    - penstock
+    - health
+    {{- if eq .service "live" }}
+    - --live
+    {{- end }}
+    - --timeout
+    - "4"
+    - --tls-ca-file
+    - /etc/penstock/tls/ca.crt
+    - --tls-server-name
+    - {{ include "penstock.shardServerName" .root }}
+    {{- if $tls.mutual }}
+    - --tls-cert-file
+    - /etc/penstock/tls/tls.crt
+    - --tls-key-file
+    - /etc/penstock/tls/tls.key
+    {{- end }}
+    - 127.0.0.1:50051
+{{- else -}}
+grpc:
+  port: 50051
+  {{- with .service }}
+  service: {{ . }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.shardResources" -}}
+{{- $resources := deepCopy .model.resources -}}
+{{- if gt (int .model.gpus) 0 -}}
+{{- $resources = mergeOverwrite $resources (dict "limits" (dict .model.gpuResource (int .model.gpus))) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}

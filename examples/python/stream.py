@@ -1,0 +1,32 @@
+"""python stream.py HOST:PORT 'some text': streams a completion from a shard, without a router.
+
+Needs `pip install 'penstock[client]' tokenizers`. Leaving the loop early, or Ctrl-C, aborts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from tokenizers import Tokenizer
+
+from penstock_client import GenerationRequest, InvalidRequest, SamplingParams, ShardClient
+
+
+async def stream(address: str, text: str, *, temperature: float = 0.0, limit_s: float = 30) -> None:
+    async with ShardClient(address) as shard:
+        files = await shard.tokenizer_files()
+        tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        request = GenerationRequest(
+            tokenizer.encode(text).ids, SamplingParams(temperature=temperature), max_tokens=64
+        )
+        try:
+            async with asyncio.timeout(limit_s):
+                async for output in shard.generate(request):
+                    print(tokenizer.decode(output.token_ids), end="", flush=True)
+        except InvalidRequest as error:
+            print(f"{error.field} is {error.value}; it must be {error.bound}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    asyncio.run(stream(*sys.argv[1:3]))

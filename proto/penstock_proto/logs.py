@@ -1,0 +1,143 @@
+"""Lines of a log: text for a person at a terminal, JSON for everybody else.
+
+Lines are formatted where they arise and written by a thread, so that a pipe that nobody reads holds
+up nothing; what finds no room is dropped and counted. Whatever a line tells of stays on that line.
+Knows no requests: what a record has besides its message is a field of its JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import TextIO
+
+FORMATS = ("auto", "text", "json")
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# About a megabyte.
+_MAX_WAITING_LINES = 5_000
+_LAST_WORDS_S = 1.0
+# What ends a line for some reader, or moves a terminal's cursor.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# What every record has; the rest came as `extra`.
+_COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def set_up_logging(
+    log_format: str = "auto", level: str = "info", stream: TextIO | None = None
+) -> None:
+    """Lines on stderr, also of what nobody caught. `auto` is text on a terminal, JSON elsewhere."""
+    stream = stream or sys.stderr
+    is_text = log_format == "text" or (log_format == "auto" and stream.isatty())
+    writer = _Writer(stream)
+    writer.setFormatter(TextFormatter() if is_text else JsonFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[writer])
+    if not is_text:
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_in_thread
+
+
+def escaped(text: str) -> str:
+    """The text on one line, with nothing in it that a terminal would act on."""
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+class TextFormatter(logging.Formatter):
+    """For people. A traceback follows its line on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        return escaped(super().formatMessage(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: time, level, logger, message, what came as `extra`, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields.update(extra_of(record))
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+def extra_of(record: logging.LogRecord) -> Mapping[str, object]:
+    """What a record tells besides its message."""
+    return {name: value for name, value in vars(record).items() if name not in _COMMON}
+
+
+def _timestamp(unix_s: float) -> str:
+    text = datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+class _Writer(logging.Handler):
+    """Writes lines from a thread of its own, and drops what finds no room."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        # None: nothing follows.
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() >= _MAX_WAITING_LINES:
+            self._num_dropped += 1
+            return
+        try:
+            self._lines.put(self.format(record))
+        except (TypeError, ValueError):
+            # Arguments that do not fit their message.
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Write what waits, if somebody reads it. `logging` calls it when the process ends."""
+        self._lines.put(None)
+        self._thread.join(_LAST_WORDS_S)
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._stream.write(line + "\n")
+                if self._lines.empty():
+                    self._report_dropped()
+                    self._stream.flush()
+            except (OSError, ValueError):
+                # Nobody will ever read it: that must not end what works.
+                continue
+
+    def _report_dropped(self) -> None:
+        if self._num_dropped:
+            fields = {"name": __name__, "levelname": "WARNING", "args": (self._num_dropped,)}
+            fields["msg"] = "%d lines of this log were dropped: nobody read it"
+            self._num_dropped = 0
+            self._stream.write(self.format(logging.makeLogRecord(fields)) + "\n")
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    logging.getLogger("penstock").critical("uncaught", exc_info=(kind, error, traceback))
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None:
+        _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)

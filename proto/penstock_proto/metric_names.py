@@ -1,0 +1,187 @@
+"""Other servers' names for what routers and shards count, for dashboards and scalers that exist.
+
+Nothing is counted twice: families are given out once more under names that vLLM or
+text-generation-inference use, labels renamed, those they lack summed over. Knows nothing of who
+counts. What has no true counterpart is left out: a number that is always 0 is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+_Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One of their names, and which of our families it is: those that are there, summed."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    # Of ours to theirs; others are summed over.
+    labels: Mapping[str, str] = field(default_factory=dict)
+    # By label of ours: its values to theirs. Samples of other values are left out.
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def labels_of(self, sample: Mapping[str, str]) -> _Labels | None:
+        """Those of one of our samples; None where it is no part of theirs."""
+        named = []
+        for ours, values in self.values.items():
+            if sample.get(ours, "") not in values:
+                return None
+        for ours, theirs in self.labels.items():
+            if ours in sample:
+                value = self.values.get(ours, {}).get(sample[ours], sample[ours])
+                named.append((theirs, value))
+        if "le" in sample:
+            named.append(("le", sample["le"]))
+        return tuple(named)
+
+
+_MODEL = {"model": "model_name"}
+_SHARD = {**_MODEL, "shard": "engine"}
+_CUT_SHORT = ("disconnect", "slow_reader", "timeout", "shutdown", "abandoned", "aborted")
+_FINISHED = {"stop": "stop", "length": "length", **dict.fromkeys(_CUT_SHORT, "abort")}
+_SUCCESS = {"outcome": {"stop": "", "length": ""}}
+# The route's requests that ask for tokens are those whose model is known, and those refused.
+_FAILURES = {
+    **dict.fromkeys(("400", "413", "422"), "validation"),
+    **dict.fromkeys(("429",), "overloaded"),
+    **dict.fromkeys(("424", "500", "502", "503", "504"), "generation"),
+    "499": "dropped",
+}
+_GENERATE_ROUTES = dict.fromkeys(
+    (
+        *("/", "/generate", "/generate_stream", "/invocations"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
+    ),
+    "",
+)
+
+
+def _router(name: str) -> tuple[str, ...]:
+    return (f"penstock_router_{name}",)
+
+
+def _either(router: str, shard: str) -> tuple[str, ...]:
+    return (f"penstock_router_{router}", f"penstock_shard_{shard}")
+
+
+VLLM = (
+    Name("vllm:num_requests_running", _either("shard_running", "running"), _SHARD),
+    Name("vllm:num_requests_waiting", _either("shard_waiting", "waiting"), _SHARD),
+    Name("vllm:kv_cache_usage_perc", _either("shard_kv_used_ratio", "kv_used_ratio"), _SHARD),
+    Name("vllm:gpu_cache_usage_perc", _either("shard_kv_used_ratio", "kv_used_ratio"), _SHARD),
+    Name("vllm:num_preemptions_total", _either("shard_preemptions", "preemptions"), _SHARD),
+    Name("vllm:prompt_tokens_total", _either("prompt_tokens", "prompt_tokens"), _MODEL),
+    Name("vllm:generation_tokens_total", _either("output_tokens", "output_tokens"), _MODEL),
+    Name("vllm:prefix_cache_queries_total", _either("prompt_tokens", "prompt_tokens"), _MODEL),
+    Name("vllm:prefix_cache_hits_total", _either("cached_tokens", "cached_tokens"), _MODEL),
+    Name("vllm:iteration_tokens_total", ("penstock_shard_step_tokens",), _MODEL),
+    Name("vllm:time_to_first_token_seconds", _router("first_token_seconds"), _MODEL),
+    Name("vllm:inter_token_latency_seconds", _router("between_tokens_seconds"), _MODEL),
+    Name("vllm:time_per_output_token_seconds", _router("between_tokens_seconds"), _MODEL),
+    Name(
+        "vllm:request_time_per_output_token_seconds",
+        _router("mean_between_tokens_seconds"),
+        _MODEL,
+    ),
+    Name(
+        "vllm:e2e_request_latency_seconds",
+        _either("generation_seconds", "request_seconds"),
+        _MODEL,
+    ),
+    Name("vllm:request_queue_time_seconds", _either("queue_seconds", "queue_seconds"), _MODEL),
+    Name(
+        "vllm:request_prefill_time_seconds", _either("prefill_seconds", "prefill_seconds"), _MODEL
+    ),
+    Name("vllm:request_decode_time_seconds", _router("decode_seconds"), _MODEL),
+    Name("vllm:request_inference_time_seconds", _router("inference_seconds"), _MODEL),
+    Name("vllm:request_prompt_tokens", _router("request_prompt_tokens"), _MODEL),
+    Name("vllm:request_generation_tokens", _router("request_output_tokens"), _MODEL),
+    Name(
+        "vllm:request_success_total",
+        _either("requests", "requests"),
+        {**_MODEL, "outcome": "finished_reason"},
+        {"outcome": _FINISHED},
+    ),
+)
+
+TGI = (
+    Name(
+        "tgi_request_count", _router("requests"), values={"route": _GENERATE_ROUTES}
+    ),
+    Name("tgi_request_success", _router("requests"), values=_SUCCESS),
+    Name(
+        "tgi_request_failure",
+        _router("requests"),
+        {"status": "err"},
+        {"status": _FAILURES, "route": _GENERATE_ROUTES},
+    ),
+    Name("tgi_request_duration", _either("generation_seconds", "request_seconds")),
+    Name("tgi_request_validation_duration", _router("prepare_seconds")),
+    Name("tgi_request_queue_duration", _either("queue_seconds", "queue_seconds")),
+    Name("tgi_request_inference_duration", _router("inference_seconds")),
+    Name(
+        "tgi_request_mean_time_per_token_duration", _router("mean_between_tokens_seconds")
+    ),
+    Name("tgi_request_generated_tokens", _router("request_output_tokens")),
+    Name("tgi_request_input_length", _router("request_prompt_tokens")),
+    Name(
+        "tgi_queue_size",
+        (*_either("shard_waiting", "waiting"), "penstock_router_sequences_queued"),
+    ),
+    Name("tgi_batch_current_size", _either("shard_running", "running")),
+)
+
+# As --metrics-names says them.
+SETS: Mapping[str, tuple[Name, ...]] = {"vllm": VLLM, "tgi": TGI}
+
+
+class Translated(Collector):
+    """The families of a collector, and the same under other names."""
+
+    def __init__(self, collector: Collector, names: Iterable[str], **labels: str) -> None:
+        """`names` are of `SETS`; `labels` are of all samples, where those do not show them."""
+        self._collector = collector
+        self._names = [name for each in names for name in SETS[each]]
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        families = {}
+        for family in self._collector.collect():
+            families[family.name] = family
+            yield family
+        for name in self._names:
+            found = [families[ours] for ours in name.ours if ours in families]
+            if found:
+                yield _translated(name, found, self._labels)
+
+
+def _translated(name: Name, families: list[Metric], labels: Mapping[str, str]) -> Metric:
+    sums: dict[tuple[str, _Labels], float] = {}
+    for family in families:
+        for sample in family.samples:
+            suffix = sample.name.removeprefix(family.name)
+            key = name.labels_of({**labels, **sample.labels})
+            if key is not None and suffix != "_created":
+                sums[suffix, key] = sums.get((suffix, key), 0.0) + sample.value
+    metric = _family(name.theirs, families[0])
+    for (suffix, key), value in sums.items():
+        ending = "" if suffix == "_total" else suffix
+        metric.samples.append(Sample(name.theirs + ending, dict(key), value))
+    return metric
+
+
+def _family(theirs: str, ours: Metric) -> Metric:
+    """An empty one. A counter whose name does not say so is none to the format's rules."""
+    kind, base = ours.type, theirs
+    if kind == "counter":
+        base = theirs.removesuffix("_total")
+        kind = "counter" if base != theirs else "unknown"
+    return Metric(base, f"{ours.documentation} Here: {ours.name}.", kind)

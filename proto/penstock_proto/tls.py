@@ -1,0 +1,152 @@
+"""Certificates and keys in files: checked, and used anew when the files have changed.
+
+What both ends of a connection share, and the router's HTTP too. Knows no gRPC and no HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+
+T = TypeVar("T")
+
+
+class TlsFilesUnusable(Exception):
+    """A certificate or key cannot be used; the text names the file and says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a client knows a shard, and how it shows who it is where shards ask (mutual TLS).
+
+    Raises `ValueError` for a certificate without its key, or a key without its certificate.
+    """
+
+    # The authorities that shards' certificates must come from, in PEM as all of these files.
+    ca_file: str
+    cert_file: str | None = None
+    key_file: str | None = None
+    # The name in shards' certificates; None: the host name or IP address that is connected to.
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file need each other: one is given alone")
+
+    @property
+    def files(self) -> list[str]:
+        """All that there are."""
+        return [path for path in (self.ca_file, self.cert_file, self.key_file) if path is not None]
+
+    def check(self) -> None:
+        """Raises `TlsFilesUnusable`."""
+        check_authorities(self.ca_file)
+        if self.cert_file is not None and self.key_file is not None:
+            load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert_file, self.key_file)
+
+
+def check_authorities(ca_file: str) -> None:
+    """Raises `TlsFilesUnusable` for a file that holds no certificate."""
+    read_file(ca_file)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_file)
+    except (ssl.SSLError, OSError):
+        raise TlsFilesUnusable(f"{ca_file}: holds no certificate in PEM") from None
+
+
+def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None) -> None:
+    """What a server shows, and what it asks of clients. Raises `TlsFilesUnusable`."""
+    load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert_file, key_file)
+    if client_ca_file is not None:
+        check_authorities(client_ca_file)
+
+
+def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
+    """Load a certificate, with the chain that follows it, and its key.
+
+    Raises `TlsFilesUnusable`, and then `context` may be left with a part of them.
+    """
+    if b"BEGIN CERTIFICATE" not in read_file(cert_file):
+        raise TlsFilesUnusable(f"{cert_file}: holds no certificate in PEM")
+    if b"PRIVATE KEY" not in read_file(key_file):
+        raise TlsFilesUnusable(f"{key_file}: holds no key in PEM")
+
+    def no_password() -> str:
+        # Otherwise OpenSSL would ask at the terminal, and wait.
+        raise TlsFilesUnusable(f"{key_file}: the key is encrypted; give one that is not")
+
+    try:
+        context.load_cert_chain(cert_file, key_file, password=no_password)
+    except (ssl.SSLError, OSError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            raise TlsFilesUnusable(f"{key_file}: not the key of {cert_file}") from None
+        raise TlsFilesUnusable(f"{cert_file} and {key_file}: damaged, or not usable") from None
+
+
+def read_file(path: str) -> bytes:
+    """Raises `TlsFilesUnusable`."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise TlsFilesUnusable(f"{path}: {error.strerror}") from None
+
+
+class Renewed(Generic[T]):
+    """Something made from files, and made again when what is in them has changed.
+
+    What cannot be used (a pair of which one half is written, a file that is gone for the moment)
+    costs one line of the log, and what was made before stays.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        make: Callable[[], T],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises `TlsFilesUnusable`, as `make` does."""
+        self._files = files
+        self._make = make
+        self._clock = clock
+        self._looked_s = clock()
+        self._contents, self.value = self._read_and_make()
+        self._problem = ""
+
+    def renew(self) -> T | None:
+        """A new one if the files have changed, now in `value`. Looks at most once a second."""
+        now_s = self._clock()
+        if now_s < self._looked_s + _LOOK_EVERY_S:
+            return None
+        self._looked_s = now_s
+        try:
+            if self._read() == self._contents:
+                self._problem = ""
+                return None
+            self._contents, self.value = self._read_and_make()
+        except TlsFilesUnusable as error:
+            if str(error) != self._problem:
+                logger.warning("%s; going on with what it held before", error)
+            self._problem = str(error)
+            return None
+        self._problem = ""
+        logger.info("read again: %s", ", ".join(self._files))
+        return self.value
+
+    def _read_and_make(self) -> tuple[list[bytes], T]:
+        contents = self._read()
+        made = self._make()
+        if self._read() != contents:
+            raise TlsFilesUnusable(f"{self._files[0]}: being written to at this moment")
+        return contents, made
+
+    def _read(self) -> list[bytes]:
+        return [read_file(path) for path in self._files]

@@ -1,0 +1,116 @@
+"""Connections: how many there may be, and how long each may take to send a request's headers.
+
+aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
+but not how long headers take: who sends a byte at a time would hold a connection for an hour. Bodies
+have clocks of their own (`routes/base.py`). Knows nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from aiohttp import web
+
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+
+
+class Runner(web.AppRunner):
+    """An application's runner whose connections are bounded in number and in time."""
+
+    def __init__(
+        self, app: web.Application, *, max_connections: int, header_timeout_s: float, **more: Any
+    ) -> None:
+        super().__init__(app, **more)
+        self._max_connections = max_connections
+        self._header_timeout_s = header_timeout_s
+
+    @property
+    def server(self) -> web.Server | None:
+        """What sites make connections of."""
+        server = super().server
+        if server is None:
+            return None
+        return cast(web.Server, Door(server, self._max_connections, self._header_timeout_s))
+
+
+class Door:
+    """Makes the protocol of each connection to a server."""
+
+    def __init__(self, server: web.Server, max_connections: int, header_timeout_s: float) -> None:
+        self._server = server
+        self.max_connections = max_connections
+        self.header_timeout_s = header_timeout_s
+        self.num_open = 0
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Connection(self, self._server())
+
+
+class _Connection(asyncio.Protocol):
+    """Hands everything to aiohttp's protocol, and looks at the clock."""
+
+    __slots__ = ("_begun", "_door", "_http", "_loop", "_timer", "_transport")
+
+    def __init__(self, door: Door, http: web.RequestHandler) -> None:
+        self._door = door
+        self._http = http
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        # Requests whose headers had come when the timer was set.
+        self._begun = 0
+        # None: turned away.
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if self._door.num_open >= self._door.max_connections:
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._door.num_open += 1
+        self._transport = transport
+        self._http.connection_made(transport)
+        self._set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is None:
+            return
+        self._http.data_received(data)
+        if self._timer is None and self._is_between_requests:
+            self._set_timer()
+
+    @property
+    def _is_between_requests(self) -> bool:
+        http = self._http
+        return not (http._request_in_progress or http._messages)
+
+    def _set_timer(self) -> None:
+        self._begun = self._http._request_count
+        self._timer = self._loop.call_later(self._door.header_timeout_s, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        if self._is_between_requests and self._http._request_count == self._begun:
+            self._http.force_close()
+
+    def eof_received(self) -> bool | None:
+        if self._transport is not None:
+            self._http.eof_received()
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is None:
+            return
+        self._door.num_open -= 1
+        if self._timer is not None:
+            self._timer.cancel()
+        self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        if self._transport is not None:
+            self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._http.resume_writing()

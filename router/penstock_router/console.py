@@ -1,0 +1,294 @@
+"""What the console shows: the fleet, and requests on their way, as frames for whoever watches.
+
+One task looks a few times a second while anybody watches, and what it sees is encoded once for all
+of them. Of requests it tells numbers, names and times; their texts are not known here. Knows no
+HTTP: a watcher is a queue of frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from penstock_client.types import AttemptRecord
+from penstock_router.admission import Admission
+from penstock_router.backend import Fleet, ShardState
+from penstock_router.errors import TooManyRequests
+from penstock_router.metrics import Metrics
+from penstock_router.records import Records, RequestRecord
+
+MAX_WATCHERS = 16
+_LOOK_EVERY_S = 0.25
+# Where nothing changes: so that a watcher knows that it would be told.
+_TELL_EVERY_S = 1.0
+# A watcher that is so far behind is let go: it comes back and gets everything anew.
+_MAX_FRAMES_BEHIND = 16
+# Of those that run, from the oldest on; and of those that have ended.
+_MAX_RUNNING = 200
+_MAX_ENDED = 200
+# What a shard's rates are taken from: the looks of about a second.
+_RATE_LOOKS = 5
+
+Frames = asyncio.Queue[bytes | None]
+
+
+class Console:
+    """The looks of one router, and those who watch. `worker` is its number among `workers`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        metrics: Metrics,
+        records: Records,
+        *,
+        version: str,
+        worker: int = 0,
+        workers: int = 1,
+    ) -> None:
+        self._fleet = fleet
+        self._admission = admission
+        self._metrics = metrics
+        self._records = records
+        self._about = {"version": version, "worker": worker, "workers": workers}
+        self._rates = StepRates()
+        self._watchers: list[Frames] = []
+        self._task: asyncio.Task[None] | None = None
+        self._ended: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
+        self._ended_unsaid: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
+        # As of the last look: what was said of the fleet, and how far each request was.
+        self._last_fleet: dict[str, Any] = {}
+        self._last_told_s = 0.0
+        self._progress: dict[RequestRecord, tuple[object, ...]] = {}
+        records.on_end.append(self._on_end)
+
+    @contextmanager
+    def watched(self) -> Iterator[Frames]:
+        """Frames to send, from what there is now on; None: there are no more. Raises
+        `TooManyRequests`.
+        """
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise TooManyRequests(f"the console has {MAX_WATCHERS} watchers, which is all it takes")
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep_looking())
+        frames: Frames = asyncio.Queue(_MAX_FRAMES_BEHIND)
+        frames.put_nowait(self._everything())
+        self._watchers.append(frames)
+        try:
+            yield frames
+        finally:
+            self._watchers.remove(frames)
+            if not self._watchers:
+                self._rest()
+
+    def close(self) -> None:
+        """Nobody is told anything more."""
+        for frames in self._watchers:
+            _end(frames)
+
+    def _rest(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._rates = StepRates()
+        self._progress.clear()
+        self._ended_unsaid.clear()
+
+    def _on_end(self, record: RequestRecord) -> None:
+        if _is_shown(record):
+            self._ended.append(record)
+            if self._watchers:
+                self._ended_unsaid.append(record)
+
+    # ---- looking ----
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            frame = self._news(time.monotonic())
+            if frame:
+                for frames in self._watchers:
+                    _put(frames, frame)
+
+    def _news(self, now_s: float) -> bytes:
+        """What has changed since the last look."""
+        fleet, frame = self._fleet_now(now_s), b""
+        if fleet != self._last_fleet or now_s >= self._last_told_s + _TELL_EVERY_S:
+            self._last_fleet, self._last_told_s = fleet, now_s
+            frame = _fleet_frame(fleet)
+        changed = self._changed()
+        return frame + _frame("requests", changed) if changed else frame
+
+    def _everything(self) -> bytes:
+        records = [*self._ended, *self._running()]
+        requests = [shown_request(record) for record in records]
+        return _fleet_frame(self._fleet_now(time.monotonic())) + _frame("requests", requests)
+
+    def _running(self) -> Iterable[RequestRecord]:
+        return itertools.islice(filter(_is_shown, self._records.running), _MAX_RUNNING)
+
+    def _changed(self) -> list[dict[str, Any]]:
+        ended = [*self._ended_unsaid]
+        self._ended_unsaid.clear()
+        for record in ended:
+            self._progress.pop(record, None)
+        # What has not changed is not described: there may be many.
+        progress = {record: _progress_of(record) for record in self._running()}
+        moved = [
+            record for record, state in progress.items() if self._progress.get(record) != state
+        ]
+        self._progress = progress
+        return [shown_request(record) for record in (*ended, *moved)]
+
+    def _fleet_now(self, now_s: float) -> dict[str, Any]:
+        router = {
+            "in_flight": self._admission.in_flight,
+            "queued": self._admission.queued,
+            "loop_lag_worst_s": self._metrics.loop_lag_worst_s,
+            "requests_running": len(self._records.running),
+        }
+        shards = [self._shown_shard(shard, now_s) for shard in self._fleet.shards]
+        return {**self._about, "router": router, "shards": shards}
+
+    def _shown_shard(self, shard: ShardState, now_s: float) -> dict[str, Any]:
+        info, load = shard.info, shard.load
+        steps_per_s, step_s = self._rates.look(shard, now_s)
+        return {
+            "address": shard.address,
+            "state": _state(shard),
+            "problem": shard.problem,
+            "model": None if info is None else info.model,
+            "device": None if info is None else info.device,
+            "dtype": None if info is None else info.dtype,
+            "instance_id": load.instance_id,
+            "running": load.running,
+            "waiting": load.waiting,
+            "queued_prompt_tokens": load.queued_prompt_tokens,
+            "max_num_seqs": None if info is None else info.limits.max_num_seqs,
+            "kv_used_blocks": load.referenced_blocks,
+            "kv_blocks": load.num_blocks,
+            "block_size": None if info is None else info.block_size,
+            "step_s": step_s,
+            "steps_per_s": steps_per_s,
+            "preemptions_total": load.preemptions_total,
+        }
+
+
+class StepRates:
+    """Steps a second and the mean time of one, over the last looks at each shard."""
+
+    def __init__(self) -> None:
+        # When it was looked at, its steps so far, and how long they took.
+        self._looks: dict[str, deque[tuple[float, int, float]]] = {}
+        self._instances: dict[str, str] = {}
+
+    def look(self, shard: ShardState, now_s: float) -> tuple[float | None, float | None]:
+        """Steps a second and seconds a step; None where that is not known."""
+        address, load = shard.address, shard.load
+        if self._instances.get(address) != load.instance_id:
+            # Another engine counts from zero.
+            self._instances[address] = load.instance_id
+            self._looks[address] = deque(maxlen=_RATE_LOOKS)
+        looks = self._looks[address]
+        looks.append((now_s, load.steps_total, load.steps_seconds_total))
+        (then_s, steps_before, seconds_before), elapsed_s = looks[0], now_s - looks[0][0]
+        if not load.instance_id or elapsed_s <= 0:
+            return None, None
+        steps, seconds = load.steps_total - steps_before, load.steps_seconds_total - seconds_before
+        # To a precision that rests while the shard does.
+        return round(steps / (now_s - then_s), 1), round(seconds / steps, 6) if steps else None
+
+
+def shown_request(record: RequestRecord) -> dict[str, Any]:
+    """A record as the console has it: unix times, and no text of any request."""
+
+    def at(time_s: float | None) -> float | None:
+        return None if time_s is None else record.arrived_at + time_s - record.arrived_s
+
+    usage = record.usage
+    return {
+        "id": record.request_id,
+        "route": record.route,
+        "model": record.model,
+        "key": record.key_name,
+        "stream": record.stream,
+        "arrived_at": record.arrived_at,
+        "placed_at": at(record.placed_s),
+        "first_token_at": at(record.first_token_s),
+        "ended_at": at(record.ended_s),
+        "prompt_tokens": None if usage is None else usage.prompt_tokens,
+        "cached_tokens": None if usage is None else usage.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "outcome": record.outcome,
+        "status": record.status,
+        "error": record.error,
+        "attempts": [
+            {
+                "shard": attempt.shard,
+                "sequence": sequence,
+                "sent_at": at(attempt.sent_s),
+                "first_token_at": at(attempt.first_output_s),
+                "ended_at": at(attempt.ended_s),
+                "reason": attempt.reason,
+                "ended_because": attempt.ended_because,
+            }
+            for sequence, attempts in enumerate(record.sequences)
+            for attempt in attempts
+        ],
+    }
+
+
+def _is_shown(record: RequestRecord) -> bool:
+    """A request for tokens, or for some other work on a text: not a probe, nor this page itself."""
+    return record.method == "POST" and not record.route.startswith("/admin")
+
+
+def _progress_of(record: RequestRecord) -> tuple[object, ...]:
+    return (
+        record.output_tokens,
+        record.placed_s,
+        record.first_token_s,
+        record.status,
+        *map(_progress_of_attempt, record.attempts),
+    )
+
+
+def _progress_of_attempt(attempt: AttemptRecord) -> tuple[object, ...]:
+    return (attempt.first_output_s, attempt.ended_s)
+
+
+def _state(shard: ShardState) -> str:
+    if not shard.connected:
+        return "gone"
+    if shard.load.draining or shard.leaving:
+        return "draining"
+    return "serving" if shard.ready else "loading"
+
+
+def _fleet_frame(fleet: dict[str, Any]) -> bytes:
+    return _frame("fleet", {**fleet, "now": time.time()})
+
+
+def _frame(event: str, data: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), msgspec.json.encode(data))
+
+
+def _put(frames: Frames, frame: bytes) -> None:
+    if frames.full():
+        _end(frames)
+    else:
+        frames.put_nowait(frame)
+
+
+def _end(frames: Frames) -> None:
+    """Its reader is behind, or the router stops: what it has not taken is not worth sending."""
+    while not frames.empty():
+        frames.get_nowait()
+    frames.put_nowait(None)

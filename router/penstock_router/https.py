@@ -1,0 +1,62 @@
+"""HTTPS: the certificate that clients are shown, also when its files have changed.
+
+Knows files and Python's ssl, and nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncGenerator
+from typing import NoReturn
+
+from penstock_proto.tls import Renewed, load_pair
+
+_LOOK_EVERY_S = 1.0
+
+
+class HttpsFiles:
+    """A context for a server's sockets that follows its files: handshakes that begin after a change
+    get what is in them then; connections that are open stay as they are.
+    """
+
+    def __init__(self, cert_file: str, key_file: str) -> None:
+        """Raises `TlsFilesUnusable`."""
+        self._files = (cert_file, key_file)
+        self.context = _server_context()
+        self._loaded = Renewed(self._files, self._load)
+
+    def _load(self) -> None:
+        # First elsewhere: what cannot be used may be loaded by half before that shows.
+        load_pair(_server_context(), *self._files)
+        load_pair(self.context, *self._files)
+
+    async def follow(self) -> NoReturn:
+        """Keep looking."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.to_thread(self._loaded.renew)
+
+
+@contextlib.asynccontextmanager
+async def https_context(
+    cert_file: str | None, key_file: str | None
+) -> AsyncGenerator[ssl.SSLContext | None, None]:
+    """A context that follows its files meanwhile; None without files. Raises `TlsFilesUnusable`."""
+    if cert_file is None or key_file is None:
+        yield None
+        return
+    files = HttpsFiles(cert_file, key_file)
+    following = asyncio.create_task(files.follow())
+    try:
+        yield files.context
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def _server_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context

@@ -1,0 +1,87 @@
+"""A line of the log for each request: its fields, and the same in words.
+
+Made of the request's record, which has neither texts nor token ids nor keys.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from penstock_router.records import RequestRecord
+
+logger = logging.getLogger("penstock.requests")
+
+# Of what a client chose.
+_MAX_CHARACTERS = 256
+
+Fields = dict[str, object]
+
+
+def log_request(record: RequestRecord) -> None:
+    """Told of each request that has ended."""
+    if logger.isEnabledFor(logging.INFO):
+        fields = fields_of(record)
+        logger.info("%s", _words(record, fields), extra=fields)
+
+
+def fields_of(record: RequestRecord) -> Fields:
+    """What there is to say; what is not known, or is nothing, is left out."""
+    usage, attempts = record.usage, list(record.attempts)
+    fields: Fields = {
+        "request_id": record.request_id[:_MAX_CHARACTERS],
+        "trace_id": record.traceparent[3:35],
+        "key": record.key_name,
+        "method": record.method[:_MAX_CHARACTERS],
+        "route": record.route,
+        "model": record.model[:_MAX_CHARACTERS],
+        "stream": record.stream,
+        "status": record.status,
+        "outcome": record.outcome,
+        "error": record.error[:_MAX_CHARACTERS],
+        "sequences": len(record.sequences),
+        "shards": list(dict.fromkeys(attempt.shard for attempt in attempts)),
+        "attempts": len(attempts),
+        "failovers": [each.ended_because for each in attempts if each.ended_because],
+    }
+    if usage is not None:
+        fields["prompt_tokens"] = usage.prompt_tokens
+        fields["cached_tokens"] = usage.cached_tokens
+        fields["output_tokens"] = usage.completion_tokens
+        fields["shard_queue_ms"] = None if usage.queue_s is None else round(1000 * usage.queue_s, 1)
+    fields.update(_times(record))
+    return {name: value for name, value in fields.items() if value not in (None, "", [])}
+
+
+def _times(record: RequestRecord) -> Fields:
+    arrived_s, first_s, ended_s = record.arrived_s, record.first_token_s, record.ended_s
+    times: Fields = {
+        "prepare_ms": _ms(arrived_s, record.prepared_s),
+        "queue_ms": _ms(record.prepared_s, record.placed_s),
+        "ttft_ms": _ms(arrived_s, first_s),
+        "total_ms": _ms(arrived_s, ended_s),
+    }
+    if first_s is not None and ended_s is not None and ended_s > first_s:
+        times["tokens_per_s"] = round(record.output_tokens / (ended_s - first_s), 1)
+    if record.failover_gaps_s:
+        times["failover_gap_ms"] = round(1000 * max(record.failover_gaps_s), 1)
+    return times
+
+
+def _ms(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else round(1000 * (end_s - begin_s), 1)
+
+
+def _words(record: RequestRecord, fields: Fields) -> str:
+    parts = [f"{fields['method']} {record.route} {record.status} {record.outcome}"]
+    if record.error:
+        parts.append(f"({fields['error']})")
+    if record.usage is not None:
+        parts.append(f"{record.usage.prompt_tokens}+{record.usage.completion_tokens} tokens")
+    parts.append(f"{fields['total_ms']} ms")
+    if "ttft_ms" in fields:
+        parts.append(f"ttft {fields['ttft_ms']} ms")
+    if shards := list(dict.fromkeys(attempt.shard for attempt in record.attempts)):
+        parts.append(f"shard {' then '.join(shards)}")
+    if failovers := [each.ended_because for each in record.attempts if each.ended_because]:
+        parts.append(f"after {', '.join(failovers)}")
+    return " ".join(parts)

@@ -1,0 +1,109 @@
+"""GET / and /console: a page that shows the fleet, chats and sends requests, and what it is fed.
+
+The page is static files that load nothing from anywhere else, and a policy holds them to that. The
+files say nothing of this router; its feed does, and asks for a key where the router has any.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import PurePath
+
+from aiohttp import web
+
+from penstock_router.console import Console
+from penstock_router.errors import NotFound
+from penstock_router.routes import info
+from penstock_router.routes.base import ROUTER, check_admin
+from penstock_router.sse import EventStream
+
+CONSOLE = web.AppKey("console", Console)
+
+# A reader that takes nothing for so long is cut off: there is nothing here that must arrive.
+_WRITE_TIMEOUT_S = 10.0
+_POLICY = (
+    "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Kept by browsers, and asked about each time: an upgraded router has other files.
+    "Cache-Control": "no-cache",
+}
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    body: bytes
+    headers: dict[str, str]
+    etag: str
+
+
+def _read_files() -> dict[str, _File]:
+    found = {}
+    for path in files("penstock_router").joinpath("static/console").iterdir():
+        kind = _TYPES.get(PurePath(path.name).suffix)
+        if kind is not None:
+            body = path.read_bytes()
+            etag = base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:12]).decode()
+            headers = {**_HEADERS, "Content-Type": kind, "ETag": f'"{etag}"'}
+            found[path.name] = _File(body, headers, etag)
+    return found
+
+
+# By name: no request's path ever becomes one of a file system.
+_FILES = _read_files()
+
+
+def add_routes(app: web.Application) -> None:
+    """All of /console; the page itself is one of the table of routes."""
+    app.router.add_get("/console/feed", feed, allow_head=False)
+    app.router.add_get("/console/{name}", file)
+
+
+async def page(request: web.Request) -> web.Response:
+    """GET /"""
+    if not request.app[ROUTER].config.console:
+        return await info.health(request)
+    return _answer(request, "index.html")
+
+
+async def file(request: web.Request) -> web.Response:
+    """GET /console/NAME"""
+    return _answer(request, request.match_info["name"])
+
+
+def _answer(request: web.Request, name: str) -> web.Response:
+    found = _FILES.get(name)
+    if found is None:
+        raise NotFound(f"the console has no file {name[:100]!r}")
+    known = request.if_none_match or ()
+    if any(etag.value in (found.etag, "*") for etag in known):
+        return web.Response(status=304, headers=found.headers)
+    return web.Response(body=found.body, headers=found.headers)
+
+
+async def feed(request: web.Request) -> web.StreamResponse:
+    """GET /console/feed: events named fleet and requests, until the client leaves."""
+    config = request.app[ROUTER].config
+    if config.api_key is not None or config.admin_key is not None:
+        check_admin(request)
+    with request.app[CONSOLE].watched() as frames:
+        async with EventStream(
+            request, keep_alive_s=config.keep_alive_s, write_timeout_s=_WRITE_TIMEOUT_S
+        ) as events:
+            while (frame := await frames.get()) is not None:
+                await events.send(frame)
+            await events.end()
+            return events.response

@@ -1,0 +1,178 @@
+"""A request's record to the spans of its trace: the HTTP request, its way to the shards, and its
+attempt at each of them, of which the shard's own spans are children.
+
+Names are OpenTelemetry's where it has one. Never texts, token ids or keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from penstock_client.types import AttemptRecord
+from penstock_proto.tracing import Event, Span, SpanContext, SpanSink, Value, begin
+from penstock_router.records import RequestRecord
+
+METHOD = "penstock.v1.Shard/Generate"
+_HTTP_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/generate": "text_completion",
+    "/generate_stream": "text_completion",
+}
+_NS = 1_000_000_000
+
+
+class RequestTraces:
+    """Which requests are traced; sends off the spans of those that are over."""
+
+    def __init__(self, sink: SpanSink | None, share: float = 1.0) -> None:
+        """Without a sink a request's trace goes through to the shards as it came. With one, of the
+        requests that belong to no trace yet that `share` begin one.
+        """
+        self._sink = sink
+        self._share = share
+
+    def begin(self, headers: Sequence[str]) -> tuple[str, str]:
+        """What shards are given as traceparent, and the id of the span above this request's; ""
+        where there is none. `headers` are all that the client sent: more than one mean nothing.
+        """
+        given = headers[0] if len(headers) == 1 else ""
+        if self._sink is None:
+            return (given if SpanContext.parse(given) else ""), ""
+        context, parent_span_id = begin(given, self._share)
+        return context.traceparent, parent_span_id
+
+    def ended(self, record: RequestRecord) -> None:
+        """Told of each request that has ended."""
+        context = SpanContext.parse(record.traceparent)
+        if self._sink is not None and context is not None and context.sampled:
+            self._sink.add(list(_spans(record, context)))
+
+
+def _spans(record: RequestRecord, context: SpanContext) -> Iterator[Span]:
+    ended_s = record.arrived_s if record.ended_s is None else record.ended_s
+    method = record.method if record.method in _HTTP_METHODS else "_OTHER"
+    yield Span(
+        name=f"{'HTTP' if method == '_OTHER' else method} {record.route}",
+        kind="server",
+        context=context,
+        parent_id=record.parent_span_id,
+        started_ns=_unix_ns(record, record.arrived_s),
+        ended_ns=_unix_ns(record, ended_s),
+        attributes=_known({"http.request.method": method, **_attributes(record)}),
+        error=_error(record),
+        events=list(_failovers(record)),
+    )
+    yield from _phase(record, context, "prepare", record.arrived_s, record.prepared_s)
+    yield from _phase(record, context, "queue", record.prepared_s, record.placed_s)
+    for sequence, attempts in enumerate(record.sequences):
+        for number, attempt in enumerate(attempts):
+            if attempt.span_id:
+                where: dict[str, Value | None] = {
+                    "penstock.sequence": sequence,
+                    "penstock.request.attempt": number,
+                }
+                yield _attempt(record, context, attempt, where, ended_s)
+
+
+def _phase(
+    record: RequestRecord,
+    context: SpanContext,
+    name: str,
+    begin_s: float | None,
+    end_s: float | None,
+) -> Iterator[Span]:
+    """Nothing of what it never came to, or did not finish."""
+    if begin_s is not None and end_s is not None:
+        yield Span(
+            name=name,
+            context=context.child(),
+            parent_id=context.span_id,
+            started_ns=_unix_ns(record, begin_s),
+            ended_ns=_unix_ns(record, end_s),
+        )
+
+
+def _attempt(
+    record: RequestRecord,
+    context: SpanContext,
+    attempt: AttemptRecord,
+    where: dict[str, Value | None],
+    ended_s: float,
+) -> Span:
+    host, _, port = attempt.shard.rpartition(":")
+    events = []
+    if attempt.first_output_s is not None:
+        events.append(Event("first output", _unix_ns(record, attempt.first_output_s)))
+    return Span(
+        name=METHOD,
+        kind="client",
+        context=SpanContext(context.trace_id, attempt.span_id, context.sampled),
+        parent_id=context.span_id,
+        started_ns=_unix_ns(record, attempt.sent_s),
+        ended_ns=_unix_ns(record, ended_s if attempt.ended_s is None else attempt.ended_s),
+        attributes=_known(
+            {
+                "rpc.system.name": "grpc",
+                "rpc.method": METHOD,
+                "server.address": host,
+                "server.port": int(port),
+                "error.type": attempt.ended_because or None,
+                "penstock.shard.reason": attempt.reason,
+                **where,
+            }
+        ),
+        error=attempt.ended_because,
+        events=events,
+    )
+
+
+def _failovers(record: RequestRecord) -> Iterator[Event]:
+    for attempts in record.sequences:
+        for failed, next_one in pairwise(attempts):
+            attributes = {
+                "penstock.shard.from": failed.shard,
+                "penstock.shard.to": next_one.shard,
+                "penstock.failover.reason": failed.ended_because,
+            }
+            yield Event("failover", _unix_ns(record, next_one.sent_s), attributes)
+
+
+def _attributes(record: RequestRecord) -> dict[str, Value | None]:
+    usage, first_s = record.usage, record.first_token_s
+    return {
+        "http.route": record.route,
+        "http.response.status_code": record.status,
+        "error.type": _error(record) or None,
+        "gen_ai.operation.name": _OPERATIONS.get(record.route),
+        "gen_ai.request.model": record.model or None,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.response.finish_reasons": [record.outcome],
+        "gen_ai.response.time_to_first_chunk": (
+            None if first_s is None else round(first_s - record.arrived_s, 6)
+        ),
+        "gen_ai.usage.input_tokens": None if usage is None else usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": None if usage is None else usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": None if usage is None else usage.cached_tokens,
+        "penstock.request.id": record.request_id,
+        "penstock.key.name": record.key_name or None,
+    }
+
+
+def _error(record: RequestRecord) -> str:
+    """What was the server's fault; a client's mistakes are no errors of the span."""
+    failed = record.status >= 500 or record.outcome == "error"
+    return (record.error or record.outcome) if failed else ""
+
+
+def _known(attributes: dict[str, Value | None]) -> dict[str, Value]:
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _unix_ns(record: RequestRecord, perf_counter_s: float) -> int:
+    return round((record.arrived_at + perf_counter_s - record.arrived_s) * _NS)

@@ -1,0 +1,238 @@
+"""What a shard counts, for Prometheus, and the port that tells it. Knows no gRPC calls and no
+engine process: the supervisor says what happened, and is asked how things stand when somebody
+looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from typing import Protocol
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock_proto.metric_names import Translated
+from penstock_shard.config import ShardConfig
+from penstock_shard.link import Error, Load, Output, Ready
+
+_STEP_BUCKETS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
+)
+_WAIT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+)
+_REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+_POWERS_OF_TWO = tuple(float(2**power) for power in range(15))
+# Whoever connects and says nothing is let go.
+_CALLER_TIMEOUT_S = 5.0
+_CODES = {status.value[0]: status.name.lower() for status in grpc.StatusCode}
+# What a request gave was for nobody, unless a caller only had enough of it.
+_CUT_SHORT = ("aborted", "deadline_exceeded")
+
+
+class EngineState(Protocol):
+    """How an engine stands; see `EngineSupervisor`."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def ready(self) -> Ready | None: ...
+
+    @property
+    def serving(self) -> bool: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def queued_tokens(self) -> int: ...
+
+    @property
+    def instance_id(self) -> str: ...
+
+
+class ShardMetrics:
+    """The shard's counters."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._add_requests()
+        self._add_tokens()
+        self._add_steps()
+
+    def _add_requests(self) -> None:
+        self._requests = Counter(
+            "penstock_shard_requests",
+            "Requests that have ended, by outcome: stop, length, aborted, or the code of an error.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self._request_seconds = self._histogram(
+            "request_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS_S
+        )
+        self._queue_seconds = self._histogram(
+            "queue_seconds", "From a request's arrival to its first step.", _WAIT_BUCKETS_S
+        )
+        self._prefill_seconds = self._histogram(
+            "prefill_seconds", "From a request's first step to its first token.", _WAIT_BUCKETS_S
+        )
+        self._restarts = self._counter("engine_restarts", "Engines that died or were killed.")
+
+    def _add_tokens(self) -> None:
+        self._prompt_tokens = self._counter(
+            "prompt_tokens",
+            "Tokens of requests that began: prompts, and of continued requests their output so "
+            "far.",
+        )
+        self._cached_tokens = self._counter(
+            "cached_tokens", "Of those, tokens that were found in the prefix cache."
+        )
+        self._output_tokens = self._counter("output_tokens", "Tokens given to callers.")
+        self._aborted_tokens = self._counter(
+            "aborted_tokens",
+            "Of those, tokens of requests that were aborted or overdue: for nobody, unless a "
+            "caller had enough, as at a stop string.",
+        )
+
+    def _add_steps(self) -> None:
+        self._step_seconds = self._histogram(
+            "step_seconds", "How long a step took, from its launch to its results.", _STEP_BUCKETS_S
+        )
+        self._step_sequences = self._histogram(
+            "step_sequences", "Sequences in a step: the batch.", _POWERS_OF_TWO
+        )
+        self._step_tokens = self._histogram(
+            "step_tokens", "Tokens that a step computed, prompts' and outputs'.", _POWERS_OF_TWO
+        )
+        computed = Counter(
+            "penstock_shard_computed_tokens",
+            "Tokens computed in steps, by kind: prompt or decode.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self._computed_prompt = computed.labels("prompt")
+        self._computed_decode = computed.labels("decode")
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"penstock_shard_{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        name = f"penstock_shard_{name}"
+        return Histogram(name, text, buckets=tuple(buckets), registry=self.registry)
+
+    # ---- what happened ----
+
+    def began(self, num_tokens: int, queue_s: float) -> None:
+        """A request is in its first step."""
+        self._prompt_tokens.inc(num_tokens)
+        self._queue_seconds.observe(queue_s)
+
+    def prefilled(self, seconds: float, cached_tokens: int) -> None:
+        """A request gave its first token."""
+        self._prefill_seconds.observe(seconds)
+        self._cached_tokens.inc(cached_tokens)
+
+    def ended(self, last: Output, num_tokens: int, seconds: float) -> None:
+        """`last` ended a request that gave `num_tokens`, `seconds` after it came."""
+        outcome = _outcome(last)
+        self._requests.labels(outcome).inc()
+        self._request_seconds.observe(seconds)
+        if outcome in _CUT_SHORT:
+            self._aborted_tokens.inc(num_tokens)
+
+    def refused(self, error: Error) -> None:
+        """A request was turned away."""
+        self._requests.labels(_CODES[error.code]).inc()
+
+    def stepped(self, before: Load, after: Load, num_tokens: int) -> None:
+        """A step gave `num_tokens`; the engine counts them all, so what it did is a difference."""
+        if num_tokens:
+            self._output_tokens.inc(num_tokens)
+        if after.steps_total == before.steps_total:
+            return
+        prompt_tokens = after.prompt_tokens_total - before.prompt_tokens_total
+        decode_tokens = after.decode_tokens_total - before.decode_tokens_total
+        self._step_seconds.observe(after.steps_seconds_total - before.steps_seconds_total)
+        self._step_sequences.observe(after.sequences_total - before.sequences_total)
+        self._step_tokens.observe(prompt_tokens + decode_tokens)
+        self._computed_prompt.inc(prompt_tokens)
+        self._computed_decode.inc(decode_tokens)
+
+    def engine_died(self) -> None:
+        self._restarts.inc()
+
+
+def _outcome(last: Output) -> str:
+    if last.error is not None:
+        return _CODES[last.error.code]
+    return "" if last.finish is None else last.finish.value
+
+
+class EngineCollector(Collector):
+    """How the engine stands, when somebody looks. In another thread than the engine's messages are
+    taken in: it reads, and each number is of one moment or the next.
+    """
+
+    def __init__(self, engine: EngineState, config: ShardConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    def collect(self) -> Iterator[Metric]:
+        engine, load, ready = self._engine, self._engine.load, self._engine.ready
+        num_blocks = 0 if ready is None else ready.info.num_blocks
+        yield _gauge("serving", "1 where requests are served.", engine.serving)
+        yield _gauge("draining", "1 while nothing new is taken.", engine.draining)
+        yield _gauge("running", "Sequences that are being computed.", load.running)
+        yield _gauge("waiting", "Sequences that wait.", engine.num_waiting)
+        queued_tokens = engine.queued_tokens + load.behind_tokens
+        text = "Tokens to be computed before those who wait, or have begun, decode."
+        yield _gauge("queued_tokens", text, queued_tokens)
+        yield _gauge("kv_blocks", "KV blocks there are.", num_blocks)
+        yield _gauge("kv_used_blocks", "KV blocks that sequences hold.", load.referenced_blocks)
+        ratio = load.referenced_blocks / max(1, num_blocks)
+        yield _gauge("kv_used_ratio", "Of all KV blocks, the part that sequences hold.", ratio)
+        yield CounterMetricFamily(
+            "penstock_shard_preemptions",
+            "Sequences that were put down for others, to be computed again.",
+            value=load.preemptions_total,
+        )
+        yield self._info(ready)
+
+    def _info(self, ready: Ready | None) -> Metric:
+        labels = {
+            "model": self._config.model_name,
+            "version": version("penstock"),
+            "dtype": "" if ready is None else ready.info.dtype,
+            "device": "" if ready is None else ready.info.device,
+            "instance_id": self._engine.instance_id,
+        }
+        info = GaugeMetricFamily("penstock_shard_info", "What it serves: 1.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
+        return info
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"penstock_shard_{name}", text, value=value)
+
+
+def serve_metrics(metrics: ShardMetrics, engine: EngineState, config: ShardConfig) -> None:
+    """Answer on `config.metrics_port` in a thread, for as long as the process runs.
+
+    Raises:
+        OSError: the port is in use, or the address is not this machine's.
+    """
+    assert config.metrics_port is not None
+    metrics.registry.register(EngineCollector(engine, config))
+    families = CollectorRegistry()
+    families.register(Translated(metrics.registry, config.metrics_names, model=config.model_name))
+    server, _ = start_http_server(config.metrics_port, config.host, families)
+    server.RequestHandlerClass.timeout = _CALLER_TIMEOUT_S

@@ -1,0 +1,54 @@
+"""A line of the log for each request: its fields, and the same in words.
+
+Texts never reach a shard; token ids never reach its log.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from penstock_shard import wire
+from penstock_shard.request_record import ShardRecord
+
+logger = logging.getLogger("penstock.requests")
+
+
+def log_request(record: ShardRecord) -> None:
+    """Told of each request that has ended."""
+    fields = fields_of(record)
+    words = "request %(request_id)s %(outcome)s %(prompt_tokens)d+%(output_tokens)d tokens"
+    logger.info(words, fields, extra=fields)
+
+
+def fields_of(record: ShardRecord) -> dict[str, str | int | float]:
+    """What there is to say; what is not known is left out."""
+    given: dict[str, str | int | float | None] = {
+        "request_id": record.request_id,
+        "label": record.label or None,
+        "attempt": record.attempt,
+        "trace_id": None if record.context is None else record.context.trace_id,
+        "outcome": _outcome(record),
+        # The field at fault.
+        "error_field": (record.error and record.error.field) or None,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "given_tokens": record.given_tokens or None,
+        "output_tokens": record.output_tokens,
+        "queue_ms": None if record.queue_s is None else round(1000 * record.queue_s, 1),
+        "ttft_ms": _ms(record, record.first_token_s),
+        "total_ms": _ms(record, record.ended_s),
+        "steps": None if record.work is None else record.work.steps,
+        "preemptions": None if record.work is None else record.work.preemptions,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _outcome(record: ShardRecord) -> str:
+    """A finish reason, or a gRPC status."""
+    if record.error is not None:
+        return wire.status(record.error).name
+    return "" if record.finish is None else record.finish.value
+
+
+def _ms(record: ShardRecord, monotonic_s: float | None) -> float | None:
+    return None if monotonic_s is None else round(1000 * (monotonic_s - record.arrived_s), 1)

@@ -1,0 +1,127 @@
+"""What became of each request at this shard: followed as its outputs pass, told when it is over.
+
+The log's lines and the spans of traces are made of it. A request that is in neither is not
+followed. Knows neither, and of tokens their number only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock_proto.tracing import SpanContext, begin
+from penstock_shard.link import Error, Load, Output, Work
+from penstock_shard.request import FinishReason
+from penstock_shard.validation import MAX_ID_CHARACTERS, IncomingRequest
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ShardRecord:
+    """A request and what happened to it. Times with `_s` are `time.monotonic`'s; None: not yet."""
+
+    request_id: str
+    attempt: int
+    # The user's own id of the request.
+    label: str
+    instance_id: str
+    prompt_tokens: int
+    # Of its output, tokens that had been made before.
+    given_tokens: int
+    # Of its span, and its parent's id; None where it is not traced.
+    context: SpanContext | None = None
+    parent_span_id: str = ""
+
+    # Unix time in ns.
+    arrived_ns: int = field(default_factory=time.time_ns)
+    arrived_s: float = field(default_factory=time.monotonic)
+    # From its arrival to its first step.
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    ended_s: float | None = None
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    # How busy the engine was when it gave the first and the last token.
+    first_load: Load | None = None
+    last_load: Load | None = None
+    # How it ended: one of both; and what it took, where the engine ended it.
+    finish: FinishReason | None = None
+    error: Error | None = None
+    work: Work | None = None
+
+    @property
+    def mean_batch(self) -> float | None:
+        """Sequences in a step while it decoded, on average."""
+        if self.first_load is None or self.last_load is None:
+            return None
+        steps = self.last_load.steps_total - self.first_load.steps_total
+        if steps <= 0:
+            return None
+        return (self.last_load.sequences_total - self.first_load.sequences_total) / steps
+
+
+OnEnd = Callable[[ShardRecord], None]
+
+
+class Follower:
+    """Follows requests for those who want to know how they ended."""
+
+    def __init__(
+        self, log: OnEnd | None, trace: OnEnd | None, share: float, load: Callable[[], Load]
+    ) -> None:
+        """`log` is told of every request, `trace` of those that are sampled: of those that belong
+        to no trace yet that `share`.
+        """
+        self._log = log
+        self._trace = trace
+        self._share = share
+        self._load = load
+
+    def outlet(
+        self, incoming: IncomingRequest, instance_id: str, deliver: Callable[[Output], None]
+    ) -> Callable[[Output], None]:
+        """What is to take the request's outputs in the place of `deliver`."""
+        context, parent_span_id = SpanContext.parse(incoming.traceparent), ""
+        if self._trace is not None:
+            context, parent_span_id = begin(incoming.traceparent, self._share)
+        listeners = [self._log] if self._log is not None else []
+        if self._trace is not None and context is not None and context.sampled:
+            listeners.append(self._trace)
+        if not listeners:
+            return deliver
+        record = ShardRecord(
+            request_id=incoming.request_id[:MAX_ID_CHARACTERS],
+            attempt=incoming.attempt,
+            label=incoming.label[:MAX_ID_CHARACTERS],
+            instance_id=instance_id,
+            prompt_tokens=incoming.prompt.size,
+            given_tokens=incoming.output.size,
+            context=context,
+            parent_span_id=parent_span_id,
+        )
+
+        def take(output: Output) -> None:
+            _note(record, output, self._load)
+            deliver(output)
+            if output.is_last:
+                for listener in listeners:
+                    listener(record)
+
+        return take
+
+
+def _note(record: ShardRecord, output: Output, load: Callable[[], Load]) -> None:
+    if output.queue_s is not None:
+        record.queue_s = output.queue_s
+    if output.cached_tokens is not None:
+        record.cached_tokens = output.cached_tokens
+    if output.token_ids:
+        record.output_tokens += len(output.token_ids)
+        record.last_token_s = time.monotonic()
+        if record.first_token_s is None:
+            record.first_token_s, record.first_load = record.last_token_s, load()
+    if output.is_last:
+        record.ended_s = time.monotonic()
+        record.last_load = load()
+        record.finish, record.error, record.work = output.finish, output.error, output.work

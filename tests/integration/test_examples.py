@@ -1,0 +1,33 @@
+"""The Python examples, run as they stand. The Node one: tests/clients/test_node.py."""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+from pathlib import Path
+
+import pytest
+
+STREAM = Path(__file__).parents[2] / "examples" / "python" / "stream.py"
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return runpy.run_path(str(STREAM))["stream"]
+
+
+def test_the_python_example_streams_text(pair, stream, capsys) -> None:
+    asyncio.run(stream(pair.shard.address, "What is a shard?"))
+    printed = capsys.readouterr()
+    assert len(printed.out) > 20
+    assert printed.err == ""
+
+
+def test_the_python_example_names_a_field_that_is_wrong(pair, stream, capsys) -> None:
+    asyncio.run(stream(pair.shard.address, "What is a shard?", temperature=-3.0))
+    assert capsys.readouterr().err == "temperature is -3.0; it must be 0..100\n"
+
+
+def test_the_python_example_keeps_to_its_deadline(pair, stream) -> None:
+    with pytest.raises(TimeoutError):
+        asyncio.run(stream(pair.shard.address, "What is a shard?", limit_s=0.05))

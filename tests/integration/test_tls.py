@@ -1,0 +1,435 @@
+"""TLS and mutual TLS between real processes: who is refused, what is said, and rotation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from support.certificates import SERVER_NAME, Authority, Pair, SwappedFolder
+from support.processes import Router, Shard, free_port, running, wait_until
+
+from penstock_client import (
+    Fleet,
+    GenerationRequest,
+    NoShardAvailable,
+    ShardClient,
+    ShardUnavailable,
+    SyncShardClient,
+    Tls,
+)
+from penstock_proto.transport import server_credentials
+
+_CLOSED = "it closes connections at once"
+_REFUSED = "the shard's certificate is refused"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A router that serves HTTPS, and shards behind mutual TLS: one that serves, and wrong ones."""
+
+    authority: Authority
+    folder: SwappedFolder
+    router: Router
+    shard: Shard
+    # By what is wrong with them.
+    wrong: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def authority(folder: Path) -> Authority:
+    return Authority(folder, "ours")
+
+
+@pytest.fixture(scope="module")
+def stranger(folder: Path) -> Authority:
+    return Authority(folder, "other")
+
+
+@contextlib.contextmanager
+def _server(pair: Pair | None, client_ca: Path | None = None, port: int = 0) -> Iterator[str]:
+    """A server that knows nothing but how to shake hands; its address."""
+    server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+    address = f"127.0.0.1:{port}"
+    if pair is None:
+        port = server.add_insecure_port(address)
+    else:
+        ca = None if client_ca is None else str(client_ca)
+        credentials = server_credentials(str(pair.cert), str(pair.key), ca)
+        port = server.add_secure_port(address, credentials)
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path, authority: Authority, stranger: Authority) -> Iterator[Site]:
+    shown = authority.issue("router")
+    mount = SwappedFolder(folder / "mount", authority.issue("127.0.0.1"), authority.file)
+    shard = Shard(
+        folder / "shard-log",
+        *(*mount.pair.server_flags, "--tls-client-ca-file", str(mount.ca_file)),
+        *("--step-ms", "5"),
+        tls=authority.tls(shown),
+    )
+    with contextlib.ExitStack() as stack:
+        wrong = {
+            why: stack.enter_context(_server(pair))
+            for why, pair in {
+                "certificate has expired": authority.issue("127.0.0.1", expired=True),
+                "unable to get local issuer certificate": stranger.issue("127.0.0.1"),
+                "for another name": authority.issue("elsewhere.example"),
+                "does not speak TLS": None,
+            }.items()
+        }
+        router = Router(
+            folder / "router-log",
+            [shard.address, *wrong.values()],
+            *("--workers", "2", *authority.issue("127.0.0.1").server_flags),
+            *("--shard-tls-ca-file", str(authority.file)),
+            *("--shard-tls-cert-file", str(shown.cert), "--shard-tls-key-file", str(shown.key)),
+        )
+        stack.enter_context(running(shard, router))
+        yield Site(authority, mount, router, shard, wrong)
+
+
+def _context(authority: Authority) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(authority.file))
+
+
+def _complete(site: Site, **fields: object) -> bytes:
+    body = json.dumps({"prompt": "Hello", "max_tokens": 4, **fields}).encode()
+    request = urllib.request.Request(
+        site.router.url + "/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10, context=_context(site.authority)) as answer:
+        read: bytes = answer.read()
+        return read
+
+
+# ---- HTTPS -------------------------------------------------------------------------------------
+
+
+def test_a_request_is_answered_over_https_by_a_shard_behind_mutual_tls(site: Site) -> None:
+    assert json.loads(_complete(site))["usage"]["completion_tokens"] == 4
+    assert b"data: [DONE]" in _complete(site, stream=True)
+
+
+def test_a_client_that_does_not_know_the_authority_refuses_the_router(
+    site: Site, stranger: Authority
+) -> None:
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        urllib.request.urlopen(site.router.url, timeout=5, context=_context(stranger))
+
+
+@pytest.mark.parametrize("spoken", [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 64])
+def test_whoever_does_not_speak_tls_to_the_https_port_is_hung_up_on(
+    site: Site, spoken: bytes
+) -> None:
+    host, port = site.router.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(spoken)
+        with contextlib.suppress(ConnectionError):
+            assert b"HTTP" not in connection.recv(1000)
+
+
+def _serial(address: str, authority: Authority) -> str:
+    """Of the certificate that is shown there."""
+    host, port = address.split(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=5) as plain,
+        _context(authority).wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        certificate = connection.getpeercert()
+        assert certificate is not None
+        return str(certificate["serialNumber"])
+
+
+def test_a_new_certificate_is_shown_by_all_workers_and_open_connections_stay(
+    tmp_path: Path, authority: Authority
+) -> None:
+    mount = SwappedFolder(tmp_path / "mount", authority.issue("127.0.0.1"), authority.file)
+    flags = ["--workers", "2", "--log-format", "text", *mount.pair.server_flags]
+    router = Router(tmp_path / "log", ["127.0.0.1:1"], *flags)
+    host, port = router.address.split(":")
+    try:
+        wait_until(lambda: router.log.count("listening on") == 2, timeout_s=30, what="2 workers")
+        before = _serial(router.address, authority)
+        open_one = http.client.HTTPSConnection(
+            host, int(port), context=_context(authority), timeout=5
+        )
+        open_one.request("GET", "/health")
+        open_one.getresponse().read()
+        # Half of it, as no mount does but a person may.
+        new = authority.issue("127.0.0.1")
+        mount.pair.key.write_bytes(new.key.read_bytes())
+        wait_until(lambda: router.log.count("not the key of") == 2, timeout_s=10, what="2 lines")
+        assert {_serial(router.address, authority) for _ in range(8)} == {before}
+        mount.swap(new, authority.file)
+        wait_until(lambda: router.log.count("read again") == 2, timeout_s=10, what="2 lines")
+        after = {_serial(router.address, authority) for _ in range(8)}
+        assert len(after) == 1
+        assert before not in after
+        assert router.log.count("not the key of") == 2
+        open_one.request("GET", "/health")
+        assert open_one.getresponse().status == 200
+        open_one.close()
+    finally:
+        router.close()
+
+
+# ---- Shards ------------------------------------------------------------------------------------
+
+
+def test_a_router_names_each_shard_it_cannot_trust_once_and_serves_with_the_others(
+    site: Site,
+) -> None:
+    for why, address in site.wrong.items():
+
+        def lines(why: str = why, address: str = address) -> list[str]:
+            found = (line for line in site.router.log.splitlines() if address in line)
+            return [line for line in found if "TLS handshake failed: " in line and why in line]
+
+        # Once of each worker.
+        wait_until(lambda: len(lines()) == 2, timeout_s=10, what=f"a line with {why!r}")
+    said = len(site.router.log)
+    time.sleep(2.5)
+    assert len(site.router.log) == said
+    assert b"Traceback" not in site.router.log.encode()
+    assert json.loads(_complete(site))["usage"]["completion_tokens"] == 4
+
+
+def test_a_router_is_not_ready_without_a_shard_it_trusts_and_says_why(
+    tmp_path: Path, site: Site, authority: Authority
+) -> None:
+    # This client has no certificate, which the shard asks for.
+    router = Router(
+        tmp_path / "log", [site.shard.address], "--shard-tls-ca-file", str(authority.file)
+    )
+    try:
+        wait_until(lambda: _CLOSED in router.log, timeout_s=30, what="the reason in the log")
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(router.url + "/ready", timeout=5)
+        with refusal.value as answer:
+            assert (answer.code, _CLOSED in answer.read().decode()) == (503, True)
+        time.sleep(1.5)
+        assert router.log.count(_CLOSED) == 1
+    finally:
+        router.close()
+
+
+def _clients(authority: Authority, stranger: Authority) -> dict[str, tuple[Tls | None, str]]:
+    """What each shows, and what it gets to hear."""
+    expired = authority.issue("router", expired=True)
+    return {
+        "in the clear": (None, _CLOSED),
+        "no certificate": (authority.tls(), _CLOSED),
+        "an expired one": (authority.tls(expired), _CLOSED),
+        "another authority's": (authority.tls(stranger.issue("router")), _CLOSED),
+        "another authority": (stranger.tls(authority.issue("router")), _REFUSED),
+        "another name": (authority.tls(authority.issue("router"), "else.example"), "another name"),
+    }
+
+
+async def test_clients_that_show_the_wrong_thing_are_refused_at_once_with_the_reason(
+    site: Site, authority: Authority, stranger: Authority
+) -> None:
+    for tls, why in _clients(authority, stranger).values():
+        async with ShardClient(site.shard.address, tls=tls) as client:
+            started_s = time.monotonic()
+            with pytest.raises(ShardUnavailable, match=why):
+                await client.info()
+            with pytest.raises(ShardUnavailable, match=why):
+                _ = [output async for output in client.generate(GenerationRequest([1]))]
+            assert time.monotonic() - started_s < 5
+        with (
+            SyncShardClient(site.shard.address, tls=tls) as sync,
+            pytest.raises(ShardUnavailable, match=why),
+        ):
+            sync.info()
+
+
+async def test_a_fleet_that_is_refused_says_so_and_keeps_nobody_waiting(
+    site: Site, authority: Authority
+) -> None:
+    async with Fleet([site.shard.address], tls=authority.tls()) as fleet:
+        with pytest.raises(NoShardAvailable, match=_CLOSED):
+            await fleet.wait_ready(1.0)
+
+
+def test_what_a_shard_refuses_leaves_nothing_in_its_log(site: Site) -> None:
+    lines = site.shard.log.splitlines()
+    assert not [line for line in lines if "ssl_transport" in line or "Traceback" in line]
+
+
+async def test_a_shard_reached_by_address_may_be_known_by_a_name(
+    authority: Authority, tmp_path: Path
+) -> None:
+    pair = authority.issue(SERVER_NAME)
+    shard = Shard(tmp_path / "log", *pair.server_flags, tls=authority.tls(server_name=SERVER_NAME))
+    with running(shard):
+        async with ShardClient(shard.address, tls=shard.tls) as client:
+            assert (await client.info()).model == "penstock-toy"
+        async with ShardClient(shard.address, tls=authority.tls()) as client:
+            with pytest.raises(ShardUnavailable, match="for another name"):
+                await client.info()
+
+
+# ---- Rotation between clients and shards ---------------------------------------------------------
+
+
+async def test_a_shard_takes_new_files_for_new_connections_and_streams_go_on(
+    site: Site, authority: Authority, folder: Path
+) -> None:
+    """From one authority to another on both sides, and back."""
+    next_one = Authority(folder, "next")
+    old, new = authority.tls(authority.issue("r")), next_one.tls(next_one.issue("r"))
+    async with ShardClient(site.shard.address, tls=old) as client:
+        request = GenerationRequest([1], max_tokens=400)
+        stream = client.submit(request)
+        await anext(stream)
+        site.folder.swap(next_one.issue("127.0.0.1"), next_one.file)
+        try:
+            # Within a second after its last look a shard does not look again.
+            await asyncio.sleep(1.1)
+            async with ShardClient(site.shard.address, tls=new) as other:
+                await other.info()
+            async with ShardClient(site.shard.address, tls=old) as other:
+                with pytest.raises(ShardUnavailable, match="handshake failed"):
+                    await other.info()
+            await anext(stream)
+        finally:
+            site.folder.swap(authority.issue("127.0.0.1"), authority.file)
+            stream.cancel()
+    await asyncio.sleep(1.1)
+    async with ShardClient(site.shard.address, tls=old) as other:
+        await other.info()
+
+
+@pytest.fixture
+def mount(tmp_path: Path, authority: Authority) -> SwappedFolder:
+    """A client's files."""
+    return SwappedFolder(tmp_path / "client", authority.issue("router"), authority.file)
+
+
+def _tls(mount: SwappedFolder) -> Tls:
+    return Tls(str(mount.ca_file), str(mount.pair.cert), str(mount.pair.key))
+
+
+async def test_a_client_uses_new_files_when_it_connects_again(
+    tmp_path: Path, authority: Authority, stranger: Authority, mount: SwappedFolder
+) -> None:
+    port = free_port()
+
+    def shard(name: str, signer: Authority) -> Shard:
+        return Shard(
+            tmp_path / name,
+            *(*signer.issue("127.0.0.1").server_flags, "--tls-client-ca-file", str(signer.file)),
+            port=port,
+            tls=signer.tls(signer.issue("health")),
+        )
+
+    first = shard("first", authority)
+    with running(first):
+        async with (
+            Fleet([first.address], tls=_tls(mount)) as fleet,
+            ShardClient(first.address, tls=_tls(mount)) as client,
+        ):
+            with SyncShardClient(first.address, tls=_tls(mount)) as sync:
+                await fleet.wait_ready(10)
+                await client.info()
+                await asyncio.to_thread(sync.info)
+                channel = client._channel
+                mount.swap(stranger.issue("router"), stranger.file)
+                await asyncio.sleep(1.1)
+                # Who is connected stays so.
+                await client.info()
+                assert client._channel is channel
+                first.close()
+                with running(shard("second", stranger)):
+                    await fleet.wait_ready(10)
+                    assert (await client.info()).model == "penstock-toy"
+                    assert (await asyncio.to_thread(sync.info)).model == "penstock-toy"
+                    stream = fleet.submit(GenerationRequest([1], max_tokens=3))
+                    assert sum([len(o.token_ids) async for o in stream]) == 3
+
+
+def test_a_synchronous_stream_that_runs_keeps_its_connection_when_files_change(
+    site: Site, authority: Authority, tmp_path: Path
+) -> None:
+    mount = SwappedFolder(tmp_path / "sync", authority.issue("router"), authority.file)
+    with SyncShardClient(site.shard.address, tls=_tls(mount)) as client:
+        stream = client.generate(GenerationRequest([1], max_tokens=400))
+        tokens = len(next(stream).token_ids)
+        mount.swap(authority.issue("router"), authority.file)
+        time.sleep(1.1)
+        channel = client._channel
+        client.info()
+        assert client._channel is not channel
+        del channel
+        assert tokens + sum(len(output.token_ids) for output in stream) == 400
+
+
+# ---- Starts and tools --------------------------------------------------------------------------
+
+
+def _penstock(*arguments: str, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock_client.cli", *arguments],
+        env={"PATH": "", "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_files_that_are_no_pair_end_a_start_with_one_line(authority: Authority) -> None:
+    pair, other = authority.issue("x"), authority.issue("x")
+    flags = ["--ssl-certfile", str(pair.cert), "--ssl-keyfile", str(other.key)]
+    for process in (("router", "--shards", "127.0.0.1:1"), ("shard", "--runner", "fake")):
+        status, said = _penstock(*process, *flags)
+        assert (status, len(said.splitlines())) == (2, 1)
+        assert f"{other.key}: not the key of {pair.cert}" in said
+
+
+def test_the_tools_speak_tls_by_flags_or_environment(site: Site, authority: Authority) -> None:
+    tls = site.shard.tls
+    assert tls is not None
+    assert tls.cert_file is not None
+    assert tls.key_file is not None
+    environment = {
+        "PENSTOCK_SHARD_TLS_CA_FILE": tls.ca_file,
+        "PENSTOCK_SHARD_TLS_CERT_FILE": tls.cert_file,
+        "PENSTOCK_SHARD_TLS_KEY_FILE": tls.key_file,
+    }
+    flags = ["--tls-ca-file", tls.ca_file]
+    pair = ["--tls-cert-file", tls.cert_file, "--tls-key-file", tls.key_file]
+    assert _penstock("health", site.shard.address, *flags, *pair)[0] == 0
+    status, said = _penstock("health", site.shard.address, *flags)
+    assert (status, _CLOSED in said) == (1, True)
+    status, said = _penstock("info", site.shard.address, **environment)
+    assert (status, "penstock-toy" in said) == (0, True)
+    status, said = _penstock("health", site.router.url, SSL_CERT_FILE=str(authority.file))
+    assert (status, said) == (0, f"{site.router.url}: healthy\n")

@@ -1,0 +1,142 @@
+"""Each request has one record, which is whole when it ends, whatever it ended in."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from router_doubles import MemoryRouter
+
+from penstock_client.errors import ShardFailed
+from penstock_client.types import AttemptRecord
+from penstock_router.records import Records, RequestRecord
+from penstock_router.routes.base import ROUTER
+
+
+def new_record(request_id: str = "r") -> RequestRecord:
+    return RequestRecord(
+        request_id=request_id, method="POST", route="/v1/completions", arrived_s=0.0
+    )
+
+
+def records_of(router: MemoryRouter) -> Records:
+    return router.app[ROUTER].records
+
+
+async def last_record(router: MemoryRouter) -> RequestRecord:
+    records = records_of(router)
+    while records.running:
+        await asyncio.sleep(0.001)
+    return records.ended[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_record_has_the_times_and_tokens_of_an_answer(
+    router: MemoryRouter, stream: bool
+) -> None:
+    await router.complete([11, 12, 13], max_tokens=5, ignore_eos=True, stream=stream)
+    record = await last_record(router)
+    times = [
+        *(record.arrived_s, record.admitted_s, record.prepared_s),
+        *(record.placed_s, record.first_token_s, record.ended_s),
+    ]
+    assert None not in times
+    assert times == sorted(time for time in times if time is not None)
+    assert record.usage is not None
+    assert (record.usage.prompt_tokens, record.output_tokens) == (3, 5)
+    assert (record.status, record.outcome, record.error) == (200, "length", "")
+    assert (record.method, record.route, record.stream) == ("POST", "/v1/completions", stream)
+    assert record.model
+
+
+async def test_a_refused_request_has_a_record_that_names_the_field_and_no_value(
+    router: MemoryRouter,
+) -> None:
+    await router.complete("a secret", max_tokens=-1)
+    record = await last_record(router)
+    assert (record.status, record.outcome) == (400, "refused")
+    assert record.error == "BadRequestError: max_tokens"
+    assert record.usage is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failed_answer_has_the_type_of_its_error(
+    router: MemoryRouter, stream: bool
+) -> None:
+    router.fleet.script = lambda request: [5, 6, ShardFailed("its words are not for this")]
+    await router.complete(max_tokens=5, stream=stream)
+    record = await last_record(router)
+    assert (record.outcome, record.error) == ("error", "ShardFailed")
+    assert record.status == (200 if stream else 500)
+
+
+async def test_a_client_that_leaves_ends_its_record_as_disconnect(router: MemoryRouter) -> None:
+    router.fleet.step_s = 0.02
+    connection = router.connect()
+    body = b'{"prompt": "Hello", "max_tokens": 100, "ignore_eos": true}'
+    connection.send("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    records = records_of(router)
+    while not any(record.usage for record in records.running):
+        assert not records.ended
+        await asyncio.sleep(0.005)
+    connection.close()
+    record = await last_record(router)
+    assert (record.status, record.outcome) == (499, "disconnect")
+
+
+async def test_a_response_in_the_background_outlives_the_request_that_asked_for_it(
+    router: MemoryRouter,
+) -> None:
+    router.fleet.step_s = 0.01
+    answer = await router.post("/v1/responses", {"input": "fox", "background": True})
+    assert answer.status == 200
+    records = records_of(router)
+    (record,) = records.running
+    assert record.status == 200
+    assert record.ended_s is None
+    assert await last_record(router) is record
+    assert record.outcome in ("stop", "length")
+
+
+async def test_probes_have_no_records(router: MemoryRouter) -> None:
+    await router.get("/health")
+    await router.get("/metrics")
+    assert not records_of(router).ended
+
+
+async def test_the_clients_own_id_names_the_record(router: MemoryRouter) -> None:
+    body = {"prompt": "Hello", "max_tokens": 1}
+    await router.post("/v1/completions", body, **{"X-Request-Id": "mine"})
+    assert (await last_record(router)).request_id == "mine"
+
+
+def test_a_record_ends_once_when_its_last_holder_lets_go() -> None:
+    records, ended = Records(), []
+    records.on_end.append(ended.append)
+    record = new_record()
+    with records.held(record):
+        with records.held(record):
+            assert list(records.running) == [record]
+        assert not ended
+    assert ended == [record]
+    assert not records.running
+
+
+def test_what_is_said_first_of_an_end_counts() -> None:
+    records, record = Records(), new_record()
+    with records.held(record):
+        record.status = 200
+        record.finished("disconnect")
+        record.finished("length")
+    assert record.outcome == "disconnect"
+
+
+def test_a_few_sequences_are_followed_and_a_few_records_kept() -> None:
+    records, record = Records(), new_record()
+    for shard in range(100):
+        record.follow([AttemptRecord(f"s{shard}:1", "least_load", 0.0)])
+    assert [attempt.shard for attempt in record.attempts] == [f"s{i}:1" for i in range(16)]
+    for number in range(1000):
+        with records.held(new_record(str(number))):
+            pass
+    assert [record.request_id for record in records.ended] == [str(i) for i in range(800, 1000)]
