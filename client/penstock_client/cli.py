@@ -28,6 +28,7 @@ use it
   health          for probes: exit status 0 when healthy
   bench           load on a router: throughput, time to first token, inter-token latency
   replay          generate again what an audit log recorded, and compare
+  translate       a command line of vLLM or TGI as one of penstock
   keys            make, list and revoke API keys of a router
 
 `penstock COMMAND --help` says more.
@@ -41,6 +42,7 @@ _TOOLS = {
     "health": "penstock_client.health",
     "bench": "penstock_client.bench",
     "replay": "penstock_client.replay",
+    "translate": "penstock_client.translate",
     "keys": "penstock_client.keys",
 }
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 ENGINES = ("docker", "podman", "nerdctl")
 # All other options have a value.
 _SWITCHES = frozenset(
-    "--detach --disable-content-trust --init --interactive --no-healthcheck --oom-kill-disable "
-    "--privileged --publish-all --quiet --read-only --rm --sig-proxy --tty --use-api-socket".split(
-        " "
-    )
+    [
+        *("--detach", "--disable-content-trust", "--init", "--interactive", "--no-healthcheck"),
+        *("--oom-kill-disable", "--privileged", "--publish-all", "--quiet", "--read-only", "--rm"),
+        *("--sig-proxy", "--tty", "--use-api-socket"),
+    ]
 )
-_SHORT_SWITCHES = frozenset("dditPqt")
+_SHORT_SWITCHES = frozenset("dqitP")
 _LONG = {"-e": "--env", "-p": "--publish", "-v": "--volume"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -29,9 +30,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = parser_for("health", "Ask a shard or a router whether it is healthy, and exit 0 or 1.")
     parser.add_argument(
         "target",
+        nargs="?",
+        default=f"http://127.0.0.1:{os.getenv('PORT', '8000')}",
         type=_target,
         metavar="TARGET",
-        help="HOST:PORT of a shard, or the http:// address of a router",
+        help="HOST:PORT of a shard, or the http:// address of a router (default: a router on this "
+        "machine, at the port that PORT names, or 8000)",
     )
     parser.add_argument(
         "--live", action="store_true", help="alive instead of ready: still loads, drains, restarts"

@@ -225,7 +225,7 @@ def removed(text: str, name: str) -> str:
         raise KeyFileError(f"there is no key {_shown(name)}")
     lines = text.splitlines(keepends=True)
     starts = [number for number, line in enumerate(lines) if _HEADER.fullmatch(line.rstrip("\n"))]
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+    for start, end in zip(starts, [*starts, len(lines)][1:], strict=True):
         # What stands above the next entry is about that one.
         while end > start and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
             end -= 1

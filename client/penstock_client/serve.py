@@ -9,6 +9,8 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import itertools
+import os
 import shlex
 import signal
 import socket
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock_client.arguments import MAX_PORT, api_key, parser_for, port_number, positive_int
+from penstock_client.gpus import visible_gpus
 
 _POLL_S = 0.2
 _STOP_TIMEOUT_S = 15.0
@@ -38,6 +41,8 @@ _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 class _Child:
     name: str
     command: list[str]
+    # The one it is to see; empty: whatever there is.
+    gpu: str = ""
     process: asyncio.subprocess.Process | None = None
     deaths: int = 0
     started_s: float = field(default=0.0)
@@ -49,6 +54,10 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         model_flags = ["--model", arguments[0]]
         arguments = arguments[1:]
+    router_flags: Sequence[str] = []
+    if "--" in arguments:
+        split = list(arguments).index("--")
+        arguments, router_flags = arguments[:split], arguments[split + 1 :]
     parser = _parser()
     args, shard_flags = parser.parse_known_args(arguments)
     last_port = args.shard_port + args.shards - 1
@@ -61,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     if taken:
         print(f"penstock serve: {taken}", file=sys.stderr)
         return _USAGE_STATUS
-    children = _children(args, [*model_flags, *shard_flags])
+    children = _children(args, [*model_flags, *shard_flags], router_flags)
     scheme = "https" if args.tls_cert_file else "http"
     authority = _authority(_HERE.get(args.host, args.host), args.port)
     return asyncio.run(_serve(children, f"{scheme}://{authority}"))
@@ -72,10 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         "Serve a model on this machine: a router and one shard or more, restarted when they die.",
     )
-    parser.usage = "penstock serve [MODEL] [FLAGS]"
+    parser.usage = "penstock serve [MODEL] [FLAGS] [-- FLAGS OF THE ROUTER]"
     parser.epilog = (
         "MODEL is a directory or a hub id (default: the built-in toy model). "
-        "Other flags are handed to the shards: see `penstock shard --help`."
+        "Other flags are handed to the shards: see `penstock shard --help`; those after `--` to "
+        "the router: see `penstock router --help`. Several shards take the GPUs in turn."
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
@@ -94,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _children(args: argparse.Namespace, shard_flags: list[str]) -> list[_Child]:
+def _children(
+    args: argparse.Namespace, shard_flags: list[str], router_flags: Sequence[str]
+) -> list[_Child]:
     """The shards, then the router."""
     ports = [str(args.shard_port + index) for index in range(args.shards)]
     addresses = [f"127.0.0.1:{port}" for port in ports]
@@ -106,11 +118,16 @@ def _children(args: argparse.Namespace, shard_flags: list[str]) -> list[_Child]:
         router += ["--tls-cert-file", args.tls_cert_file]
     if args.tls_key_file:
         router += ["--tls-key-file", args.tls_key_file]
+    gpus = itertools.cycle(visible_gpus() if args.shards > 1 else [])
     shards = [
-        _Child(f"shard {address}", _python("penstock_shard", "--port", port, *shard_flags))
+        _Child(
+            name=f"shard {address}",
+            command=_python("penstock_shard", "--port", port, *shard_flags),
+            gpu=next(gpus, ""),
+        )
         for address, port in zip(addresses, ports, strict=True)
     ]
-    return [*shards, _Child("router", router)]
+    return [*shards, _Child("router", [*router, *router_flags])]
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
@@ -183,7 +200,10 @@ async def _keep(child: _Child) -> None:
     while True:
         # Its own session: Ctrl-C reaches us alone, and we end children in the right order.
         child.process = await asyncio.create_subprocess_exec(
-            *child.command, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+            *child.command,
+            start_new_session=True,
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": child.gpu} if child.gpu else None,
         )
         child.started_s = time.monotonic()
         status = await child.process.wait()

@@ -7,13 +7,13 @@ which is what the all-in-one image does. What becomes of which flag say the tabl
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import NoReturn
 
 from penstock_client.arguments import parser_for
 from penstock_client.docker_run import ENGINES, DockerError
@@ -41,10 +41,10 @@ _WORDS_ON_A_LINE = 90
 
 def main(arguments: Sequence[str]) -> int:
     parser = parser_for("translate", "Turn a command line of vLLM or TGI into one of penstock.")
-    parser.usage = "penstock translate [--run] -- COMMAND ..."
+    parser.usage = "penstock translate [--run] [FLAGS OF penstock serve] -- COMMAND ..."
     parser.epilog = (
         f"COMMAND is {_FORMS}. Exit status 1 says that a flag is left out without which answers "
-        "would be others."
+        "would be others. Other flags before `--` are added to those of penstock serve."
     )
     parser.add_argument(
         "--run", action="store_true", help="serve at once, also as variables of TGI or vLLM say"
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str]) -> int:
         metavar="DIR",
         help="with --run, if started as root: become the owner of DIR, where models are kept",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
-    args = parser.parse_args(arguments)
-    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    args, added = parser.parse_known_args(arguments[:split])
+    words = arguments[split + 1 :]
     if len(words) == 1:
         # As one word, in quotes.
         words = shlex.split(words[0])
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     except (UnknownCommand, DockerError) as error:
         print(f"penstock translate: {error}", file=sys.stderr)
         return _USAGE_STATUS
+    result.serve += added
     _print_remarks(result)
     if args.run:
         return _run(result, args.drop_root)
@@ -105,7 +106,7 @@ def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
         return VLLM, words[3:]
     if program == "text-generation-launcher":
         return TGI, words[1:]
-    raise UnknownCommand(f"give a command that is known: {_FORMS}")
+    raise UnknownCommand(f"after -- give a command that is known: {_FORMS}")
 
 
 def pretty(result: Translation) -> str:
@@ -114,7 +115,9 @@ def pretty(result: Translation) -> str:
     lines = [" ".join([*variables, "penstock", "serve"])]
     for word in result.arguments:
         text = _quoted(word)
-        if word.startswith("-") or len(lines[-1]) + len(text) > _WORDS_ON_A_LINE:
+        if (word.startswith("-") and lines[-1] != "  --") or len(lines[-1]) + len(
+            text
+        ) > _WORDS_ON_A_LINE:
             lines.append(f"  {text}")
         else:
             lines[-1] += f" {text}"
@@ -139,17 +142,27 @@ def _run(result: Translation, folder: Path | None) -> int:
         names = ", ".join(r.subject for r in result.remarks if r.loss is Loss.REFUSED)
         print(f"penstock translate: not served, as answers would be others without {names}",
               file=sys.stderr)  # fmt: skip
-        return _USAGE_STATUS
-    if folder is not None:
-        try:
-            problem = drop_root(folder)
-        except OSError as error:
-            print(f"penstock translate: cannot leave root for the owner of {folder} "
-                  f"({error.strerror}); start as another user, as with docker's --user",
-                  file=sys.stderr)  # fmt: skip
-            return _USAGE_STATUS
-        if problem:
-            print(f"penstock translate: {problem}", file=sys.stderr)
-    command = [sys.executable, "-m", "penstock_client.cli", "serve", *result.arguments]
+    elif folder is None or _drop_root(folder):
+        _become(result)
+    return _USAGE_STATUS
+
+
+def _drop_root(folder: Path) -> bool:
+    """Whether this process is root no more."""
+    try:
+        problem = drop_root(folder)
+    except OSError as error:
+        print(f"penstock translate: cannot leave root for the owner of {folder} "
+              f"({error.strerror}); start as another user, as with docker's --user",
+              file=sys.stderr)  # fmt: skip
+        return False
+    if problem:
+        print(f"penstock translate: {problem}", file=sys.stderr)
+    return True
+
+
+def _become(result: Translation) -> NoReturn:
+    """Replace this process, so that signals and exit status need no passing on."""
     sys.stderr.flush()
+    command = [sys.executable, "-m", "penstock_client.cli", "serve", *result.arguments]
     os.execve(sys.executable, command, {**os.environ, **result.environment})

@@ -123,32 +123,36 @@ def translate(
     is lost is worth a word, and nothing needs to be set again.
     """
     result = Translation()
-    flags = {given.name: given for given in _read_flags(peer, words, result)}
     around = {name: value for name, value in (ambient or {}).items() if name not in variables}
-    if peer.flags_are_variables:
-        of_variables = [*_flags_of(peer, around), *_flags_of(peer, variables)]
-        flags = {given.name: given for given in of_variables} | flags
-    for name, value in peer.defaults.items():
-        flags.setdefault(name, Given(name, f"--{name}", (value,)))
-    _mend(peer, flags, gpus)
-    for given in flags.values():
+    for given in _flags(peer, words, {**around, **variables}, gpus, result).values():
         _apply(peer.flags[given.name], given, result)
     for name, value in {**around, **variables}.items():
-        if rule := peer.environment.get(name):
-            quiet = name in around
-            if not (
-                quiet and (rule.part is Part.ENVIRONMENT or rule.loss is Loss.NONE and rule.why)
-            ):
-                _apply(rule, Given(name, name, (value,)), result)
-        elif name in variables and not _is_flag(peer, name):
+        rule = peer.environment.get(name)
+        if rule is not None and not (name in around and _goes_without_saying(rule, name)):
+            _apply(rule, Given(name, name, (value,)), result)
+        elif rule is None and name in variables and not _is_flag(peer, name):
             result.environment[name] = value
     if result.copies > 1:
-        result.remark(
-            f"{result.copies} GPUs",
-            Loss.NONE,
-            "each gets a shard with the whole model, which has to fit into one",
-        )
+        text = "each gets a shard with the whole model, which has to fit into one"
+        result.remark(f"{result.copies} GPUs", Loss.NONE, text)
     return result
+
+
+def _flags(
+    peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
+) -> dict[str, Given]:
+    """All flags that hold, by name: those given, those of variables, and what others default to."""
+    flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
+    if peer.flags_are_variables:
+        flags |= {given.name: given for given in _flags_of(peer, variables)}
+    flags |= {given.name: given for given in _read_flags(peer, words, result)}
+    _mend(peer, flags, gpus)
+    return flags
+
+
+def _goes_without_saying(rule: Rule, name: str) -> bool:
+    """Of a variable that merely is there: it stays, or means nothing here."""
+    return rule.to == name or (rule.loss is Loss.NONE and bool(rule.why))
 
 
 def translate_docker(words: Sequence[str], ambient: Mapping[str, str], gpus: int) -> Translation:

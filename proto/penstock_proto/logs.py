@@ -30,18 +30,19 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def set_up_logging(
-    log_format: str = "auto", level: str = "info", stream: TextIO | None = None
-) -> None:
+def set_up_logging(log_format: str = "auto", level: str = "info") -> None:
     """Lines on stderr, also of what nobody caught. `auto` is text on a terminal, JSON elsewhere."""
-    stream = stream or sys.stderr
-    is_text = log_format == "text" or (log_format == "auto" and stream.isatty())
-    writer = _Writer(stream)
-    writer.setFormatter(TextFormatter() if is_text else JsonFormatter())
+    writer = _Writer(sys.stderr)
+    writer.setFormatter(_formatter(log_format, sys.stderr))
     logging.basicConfig(level=level.upper(), handlers=[writer])
-    if not is_text:
+    if isinstance(writer.formatter, JsonFormatter):
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
+
+
+def _formatter(log_format: str, stream: TextIO) -> logging.Formatter:
+    is_text = stream.isatty() if log_format == "auto" else log_format == "text"
+    return TextFormatter() if is_text else JsonFormatter()
 
 
 def escaped(text: str) -> str:
@@ -114,10 +115,13 @@ class _Writer(logging.Handler):
         super().close()
 
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
+        line: str | None = ""
+        while line is not None:
+            line = self._lines.get()
             try:
-                self._stream.write(line + "\n")
-                if self._lines.empty():
+                if line is not None:
+                    self._stream.write(line + "\n")
+                if line is None or self._lines.empty():
                     self._report_dropped()
                     self._stream.flush()
             except (OSError, ValueError):

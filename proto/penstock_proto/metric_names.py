@@ -113,9 +113,7 @@ VLLM = (
 )
 
 TGI = (
-    Name(
-        "tgi_request_count", _router("requests"), values={"route": _GENERATE_ROUTES}
-    ),
+    Name("tgi_request_count", _router("requests"), values={"route": _GENERATE_ROUTES}),
     Name("tgi_request_success", _router("requests"), values=_SUCCESS),
     Name(
         "tgi_request_failure",
@@ -127,9 +125,7 @@ TGI = (
     Name("tgi_request_validation_duration", _router("prepare_seconds")),
     Name("tgi_request_queue_duration", _either("queue_seconds", "queue_seconds")),
     Name("tgi_request_inference_duration", _router("inference_seconds")),
-    Name(
-        "tgi_request_mean_time_per_token_duration", _router("mean_between_tokens_seconds")
-    ),
+    Name("tgi_request_mean_time_per_token_duration", _router("mean_between_tokens_seconds")),
     Name("tgi_request_generated_tokens", _router("request_output_tokens")),
     Name("tgi_request_input_length", _router("request_prompt_tokens")),
     Name(

@@ -92,7 +92,7 @@ def build_app(
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
     threads = Threads(executor, max_pending)
-    models = Models(fleet, threads, config)
+    models = Models(fleet, threads, config, metrics.held)
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
     app[ROUTER] = Router(
         config=config,

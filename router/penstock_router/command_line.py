@@ -229,6 +229,12 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
         help=f"how long a request waits for a shard that can take it {_DEFAULT}",
         **values.SECONDS,
     )
+    add(
+        "--shard-wait-s",
+        help="hold requests for a model that no shard serves for so long, as when shards are "
+        "started on demand; the router counts as ready meanwhile (default: refuse them at once)",
+        **values.SECONDS,
+    )
 
 
 def _add_recording_flags(group: argparse._ArgumentGroup) -> None:

@@ -46,6 +46,8 @@ class RouterConfig:
     stall_timeout_s: float = 3.0
     # How long a request waits for a shard that can take it.
     failover_timeout_s: float = 60.0
+    # How long one waits, queued, where no shard serves its model; None: it is refused at once.
+    shard_wait_s: float | None = None
 
     # Signs the ids of events; routers with the same one take up each other's streams.
     resume_key: str = field(default="", repr=False)

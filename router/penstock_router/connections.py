@@ -1,8 +1,8 @@
 """Connections: how many there may be, and how long each may take to send a request's headers.
 
 aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
-but not how long headers take: who sends a byte at a time would hold a connection for an hour. Bodies
-have clocks of their own (`routes/base.py`). Knows nothing of what is asked.
+but not how long headers take: who sends a byte at a time would hold one for an hour. Bodies have
+clocks of their own (`routes/base.py`). Knows nothing of what is asked.
 """
 
 from __future__ import annotations

@@ -162,6 +162,14 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self.requests_held = Gauge(
+            "penstock_router_requests_held",
+            "Requests that wait for a shard of their model, of which none serves; \"\" for a model "
+            "that was never served (--shard-wait-s).",
+            ("model",),
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.queue_seconds = Histogram(
             "penstock_router_queue_seconds",
             "How long requests that got their places had waited for them.",
@@ -176,6 +184,10 @@ class Metrics:
             ("reason",),
             registry=registry,
         )
+
+    def held(self, model: str, change: int) -> None:
+        """So many requests more wait for a shard of this model."""
+        self.requests_held.labels(model).inc(change)
 
     def loop_was_late(self, lag_s: float, worst_s: float) -> None:
         """Of one timer, and the worst of the last ones."""

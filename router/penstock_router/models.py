@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError, RequestRefused
@@ -29,6 +29,8 @@ _ANY_MODEL = frozenset({"", "tgi", "dummy"})
 # An alias for requests that name none.
 _DEFAULT = "default"
 
+# So often a request that is held looks for a shard.
+_HELD_POLL_S = 0.1
 # How long a failure to load stands before files are fetched again.
 _RETRY_S = 1.0
 
@@ -67,7 +69,16 @@ def _failed(task: _Loading) -> bool:
 class Models:
     """The models of a fleet, by name."""
 
-    def __init__(self, fleet: Fleet, threads: Threads, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        threads: Threads,
+        config: RouterConfig,
+        on_held: Callable[[str, int], None] = lambda model, change: None,
+    ) -> None:
+        """`on_held` is told of requests that begin (1) and cease (-1) to wait for a shard of their
+        model; of one that was never served the name is "".
+        """
         self._fleet = fleet
         self._threads = threads
         # The operator's own, which goes before the models'.
@@ -75,6 +86,8 @@ class Models:
         self._trusts_templates = config.trust_request_chat_template
         # The operator's own names of models.
         self._aliases = dict(config.model_aliases)
+        self._shard_wait_s = config.shard_wait_s
+        self._on_held = on_held
         # By model and tokenizer hash.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
@@ -86,8 +99,10 @@ class Models:
 
     @property
     def not_ready_because(self) -> str | None:
-        """Why requests would be answered 503; None when they are served."""
+        """Why requests would be answered 503; None when they are served, or held until they are."""
         infos = self.infos()
+        if self._shard_wait_s is not None and not infos:
+            return None
         if not infos:
             return "no shard serves yet" if not self._texts else "no shard serves at present"
         for info in infos:
@@ -139,8 +154,10 @@ class Models:
         raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
     async def get(self, name: str) -> ServedModel:
-        """The model a request names, loaded."""
-        info = self.info(name)
+        """The model a request names, loaded. Waits for a shard that serves it, for a while where
+        that is so configured.
+        """
+        info = await self._info_in_time(name)
         try:
             tokenizer, chat_template, files = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
@@ -157,6 +174,26 @@ class Models:
             trusts_templates=self._trusts_templates,
         )
         return ServedModel(info, text, files)
+
+    async def _info_in_time(self, name: str) -> ShardInfo:
+        try:
+            return self.info(name)
+        except Unavailable:
+            if self._shard_wait_s is None:
+                raise
+        known = name if name in self._names else ""
+        until_s = time.monotonic() + self._shard_wait_s
+        self._on_held(known, 1)
+        try:
+            while True:
+                await asyncio.sleep(_HELD_POLL_S)
+                try:
+                    return self.info(name)
+                except Unavailable:
+                    if time.monotonic() >= until_s:
+                        raise
+        finally:
+            self._on_held(known, -1)
 
     async def _text_of(self, info: ShardInfo) -> _Text:
         key = (info.model, info.tokenizer_hash)

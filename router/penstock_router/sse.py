@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
+    "Cache-Control": "no-store",
     # Asks nginx to pass events on as they come.
     "X-Accel-Buffering": "no",
 }

@@ -54,7 +54,7 @@ _BACKLOG = 2048
 _RESTART_DELAY_S = 1.0
 # So many starts in a row of a worker that never gets to serve, and there is no more.
 _MAX_FAILED_STARTS = 3
-# How long one that replaces a worker may take until it can serve.
+# How long a worker that is not the only one may take until it can serve.
 _READY_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Of a body that nobody takes, about so much is read: of many long ones at once there is less to do
@@ -152,13 +152,13 @@ async def serve(
     listener: socket.socket,
     lifeline: Connection | None = None,
     *,
-    replaces: bool = False,
+    waits: bool = False,
     on_serving: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`.
 
-    One that replaces a worker lets the others take what comes until it can serve. `on_serving` is
-    called when it does.
+    One that `waits` lets other workers take what comes until it can serve. `on_serving` is called
+    when it does.
     """
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
@@ -192,7 +192,7 @@ async def serve(
             )
             await runner.setup()
             try:
-                if replaces:
+                if waits:
                     await _until_ready(app[ROUTER].models)
                 _rest_collector()
                 async with https_context(config.tls_cert_file, config.tls_key_file) as tls:
@@ -276,7 +276,7 @@ async def _until_ready(models: Models) -> None:
 
 
 def _worker_main(
-    config: RouterConfig, lifeline: Connection, replaces: bool, serving: Connection
+    config: RouterConfig, lifeline: Connection, waits: bool, serving: Connection
 ) -> None:
     _set_up_logging(config)
     try:
@@ -288,7 +288,7 @@ def _worker_main(
             config,
             listener,
             lifeline,
-            replaces=replaces,
+            waits=waits,
             on_serving=lambda: serving.send_bytes(b"!"),
         )
         sys.exit(_run(router))
@@ -361,7 +361,8 @@ class _Parent:
         """False where the system lets some not start, once that was said."""
         try:
             for index in range(self._config.workers):
-                workers[index] = self._start(index)
+                # Whoever is told that one can serve may meet another with the next request.
+                workers[index] = self._start(index, waits=index > 0)
         except OSError as error:
             _refuse(f"cannot start a worker: {error.strerror}")
         return len(workers) == self._config.workers
@@ -376,12 +377,12 @@ class _Parent:
         if self._wake in multiprocessing.connection.wait([self._wake, *sentinels], timeout_s):
             os.read(self._wake, 1)
 
-    def _start(self, index: int, *, replaces: bool = False) -> SpawnProcess:
+    def _start(self, index: int, *, waits: bool) -> SpawnProcess:
         heard, serving = self._context.Pipe(duplex=False)
         self._serving[index] = heard
         worker = self._context.Process(
             target=_worker_main,
-            args=(_config_of(self._config, index), self._lifeline, replaces, serving),
+            args=(_config_of(self._config, index), self._lifeline, waits, serving),
             name=f"penstock-router-{index}",
         )
         # Blocked in the worker from its first instant and for good: see the top of this file.
@@ -414,7 +415,7 @@ class _Parent:
             self._wait((), _RESTART_DELAY_S)
             if not self._signals:
                 try:
-                    workers[index] = self._start(index, replaces=True)
+                    workers[index] = self._start(index, waits=True)
                 except OSError as error:
                     # It has still ended when it is looked at next.
                     logger.error("cannot start a worker: %s", error.strerror)

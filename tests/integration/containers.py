@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -27,9 +28,14 @@ from support.processes import free_port
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 # Absolute paths of the images that are moved below the folder of a built one.
-_IMAGE_PATHS = ("/opt/penstock", "/var/cache/penstock", "/src")
+_IMAGE_PATHS = ("/opt/penstock", "/var/cache/penstock", "/src", "/etc/penstock")
 # Of the host, while an image is built: which package index to use, and how to reach it.
 _INSTALLER_VARIABLES = ("PIP_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "HOME")
+
+# As the kubelet asks over HTTPS: whoever answers.
+ANY_CERTIFICATE = ssl.create_default_context()
+ANY_CERTIFICATE.check_hostname = False
+ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 EditRun = Callable[[str], str | None]
 
@@ -133,7 +139,7 @@ def _copy(context: Path, source: str, destination: Path, ignore: str) -> None:
         shutil.copytree(context / source, destination, ignore=shutil.ignore_patterns(*hidden))
     else:
         assert not any(fnmatch.fnmatch(source, pattern) for pattern in hidden)
-        shutil.copy(context / source, destination / source)
+        shutil.copy(context / source, destination / Path(source).name)
 
 
 # ---- what runs -------------------------------------------------------------------------------
@@ -161,23 +167,43 @@ class Workload:
     environment: Mapping[str, str]
     probes: Mapping[str, Probe]
     grace_s: float
+    # Beside the one that it serves on.
+    more_ports: tuple[int, ...] = ()
+    # A name that resolves to the addresses of all that have it.
+    service: str = ""
+    # What is mounted, by path.
+    files: Mapping[str, str] = field(default_factory=dict)
+    https: bool = False
+
+    def address(self, port: int) -> str:
+        return f"{self.host}:{port}"
 
     @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
+    def all_ports(self) -> tuple[int, ...]:
+        return (self.port, *self.more_ports)
 
 
 @dataclass(slots=True)
 class Network:
-    """Which local port stands for which address."""
+    """Which local port stands for which address, and which ones a service's name resolves to."""
 
     ports: dict[str, int] = field(default_factory=dict)
+    services: dict[str, list[int]] = field(default_factory=dict)
 
     def join(self, workload: Workload) -> None:
-        self.ports[workload.address] = free_port()
+        for port in workload.all_ports:
+            self.ports[workload.address(port)] = local = free_port()
+            self.services.setdefault(f"{workload.service}:{port}", []).append(local)
 
     def local(self, text: str) -> str:
-        """The text with every known address replaced."""
+        """The text with every known address replaced. A name of several addresses becomes several
+        names: on this machine addresses differ by their ports.
+        """
+        text = re.sub(
+            r"dns://([\w.-]+:\d+)",
+            lambda match: ",".join(f"dns://127.0.0.1:{p}" for p in self.services[match[1]]),
+            text,
+        )
         for address, port in self.ports.items():
             text = re.sub(rf"(?<![\w.-]){re.escape(address)}(?!\w)", f"127.0.0.1:{port}", text)
         return text
@@ -188,12 +214,17 @@ class Container:
 
     def __init__(self, workload: Workload, network: Network, log_file: Path) -> None:
         self.workload = workload
-        self.port = network.ports[workload.address]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.ports = {port: network.ports[workload.address(port)] for port in workload.all_ports}
+        self.port = self.ports[workload.port]
+        self.url = f"{'https' if workload.https else 'http'}://127.0.0.1:{self.port}"
         self._network = network
         self._log_file = log_file
         built = workload.built
         self._env = {**built.env, **workload.environment}
+        for path, text in workload.files.items():
+            mounted = Path(built.rebase(path))
+            mounted.parent.mkdir(parents=True, exist_ok=True)
+            mounted.write_text(text)
         self._argv = self._localise([*built.image.entrypoint, *workload.arguments])
         self.process = self._start(self._argv)
 
@@ -236,7 +267,9 @@ class Container:
     def status(self, path: str, timeout_s: float = 5.0) -> int:
         """Of a GET; 0 without an answer."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            with urllib.request.urlopen(
+                self.url + path, timeout=timeout_s, context=ANY_CERTIFICATE
+            ) as response:
                 status: int = response.status
                 return status
         except urllib.error.HTTPError as error:
@@ -246,11 +279,12 @@ class Container:
             return 0
 
     def _localise(self, words: Sequence[str]) -> list[str]:
-        """Addresses of others, of itself, and the port it listens on."""
-        own = str(self.workload.port)
-        words = [self._network.local(word) for word in words]
-        words = [re.sub(rf"\b127\.0\.0\.1:{own}\b", f"127.0.0.1:{self.port}", w) for w in words]
-        words = [str(self.port) if word == own else word for word in words]
+        """Paths, addresses of others, of itself, and the ports it listens on."""
+        words = [self._network.local(self.workload.built.rebase(word)) for word in words]
+        for own, local in self.ports.items():
+            address = rf"\b127\.0\.0\.1:{own}\b"
+            words = [re.sub(address, f"127.0.0.1:{local}", word) for word in words]
+            words = [str(local) if word == str(own) else word for word in words]
         program = shutil.which(words[0], path=self._env["PATH"])
         assert program is not None, f"{words[0]} is not in {self._env['PATH']}"
         return [program, *words[1:]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ _CONTAINER_KEYS = frozenset(
 )
 _INTERPOLATION = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "penstock"
+
+Resource = Mapping[str, Any]
 Images = Mapping[str, Built]
 Secrets = Mapping[str, Mapping[str, str]]
 
@@ -116,15 +119,34 @@ def seconds(text: str) -> float:
     return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1]]
 
 
-def render(chart: Path, values: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The resources of a chart, rendered without a cluster."""
-    with helm_python.Chart.load(chart) as loaded:
-        files: dict[str, str] = loaded.render(dict(values), name=name, namespace="default")
-    texts = [text for path, text in files.items() if path.endswith(".yaml")]
+def render(values: Mapping[str, Any], name: str) -> list[Resource]:
+    """The resources of the chart, rendered without a cluster."""
+    texts = [text for path, text in _render(values, name).items() if path.endswith(".yaml")]
     return [part for text in texts for part in yaml.safe_load_all(text) if part is not None]
 
 
-def find(resources: Sequence[Mapping[str, Any]], kind: str, ending: str) -> Mapping[str, Any]:
+def render_notes(values: Mapping[str, Any], name: str) -> str:
+    """What Helm prints after an installation."""
+    return _render(values, name)["penstock/templates/NOTES.txt"]
+
+
+def _render(values: Mapping[str, Any], name: str) -> dict[str, str]:
+    with helm_python.Chart.load(CHART) as chart:
+        files: dict[str, str] = chart.render(dict(values), name=name, namespace="default")
+    return files
+
+
+def pod_templates(resource: Resource) -> list[Resource]:
+    """Of what runs pods; none of anything else."""
+    if resource["kind"] in ("Deployment", "StatefulSet"):
+        return [resource["spec"]["template"]]
+    if resource["kind"] == "LeaderWorkerSet":
+        group = resource["spec"]["leaderWorkerTemplate"]
+        return [group["leaderTemplate"], group["workerTemplate"]]
+    return []
+
+
+def find(resources: Sequence[Resource], kind: str, ending: str) -> Resource:
     """The one resource of a kind whose name ends so."""
     (found,) = (
         r for r in resources if r["kind"] == kind and r["metadata"]["name"].endswith(ending)
@@ -138,21 +160,24 @@ def chart_workloads(
     """One workload a pod; `images` by repository and tag."""
     found = []
     for resource in resources:
+        assert resource["kind"] != "LeaderWorkerSet", "several pods in one are not known here"
         if resource["kind"] not in ("Deployment", "StatefulSet"):
             continue
-        for index in range(resource["spec"]["replicas"]):
-            host = resource["metadata"]["name"]
+        spec = resource["spec"]
+        for index in range(spec["replicas"]):
+            host, service = resource["metadata"]["name"], ""
             if resource["kind"] == "StatefulSet":
-                host = f"{host}-{index}.{resource['spec']['serviceName']}"
-            found.append(_pod(host, resource["spec"]["template"]["spec"], images, secrets))
+                service = spec["serviceName"]
+                host = f"{host}-{index}.{service}"
+            found.append(_pod(host, service, spec["template"]["spec"], images, secrets))
     return found
 
 
-def _pod(host: str, spec: Mapping[str, Any], images: Images, secrets: Secrets) -> Workload:
+def _pod(host: str, service: str, spec: Resource, images: Images, secrets: Secrets) -> Workload:
     (container,) = spec["containers"]
     unknown = set(container) - _CONTAINER_KEYS
     assert not unknown, f"{host}: {sorted(unknown)} not known here"
-    (port,) = container["ports"]
+    port, *more_ports = container["ports"]
     return Workload(
         host=host,
         port=port["containerPort"],
@@ -164,7 +189,24 @@ def _pod(host: str, spec: Mapping[str, Any], images: Images, secrets: Secrets) -
             for name in ("startup", "readiness", "liveness")
         },
         grace_s=spec["terminationGracePeriodSeconds"],
+        more_ports=tuple(more["containerPort"] for more in more_ports),
+        service=service,
+        files=dict(_files(spec["volumes"], container["volumeMounts"], secrets)),
+        https=container["readinessProbe"].get("httpGet", {}).get("scheme") == "HTTPS",
     )
+
+
+def _files(
+    volumes: Sequence[Resource], mounts: Sequence[Resource], secrets: Secrets
+) -> Iterator[tuple[str, str]]:
+    """What secrets hold, by the paths at which they are mounted."""
+    paths = {mount["name"]: mount["mountPath"] for mount in mounts}
+    for volume in volumes:
+        name, (kind,) = volume["name"], volume.keys() - {"name"}
+        assert kind in ("emptyDir", "secret"), f"{name}: a volume of kind {kind} not known here"
+        if kind == "secret":
+            for key, text in secrets[volume["secret"]["secretName"]].items():
+                yield f"{paths[name]}/{key}", text
 
 
 def _variable(entry: Mapping[str, Any], secrets: Secrets) -> tuple[str, str]:
@@ -179,6 +221,8 @@ def _probe(probe: Mapping[str, Any], port: Mapping[str, Any]) -> Probe:
     if "httpGet" in probe:
         assert probe["httpGet"]["port"] in (port["name"], port["containerPort"])
         return Probe(http_path=probe["httpGet"]["path"], timeout_s=timeout_s)
+    if "exec" in probe:
+        return Probe(command=tuple(probe["exec"]["command"]), timeout_s=timeout_s)
     # The one kind of probe that takes no name of a port.
     assert probe["grpc"]["port"] == port["containerPort"]
     return Probe(grpc_service=probe["grpc"].get("service", ""), timeout_s=timeout_s)

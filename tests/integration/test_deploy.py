@@ -21,23 +21,30 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
-from integration.containers import Built, Container, Network, Workload, build
+from integration.containers import (
+    ANY_CERTIFICATE,
+    Built,
+    Container,
+    Network,
+    Workload,
+    build,
+)
 from integration.dockerfile import Dockerfile, parse
 from integration.manifests import (
     chart_workloads,
     compose_workloads,
-    find,
     read_compose,
     render,
     seconds,
 )
+from support.certificates import Authority
 from support.processes import wait_until
+
+from penstock_client import key_file
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-CHART = DEPLOY / "helm" / "penstock"
 # A slow package index is not what is tested here.
 pytestmark = pytest.mark.timeout(600)
 
@@ -160,12 +167,13 @@ def test_the_cuda_image_installs_the_flash_extra_and_the_cpu_image_does_not() ->
         stage: [step.text for step in file.steps(stage) if step.keyword == "RUN"]
         for stage in ("cuda-build", "cpu-build")
     }
-    assert runs["cuda-build"][-1] == "pip install --find-links /wheels '.[flash]'"
-    assert "pip install '.[shard]'" in runs["cpu-build"]
+    pinned = "pip install --constraint constraints.txt"
+    assert runs["cuda-build"][-1] == f"{pinned} --find-links /wheels '.[flash]'"
+    assert f"{pinned} '.[shard]'" in runs["cpu-build"]
     # The same torch, before the rest.
     (torch,) = (run for run in runs["cpu-build"] if '"$TORCH"' in run)
     assert runs["cuda-build"][1] == torch
-    assert runs["cpu-build"].index(torch) < runs["cpu-build"].index("pip install '.[shard]'")
+    assert runs["cpu-build"].index(torch) < runs["cpu-build"].index(f"{pinned} '.[shard]'")
 
 
 def test_what_an_image_copies_is_not_kept_out_of_its_context() -> None:
@@ -278,13 +286,13 @@ def test_the_charts_pods_answer_and_their_probes_flip_on_kill(
     images: Mapping[str, Built], tmp_path: Path
 ) -> None:
     values = {"shard": {"extraArgs": list(FAKE)}, "apiKey": {"existingSecret": "keys"}}
-    resources = render(CHART, values, "demo")
-    workloads = chart_workloads(resources, images, {"keys": {"api-key": KEY}})
+    workloads = chart_workloads(render(values, "demo"), images, {"keys": {"api-key": KEY}})
     with running(workloads, tmp_path) as containers:
         router = containers["demo-penstock-router"]
-        first, second = (c for name, c in containers.items() if "shard" in name)
+        first, second = (c for name, c in containers.items() if "toy" in name)
         check_answers(router, KEY)
         assert router.status("/v1/models") == 401
+        assert "penstock_shard_kv_used_ratio 0" in metrics_of(first)
 
         first.kill()
         assert not any(first.probe(name) for name in first.workload.probes)
@@ -298,134 +306,61 @@ def test_the_charts_pods_answer_and_their_probes_flip_on_kill(
         assert router.stop() == 0
 
 
-def test_the_chart_lints_without_a_complaint() -> None:
-    report = helm_python.lint(CHART, strict=True)
-    assert report["errors"] == []
-    # 1 is information: a chart may have no icon.
-    assert [m for m in report["messages"] if m["severity"] > 1] == []
-
-
-def test_the_chart_is_of_the_version_of_the_project() -> None:
-    with helm_python.Chart.load(CHART) as chart:
-        assert chart.metadata["appVersion"] == app_version()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"shard": {"replica": 3}},
-        {"shards": {}},
-        {"router": {"replicas": 0}},
-        {"router": {"service": {"type": "External"}}},
-        {"shard": {"extraArgs": "--runner fake"}},
-        {"shard": {"gpus": -1}},
-        {"apiKey": "secret"},
-        {"shard": {"cache": {"persistent": "yes"}}},
-    ],
-)
-def test_a_value_that_makes_no_sense_is_refused(values: Mapping[str, Any]) -> None:
-    with pytest.raises(helm_python.HelmValuesError):
-        render(CHART, values, "demo")
-
-
-def test_every_value_is_in_the_schema() -> None:
-    with helm_python.Chart.load(CHART) as chart:
-        assert list(missing_in_schema(chart.values, json.loads(schema_text()), "")) == []
-
-
-def test_a_value_without_a_schema_is_found() -> None:
-    values = {"router": {"replicas": 1, "colour": "red"}, "extra": 1}
-    found = list(missing_in_schema(values, json.loads(schema_text()), ""))
-    assert found == ["/router/colour", "/extra"]
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_the_router_is_told_the_address_of_every_shard(shards: int) -> None:
-    resources = render(CHART, {"shard": {"replicas": shards, "port": 6000}}, "demo")
-    args = container_of(find(resources, "Deployment", "router"))["args"]
-    service = find(resources, "Service", "shard")["metadata"]["name"]
-    pods = [f"demo-penstock-shard-{index}.{service}:6000" for index in range(shards)]
-    assert args[args.index("--shards") + 1].split(",") == pods
-
-
-def test_services_select_the_pods_they_are_for_and_name_ports_that_exist() -> None:
-    resources = render(CHART, {}, "demo")
-    for kind, ending in (("Deployment", "router"), ("StatefulSet", "shard")):
-        template = find(resources, kind, ending)["spec"]["template"]
-        service = find(resources, "Service", ending)["spec"]
-        assert service["selector"].items() <= template["metadata"]["labels"].items()
-        names = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
-        assert {port["targetPort"] for port in service["ports"]} <= names
-    assert find(resources, "Service", "shard")["spec"]["clusterIP"] == "None"
-    assert find(resources, "Service", "shard")["spec"]["publishNotReadyAddresses"] is True
-
-
-def test_pods_get_longer_to_end_than_their_requests_get_to_finish() -> None:
+def test_the_charts_pods_with_all_secrets_serve_two_models_over_tls_to_who_has_a_key(
+    images: Mapping[str, Built], tmp_path: Path
+) -> None:
     values = {
-        "router": {"shutdownTimeoutSeconds": 100, "preStopSeconds": 7},
-        "shard": {"drainTimeoutSeconds": 200},
+        "models": [
+            {"name": name, "replicas": 1, "servedNames": [name]} for name in ("first", "second")
+        ],
+        "shard": {"extraArgs": list(FAKE)},
+        "router": {"tls": {"existingSecret": "https"}, "shardWaitSeconds": 60},
+        "apiKeysFile": {"existingSecret": "keys"},
+        "shardApiKey": {"existingSecret": "keys"},
+        "resumeKey": {"existingSecret": "keys"},
+        "shardTls": {"existingSecret": "shards", "mutual": True, "routerSecret": "router"},
     }
-    resources = render(CHART, values, "demo")
-    for kind, flag, before_s in (
-        ("Deployment", "--shutdown-timeout-s", 7),
-        ("StatefulSet", "--drain-timeout", 0),
-    ):
-        spec = find(resources, kind, "")["spec"]["template"]["spec"]
-        args = spec["containers"][0]["args"]
-        timeout_s = int(args[args.index(flag) + 1])
-        assert timeout_s in (100, 200)
-        assert spec["terminationGracePeriodSeconds"] >= before_s + timeout_s + 10
+    workloads = chart_workloads(render(values, "demo"), images, tls_secrets(tmp_path))
+    with running(workloads, tmp_path) as containers:
+        router = containers["demo-penstock-router"]
+        served = [card["id"] for card in ask(router, "/v1/models", None, KEY)["data"]]
+        assert sorted(served) == ["first", "second"]
+        check_answers(router, KEY)
+        assert router.status("/v1/models") == 401
+
+        shard = containers["demo-penstock-first-0.demo-penstock-first"]
+        assert shard.workload.probes["liveness"].command, "the kubelet speaks no TLS over gRPC"
+        shard.kill()
+        assert not any(shard.probe(name) for name in shard.workload.probes)
+        shard.restart()
+        becomes(shard, "liveness", True)
+        assert (router.stop(), shard.stop()) == (0, 0)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("Deployment", "router"), ("StatefulSet", "cpu")])
-def test_pods_run_as_the_user_of_their_image_and_may_do_little(kind: str, name: str) -> None:
-    spec = find(render(CHART, {}, "demo"), kind, "")["spec"]["template"]["spec"]
-    image = dockerfile("router" if name == "router" else "shard").image(name, "/bin")
-    security = spec["securityContext"]
-    assert security["runAsNonRoot"] is True
-    assert f"{security['runAsUser']}:{security['runAsGroup']}" == image.user
-    (container,) = spec["containers"]
-    assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    writable = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {"/tmp", image.env.get("HOME", "/tmp")} <= writable
+def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
+    """What the chart takes from secrets, with certificates of one authority."""
+    authority = Authority(folder, "cluster")
+
+    def pair(name: str) -> dict[str, str]:
+        made = authority.issue(name)
+        files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": authority.file}
+        return {key: file.read_text() for key, file in files.items()}
+
+    entry = key_file.KeyEntry(name="test", digest=key_file.digest_of(KEY.encode()))
+    keys = {
+        "keys.toml": key_file.added("", entry),
+        "shard-api-key": "another key",
+        "resume-key": "one of sixteen or more",
+    }
+    names = {"https": "chat.example.com", "shards": "demo-penstock-shard", "router": "router"}
+    return {"keys": keys, **{secret: pair(name) for secret, name in names.items()}}
 
 
-def test_a_shard_with_gpus_runs_the_cuda_image_and_asks_for_them() -> None:
-    container = container_of(find(render(CHART, {"shard": {"gpus": 1}}, "demo"), "StatefulSet", ""))
-    assert container["image"].endswith("-cuda")
-    assert container["resources"]["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 1}
-    without = container_of(find(render(CHART, {}, "demo"), "StatefulSet", ""))
-    assert "nvidia.com/gpu" not in without["resources"]["limits"]
-
-
-def test_a_persistent_cache_is_a_claim_of_each_pod() -> None:
-    values = {"shard": {"cache": {"persistent": True, "size": "7Gi", "storageClass": "fast"}}}
-    spec = find(render(CHART, values, "demo"), "StatefulSet", "")["spec"]
-    (claim,) = spec["volumeClaimTemplates"]
-    assert claim["spec"]["resources"]["requests"]["storage"] == "7Gi"
-    assert claim["spec"]["storageClassName"] == "fast"
-    volumes = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
-    assert claim["metadata"]["name"] not in volumes
-
-
-def test_a_startup_probe_waits_as_long_as_it_is_told() -> None:
-    resources = render(CHART, {"shard": {"startupSeconds": 600}}, "demo")
-    probe = container_of(find(resources, "StatefulSet", ""))["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 600
-
-
-def test_flags_of_the_chart_and_the_compose_file_exist() -> None:
-    from penstock_router.command_line import parse_config as parse_router
-    from penstock_shard.command_line import parse_config as parse_shard
-
-    values = {"shard": {"model": "an/id"}}
-    resources = render(CHART, values, "demo")
-    router = parse_router(container_of(find(resources, "Deployment", ""))["args"])
-    shard = parse_shard(container_of(find(resources, "StatefulSet", ""))["args"])
-    assert (router.workers, router.shutdown_timeout_s) == (1, 30.0)
-    assert (shard.model, shard.port, shard.drain_timeout_s) == ("an/id", 50051, 30.0)
+def metrics_of(shard: Container) -> str:
+    (port,) = shard.workload.more_ports
+    with urllib.request.urlopen(f"http://127.0.0.1:{shard.ports[port]}/metrics") as response:
+        text: str = response.read().decode()
+        return text
 
 
 # ---- what the tests above share --------------------------------------------------------------
@@ -485,31 +420,5 @@ def ask(router: Container, path: str, body: Mapping[str, Any] | None, key: str) 
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(request, data, timeout=30) as response:
+    with urllib.request.urlopen(request, data, timeout=30, context=ANY_CERTIFICATE) as response:
         return json.loads(response.read())
-
-
-def container_of(resource: Mapping[str, Any]) -> Mapping[str, Any]:
-    (container,) = resource["spec"]["template"]["spec"]["containers"]
-    found: Mapping[str, Any] = container
-    return found
-
-
-def schema_text() -> str:
-    return (CHART / "values.schema.json").read_text()
-
-
-def missing_in_schema(
-    values: Mapping[str, Any], schema: Mapping[str, Any], path: str
-) -> Iterator[str]:
-    """Paths of values that no property of the schema describes."""
-    definitions = json.loads(schema_text())["$defs"]
-    for name, value in values.items():
-        described = schema.get("properties", {}).get(name)
-        if described is None:
-            yield f"{path}/{name}"
-            continue
-        if "$ref" in described:
-            described = definitions[re.sub(r".*/", "", described["$ref"])]
-        if isinstance(value, dict) and "properties" in described:
-            yield from missing_in_schema(value, described, f"{path}/{name}")

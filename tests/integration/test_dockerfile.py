@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from integration.dockerfile import Copy, DockerfileError, parse
+from integration.dockerfile_rules import images, problems
 
 EXAMPLE = """\
 # A comment.
@@ -95,3 +98,63 @@ def _read_everything(text: str) -> None:
     for target in file.targets:
         file.image(target, "/bin")
         file.copies(target)
+
+
+# ---- what ours keep to ------------------------------------------------------------------------
+
+DOCKERFILES = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "deploy").glob("Dockerfile*"))
+    if not path.name.endswith(".dockerignore")
+]
+GOOD = """\
+FROM python:3.12-slim AS build
+RUN apt-get update && apt-get install -y --no-install-recommends gcc && rm -rf /var/lib/apt/lists/*
+RUN pip install --constraint constraints.txt '.[router]'
+
+FROM python:3.12-slim AS run
+LABEL org.opencontainers.image.title="a" org.opencontainers.image.description="b" org.opencontainers.image.licenses="c"
+COPY --from=build /opt/app /opt/app
+USER 10001:10001
+HEALTHCHECK CMD ["penstock", "health"]
+ENTRYPOINT ["penstock", "router"]
+"""
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_a_dockerfile_keeps_to_the_rules(path: Path) -> None:
+    file = parse(path.read_text())
+    assert problems(file) == []
+    assert images(file), "there is something to run"
+
+
+def test_nothing_is_wrong_with_a_good_dockerfile() -> None:
+    assert problems(parse(GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "problem"),
+    [
+        ("python:3.12-slim AS run", "python:latest AS run", "minor version"),
+        ("python:3.12-slim AS run", "python AS run", "minor version"),
+        ("python:3.12-slim AS run", "python:3 AS run", "minor version"),
+        ("USER 10001:10001", "USER 0", "root"),
+        ("USER 10001:10001", "USER penstock", "root"),
+        ("USER 10001:10001\n", "", "root"),
+        ('HEALTHCHECK CMD ["penstock", "health"]\n', "", "HEALTHCHECK"),
+        (' org.opencontainers.image.description="b"', "", "description"),
+        ("--no-install-recommends ", "", "recommends"),
+        (" && rm -rf /var/lib/apt/lists/*", "", "lists"),
+        ("RUN apt-get update &&", "RUN", "update"),
+        (" --constraint constraints.txt", "", "constraints"),
+        ("RUN pip", "RUN curl https://x.org/x.sh | sh && pip", "package manager"),
+        ("RUN pip", "ARG HF_TOKEN=\nRUN pip", "readable"),
+        ("USER 1", "ENV PENSTOCK_API_KEY=x\nUSER 1", "readable"),
+        ("COPY --from=build", "COPY --from=other", "no stage"),
+        ("USER 1", "COPY router /router\nUSER 1", "slim"),
+    ],
+)
+def test_a_dockerfile_against_the_rules_is_found(good: str, bad: str, problem: str) -> None:
+    assert good in GOOD
+    (found,) = problems(parse(GOOD.replace(good, bad)))
+    assert problem in found

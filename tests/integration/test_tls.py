@@ -320,7 +320,7 @@ async def test_a_shard_takes_new_files_for_new_connections_and_streams_go_on(
             await anext(stream)
         finally:
             site.folder.swap(authority.issue("127.0.0.1"), authority.file)
-            stream.cancel()
+        stream.cancel()
     await asyncio.sleep(1.1)
     async with ShardClient(site.shard.address, tls=old) as other:
         await other.info()

@@ -22,7 +22,7 @@ from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.bodies import Bodies, Body, Incoming
 from penstock_router.config import RouterConfig
-from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, Unauthorized
+from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, TimedOut, Unauthorized
 from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
 from penstock_router.keys import Key, Keys
 from penstock_router.metrics import Metrics
@@ -72,6 +72,8 @@ HEADERS = table(
 )
 # Of a client that sends no more of its body, which takes room meanwhile.
 _MAX_PAUSE_S = 60.0
+# Of one that sends very slowly, once it had as long: much less than any modem.
+_MIN_BYTES_A_SECOND = 1024
 # Whether it never was a key, is none any more, or is missing.
 WRONG_KEY = "Unauthorized: missing or wrong API key"
 # Keys of clients that are none of ours are kept as hashes that mean nothing elsewhere.
@@ -246,9 +248,12 @@ async def _receive(request: web.Request, incoming: Incoming) -> None:
         raise BadRequest(f"Content-Type must be application/json, not {short(given)}")
     router = request.app[ROUTER]
     limit = router.config.max_body_bytes
+    begun_s = time.monotonic()
     try:
         while piece := await _next_piece(request.content):
             incoming.add(piece)
+            if time.monotonic() - begun_s > _MAX_PAUSE_S + incoming.num_bytes / _MIN_BYTES_A_SECOND:
+                raise TimedOut("the body comes too slowly")
             if incoming.num_bytes > limit:
                 raise BodyTooLarge(f"the body is larger than {limit} bytes")
             if incoming.is_long:

@@ -96,8 +96,8 @@ def _answer(request: web.Request, name: str) -> web.Response:
 
 async def feed(request: web.Request) -> web.StreamResponse:
     """GET /console/feed: events named fleet and requests, until the client leaves."""
-    config = request.app[ROUTER].config
-    if config.api_key is not None or config.admin_key is not None:
+    config, keys = request.app[ROUTER].config, request.app[ROUTER].keys
+    if keys.are_asked_for or keys.has_admins:
         check_admin(request)
     with request.app[CONSOLE].watched() as frames:
         async with EventStream(

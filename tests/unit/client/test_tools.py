@@ -13,9 +13,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 from support.processes import free_port, is_alive, wait_until
 
 from penstock_client import bench, chat, health, info, serve
@@ -175,8 +179,8 @@ def test_health_of_a_grpc_port_as_http_says_what_is_wrong(capsys) -> None:
 def test_a_shard_that_drains_or_loads_is_alive_and_not_healthy() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     health_pb2_grpc.add_HealthServicer_to_server(answers := HealthServicer(), server)
-    answers.set("", HealthCheckResponse.NOT_SERVING)
-    answers.set("live", HealthCheckResponse.SERVING)
+    answers.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    answers.set("live", health_pb2.HealthCheckResponse.SERVING)
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

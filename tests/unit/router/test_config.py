@@ -120,6 +120,7 @@ NUMBERS = {
     "--text-processes": ("1", "1024"),
     "--stall-timeout-s": ("1.001", "31536000"),
     "--failover-timeout-s": SECONDS,
+    "--shard-wait-s": SECONDS,
     "--resume-grace-s": SECONDS,
     "--verify-share": ("0", "1"),
     "--response-store-bytes": ("1048576", "1000000000000000"),
@@ -130,6 +131,8 @@ NUMBERS = {
     "--max-queued-requests": ("0", "1000000000000000"),
     "--max-queued-tokens": COUNTS,
     "--max-concurrent-requests-per-key": ("1", "2048"),
+    "--max-connections": COUNTS,
+    "--header-timeout-s": SECONDS,
     "--max-queued-requests-per-key": ("0", "512"),
     "--max-queued-tokens-per-key": ("1", "1000000"),
     "--queue-timeout-s": SECONDS,
@@ -157,7 +160,7 @@ TOO_SMALL = ("0", "-0.0", "1e-320", "0.0000001")
 
 
 def _is_a_number(action: argparse.Action) -> bool:
-    return action.type is not None and action.dest != "model_aliases"
+    return action.type is not None and action.dest not in ("model_aliases", "cors_origins")
 
 
 def test_every_flag_that_is_a_number_is_in_the_table() -> None:

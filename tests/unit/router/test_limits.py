@@ -399,3 +399,42 @@ async def test_a_timeout_that_is_none_is_refused_by_its_name(
         for word in (b"NaN", b"Infinity", b"-Infinity", b"1e400"):
             data = str(body).replace("'HERE'", word.decode()).replace("'", '"').encode()
             assert (await router.post(path, data)).status in (400, 422)
+
+
+# ---- no shard ----------------------------------------------------------------------------------
+
+
+async def test_a_request_is_held_until_a_shard_serves_its_model(fleet: FakeFleet) -> None:
+    (shard,) = fleet.shards
+    shard.ready = False
+    async with memory_router(fleet, shard_wait_s=20.0) as router:
+        assert (await router.get("/ready")).status == 200
+        asking = asyncio.create_task(router.complete(max_tokens=2))
+        held = 'penstock_router_requests_held{model=""} 1.0'
+        while held not in (await router.get("/metrics")).body.decode():
+            await asyncio.sleep(0.01)
+        assert (
+            "penstock_router_sequences_queued 1.0" in (await router.get("/metrics")).body.decode()
+        )
+        shard.ready = True
+        assert (await asking).status == 200
+        assert held.replace("1.0", "0.0") in (await router.get("/metrics")).body.decode()
+
+
+async def test_a_request_that_no_shard_came_for_is_refused_in_the_end(fleet: FakeFleet) -> None:
+    fleet.shards[0].ready = False
+    async with memory_router(fleet, shard_wait_s=0.2) as router:
+        refused = await router.complete(max_tokens=2)
+        assert refused.status == 503
+        assert "no shard serves" in refused.error["message"]
+        # One with less time ends sooner, by that.
+        refused = await router.complete(max_tokens=2, timeout=0.05)
+        assert refused.status == 504
+
+
+async def test_requests_that_are_held_take_room_in_the_queue(fleet: FakeFleet) -> None:
+    fleet.shards[0].ready = False
+    settings = {"max_concurrent_requests": 1, "max_queued_requests": 1}
+    async with memory_router(fleet, shard_wait_s=1.0, **settings) as router:
+        answers = await asyncio.gather(*(router.complete(max_tokens=2) for _ in range(4)))
+        assert sorted(answer.status for answer in answers) == [429, 429, 503, 503]

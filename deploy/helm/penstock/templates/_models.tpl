@@ -78,3 +78,12 @@ kind: StatefulSet
 {{- end }}
 name: {{ .fullname }}
 {{- end -}}
+
+{{/* A pattern in PromQL of the names that clients may ask for a model by, and of no name. */}}
+{{- define "penstock.namesPattern" -}}
+{{- $names := list "" -}}
+{{- range append .servedNames (.model | default "penstock-toy") -}}
+{{- $names = append $names (regexQuoteMeta .) -}}
+{{- end -}}
+{{- printf "%q" (join "|" $names) -}}
+{{- end -}}

@@ -111,7 +111,7 @@ class ShardCard {
     const preempted = shard.preemptions_total ? ` · ${count(shard.preemptions_total)} preemptions` : "";
     setText(this.#queue, `${count(shard.waiting)} waiting${tokens}${preempted}`);
     this.#step.show(shard.step_s, duration(shard.step_s), isTick);
-    this.#rate.show(shard.steps_per_s, `${rate(shard.steps_per_s)} steps/s`, isTick);
+    this.#rate.show(shard.steps_per_s, shard.steps_per_s === null ? "–" : `${rate(shard.steps_per_s)} steps/s`, isTick);
   }
 
   #showState({ address, state, problem }) {

@@ -34,9 +34,12 @@ export function bytes(value) {
   return value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : `${(value / 1e6).toFixed(1)} MB`;
 }
 
-/** A token with its blanks made visible. */
-export function visible(token) {
+/** A token with its blanks made visible; one that is part of a character as its bytes. */
+export function visible(token, bytes) {
   if (token === "") return "(empty)";
+  if (token.includes("\uFFFD") && bytes?.length) {
+    return bytes.map((byte) => `<${byte.toString(16).toUpperCase().padStart(2, "0")}>`).join("");
+  }
   return token.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 

@@ -17,7 +17,7 @@ export function describe(record, now) {
 /** Fill the panel beside the time line. */
 export function showDetails(record, now) {
   const facts = [
-    ["Request", record.id, "mono"],
+    ["Id", record.id, "mono"],
     ["Route", record.route, "mono"],
     ["Model", record.model || "–"],
     ["Key", record.key || "none"],

@@ -93,12 +93,12 @@ function table(entry) {
   return make("ol", {}, ...rows.map((row) => alternative(row, row.token === entry.token && row.logprob === entry.logprob)));
 }
 
-function alternative({ token, logprob }, isChosen) {
+function alternative({ token, logprob, bytes }, isChosen) {
   const probability = Math.exp(logprob);
   const fill = make("span", { className: "fill" });
   fill.style.width = `${(100 * probability).toFixed(1)}%`;
   return make("li", { className: isChosen ? "chosen" : "" },
-    make("span", { className: "mono", textContent: visible(token) }),
+    make("span", { className: "mono", textContent: visible(token, bytes) }),
     make("span", { className: "meter", attributes: { "aria-hidden": "true" } }, fill),
     make("span", { className: "value", textContent: percent(probability) }),
     isChosen ? make("span", { className: "hidden", textContent: "chosen" }) : null);

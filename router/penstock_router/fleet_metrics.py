@@ -1,0 +1,92 @@
+"""How the shards stand, for Prometheus: as the worker that is asked last heard of each. Counts
+nothing itself, so that several workers do not count a shard several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock_client.types import LoadReport
+from penstock_router.backend import Fleet, ShardState
+
+_LABELS = ("shard", "model")
+_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
+    ("running", "Sequences that are being computed.", lambda load: load.running),
+    ("waiting", "Sequences that wait.", lambda load: load.waiting),
+    (
+        "queued_tokens",
+        "Tokens to be computed before those who wait, or have begun, decode.",
+        lambda load: load.queued_prompt_tokens,
+    ),
+    ("kv_blocks", "KV blocks there are.", lambda load: load.num_blocks),
+    ("kv_used_blocks", "KV blocks that sequences hold.", lambda load: load.referenced_blocks),
+    (
+        "kv_used_ratio",
+        "Of all KV blocks, the part that sequences hold.",
+        lambda load: load.referenced_blocks / max(1, load.num_blocks),
+    ),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
+    (
+        "preemptions",
+        "Sequences that were put down for others, to be computed again.",
+        lambda load: load.preemptions_total,
+    ),
+    ("steps", "Steps of its engine.", lambda load: load.steps_total),
+    ("step_seconds", "How long all of them took.", lambda load: load.steps_seconds_total),
+    (
+        "computed_tokens",
+        "Tokens that they computed, prompts' and outputs'.",
+        lambda load: load.computed_tokens_total,
+    ),
+)
+
+
+class FleetCollector(Collector):
+    """Asks the fleet when somebody looks."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        shards = self._fleet.shards
+        serving = sum(shard.ready for shard in shards)
+        yield _gauge("shards_serving", "Shards that take requests.", serving)
+        yield _gauge("shards", "Shards that are known.", len(shards))
+        states = GaugeMetricFamily(
+            "penstock_router_shard_state",
+            "1 for the state that a shard is in: serving, loading, draining or gone.",
+            labels=(*_LABELS, "state"),
+        )
+        for shard in shards:
+            states.add_metric([*_labels(shard), _state(shard)], 1)
+        yield states
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(f"penstock_router_shard_{name}", text, labels=_LABELS)
+            yield _filled(gauge, shards, value)
+        for name, text, value in _COUNTERS:
+            counter = CounterMetricFamily(f"penstock_router_shard_{name}", text, labels=_LABELS)
+            yield _filled(counter, shards, value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"penstock_router_{name}", text, value=value)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    shards: Sequence[ShardState],
+    value: Callable[[LoadReport], float],
+) -> Metric:
+    # A shard that is gone says nothing: its numbers are not 0, there are none.
+    for shard in shards:
+        if shard.info is not None:
+            family.add_metric(_labels(shard), value(shard.load))
+    return family
+
+
+def _labels(shard: ShardState) -> list[str]:
+    return [shard.address, "" if shard.info is None else shard.info.model]

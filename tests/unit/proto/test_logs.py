@@ -1,0 +1,142 @@
+"""Lines of a log: one each, readable by their reader, and never waited for."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_proto import logs
+from penstock_proto.logs import JsonFormatter, TextFormatter, escaped
+
+
+def record_of(message: str, *args: object, extra: dict[str, Any] | None = None) -> Any:
+    return logging.getLogger("test").makeRecord(
+        "test", logging.INFO, "file.py", 1, message, args, None, extra=extra
+    )
+
+
+def failed_record() -> logging.LogRecord:
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        return logging.getLogger("test").makeRecord(
+            "test", logging.ERROR, "file.py", 1, "it failed", (), sys.exc_info()
+        )
+
+
+def test_a_json_line_says_when_who_what_and_the_rest() -> None:
+    record = record_of("%s took %d", "it", 3, extra={"request_id": "mine", "total_ms": 1.5})
+    record.created = 1_800_000_000.25
+    assert json.loads(JsonFormatter().format(record)) == {
+        "time": "2027-01-15T08:00:00.250Z",
+        "level": "info",
+        "logger": "test",
+        "message": "it took 3",
+        "request_id": "mine",
+        "total_ms": 1.5,
+    }
+
+
+def test_a_traceback_is_a_field_of_its_line() -> None:
+    line = JsonFormatter().format(failed_record())
+    assert "\n" not in line
+    exception = json.loads(line)["exception"]
+    assert exception.startswith("Traceback (most recent call last):\n")
+    assert exception.endswith("ValueError: first\nsecond")
+
+
+def test_as_text_a_traceback_follows_its_line() -> None:
+    first, second, *_ = TextFormatter().format(failed_record()).splitlines()
+    assert first.endswith(" ERROR test: it failed")
+    assert second == "Traceback (most recent call last):"
+
+
+@given(st.text())
+def test_whatever_a_message_holds_stays_on_its_line(text: str) -> None:
+    record = record_of("request %s", text, extra={"model": text})
+    for line in (TextFormatter().format(record), JsonFormatter().format(record)):
+        assert len(line.splitlines()) == 1
+        assert "\x1b" not in line
+    assert json.loads(JsonFormatter().format(record))["model"] == text
+
+
+def test_control_characters_are_written_out() -> None:
+    assert escaped("a\nb\x1b[31m\u2028é") == "a\\u000ab\\u001b[31m\\u2028é"
+
+
+def test_lines_are_written_by_a_thread_and_all_by_the_end() -> None:
+    stream = io.StringIO()
+    writer = logs._Writer(stream)
+    for number in range(100):
+        writer.emit(record_of("line %d", number))
+    writer.close()
+    assert stream.getvalue().splitlines() == [f"line {number}" for number in range(100)]
+
+
+class Blocked(io.StringIO):
+    """A pipe that nobody reads until `go_on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.go_on.wait(10)
+        return super().write(text)
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up_and_costs_bounded_memory() -> None:
+    stream = Blocked()
+    writer = logs._Writer(stream)
+    began_s = time.monotonic()
+    for number in range(logs._MAX_WAITING_LINES + 500):
+        writer.emit(record_of("line %d", number))
+    assert time.monotonic() - began_s < 5
+    assert writer._lines.qsize() <= logs._MAX_WAITING_LINES
+    stream.go_on.set()
+    writer.close()
+    *lines, last = stream.getvalue().splitlines()
+    assert logs._MAX_WAITING_LINES <= len(lines) <= logs._MAX_WAITING_LINES + 2
+    dropped = logs._MAX_WAITING_LINES + 500 - len(lines)
+    assert last == f"{dropped} lines of this log were dropped: nobody read it"
+
+
+def test_a_stream_that_fails_ends_nothing() -> None:
+    stream = io.StringIO()
+    stream.close()
+    writer = logs._Writer(stream)
+    writer.emit(record_of("one"))
+    writer.close()
+
+
+@pytest.mark.parametrize("log_format", ["auto", "json"])
+def test_what_nobody_caught_is_one_line_of_json(log_format: str) -> None:
+    program = (
+        "import threading; from penstock_proto.logs import set_up_logging as s; "
+        f"s({log_format!r}); t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); "
+        "raise KeyError('x')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert result.returncode == 1
+    in_thread, at_the_end = (json.loads(line) for line in result.stderr.splitlines())
+    assert in_thread["exception"].endswith("ZeroDivisionError: division by zero")
+    assert at_the_end["exception"].endswith("KeyError: 'x'")
+
+
+@pytest.mark.parametrize(("on_terminal", "is_json"), [(True, False), (False, True)])
+def test_auto_is_text_on_a_terminal_and_json_elsewhere(on_terminal: bool, is_json: bool) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: on_terminal  # type: ignore[method-assign]
+    assert isinstance(logs._formatter("auto", stream), JsonFormatter) == is_json
