@@ -19,6 +19,8 @@ HARNESSES := .venv-clients/harnesses
 NODE := .venv-clients/node
 # Without Node its client is not tested, which the tests say.
 CLIENTS := $(SDKS)/.done $(HARNESSES)/.done $(if $(shell command -v npm),$(NODE)/.done)
+# What reads environments and writes down what is in them.
+AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time.
 CLIENT_PIP := -m pip --disable-pip-version-check install --quiet --no-compile
 
@@ -26,7 +28,7 @@ CLIENT_PIP := -m pip --disable-pip-version-check install --quiet --no-compile
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak lint type proto bench docs docs-serve clean
+.PHONY: help serve test soak lint type proto bench docs docs-serve constraints sbom licences clean
 
 help: ## List the targets
 	@echo "make TARGET [PYTHON=python3.12] [TORCH='torch==2.13.0']"; echo
@@ -56,11 +58,19 @@ proto: $(VENV)/.dev ## Generate the stubs from shard.proto
 bench: $(VENV)/.dev ## Measure the engine beside transformers, on this machine
 	@$(BIN)/python benchmarks/offline.py --versus transformers $(ARGS)
 
-docs: $(VENV)/.dev ## Build the documentation as a site, into site/
+docs: $(VENV)/.docs ## Build the documentation as a site, into site/
 	@$(MKDOCS) build --strict
 
-docs-serve: $(VENV)/.dev ## Show it at http://127.0.0.1:8001, built anew when it changes
+docs-serve: $(VENV)/.docs ## Show it at http://127.0.0.1:8001, built anew when it changes
 	@$(MKDOCS) serve --dev-addr 127.0.0.1:8001
+
+constraints: $(VENV)/.dev ## Pin what the images install to what is tested here
+	@$(BIN)/python deploy/pins.py > deploy/constraints.txt.new
+	@mv deploy/constraints.txt.new deploy/constraints.txt
+
+sbom: dist/sbom-router.cdx.json dist/sbom-shard.cdx.json ## List what the images hold (CycloneDX), into dist/
+
+licences: dist/licences-router.md dist/licences-shard.md ## List its licences, into dist/; none may be the GPL
 
 clean: ## Remove the environments and all caches
 	@rm -rf $(VENV) .venv-clients site .mypy_cache .ruff_cache .pytest_cache build dist
@@ -74,6 +84,11 @@ $(BIN)/python:
 $(VENV)/.fake: pyproject.toml | $(BIN)/python
 	@echo "Installing penstock without torch into $(VENV): about 60 MB to download."
 	@$(PIP) install --quiet -e '.[router,fake]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	@echo "Installing what makes the documentation into $(VENV): about 80 MB to download."
+	@$(PIP) install --quiet -e '.[docs]'
 	@touch $@
 
 $(VENV)/.torch: | $(BIN)/python
@@ -116,3 +131,30 @@ $(NODE)/.done: examples/node/package-lock.json proto/penstock_proto/shard.proto 
 	@PROTOC=$(abspath $(BIN)/python)' -m grpc_tools.protoc' PROTO=$(abspath proto/penstock_proto) \
 		npm run --prefix $(NODE) --silent generate
 	@touch $@
+
+# Environments as the images have them.
+build/images/%/.done: pyproject.toml deploy/constraints.txt | $(BIN)/python
+	@echo "Installing what the $*'s image holds into build/images/$*."
+	@$(BIN)/python -m venv --clear build/images/$*
+	@$(if $(filter shard,$*),build/images/$*/bin/python $(CLIENT_PIP) '$(TORCH)')
+	@build/images/$*/bin/python $(CLIENT_PIP) --constraint deploy/constraints.txt '.[$*,otlp]'
+	@touch $@
+
+$(AUDIT)/.done: deploy/audit.txt | $(BIN)/python
+	@$(BIN)/python -m venv --clear $(AUDIT)
+	@$(AUDIT)/bin/python $(CLIENT_PIP) -r $<
+	@touch $@
+
+dist/sbom-%.cdx.json: build/images/%/.done $(AUDIT)/.done
+	@mkdir -p dist
+	@$(AUDIT)/bin/cyclonedx-py environment --output-reproducible --output-file $@ \
+		build/images/$*/bin/python
+
+dist/licences-%.md: build/images/%/.done $(AUDIT)/.done
+	@mkdir -p dist
+	@$(AUDIT)/bin/pip-licenses --python build/images/$*/bin/python --format markdown \
+		--with-urls --partial-match --fail-on 'GPL;General Public;UNKNOWN' > $@.new
+	@mv $@.new $@
+
+# Else make would take them for files on the way, and remove them.
+.SECONDARY:

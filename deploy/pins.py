@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("router", "shard")
+EXTRAS = ("router", "shard", "otlp")
 LEFT_OUT = {"penstock", "torch", "triton"}
 _HEADER = """\
 # What the images install, made by `make constraints` from the environment that the tests run in.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -67,6 +67,8 @@ class Rule:
     loss: Loss = Loss.NONE
     # Values that ask for nothing: no loss.
     harmless: frozenset[str] = frozenset()
+    # Given several times it has several values, and so has ours.
+    repeats: bool = False
 
 
 Table = dict[str, Rule]
@@ -76,15 +78,7 @@ def named(text: str, rule: Rule) -> Table:
     """The same rule for several names: `name` takes a value, `name!` none, `name+` several, `name?`
     one or none. One that takes none has a `--no-name` too."""
     return {
-        word.rstrip("!+?"): Rule(
-            Takes(word[len(word.rstrip("!+?")) :]),
-            rule.to,
-            rule.part,
-            rule.convert,
-            rule.why,
-            rule.loss,
-            rule.harmless,
-        )
+        word.rstrip("!+?"): replace(rule, takes=Takes(word[len(word.rstrip("!+?")) :]))
         for word in text.split()
     }
 
@@ -138,7 +132,7 @@ def readable_int(text: str) -> str:
     """`1k` is 1000 and `1K` is 1024, as vLLM reads them."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise NotTranslatable(f"{text!r} is not a whole number")
+        raise ValueError(f"{text!r} is not a whole number")
     base = 1024 if match[2].isupper() else 1000
     return str(int(float(match[1]) * base ** _POWERS[match[2].lower()])) if match[2] else match[1]
 
@@ -152,6 +146,15 @@ def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST
         return values[text.lower()]
 
     return convert
+
+
+def otlp_over_http(text: str) -> str:
+    """The endpoint of a collector; theirs is for OTLP over gRPC, which has a port of its own."""
+    if text.rstrip("/").endswith(":4317"):
+        raise NotTranslatable(
+            f"{text}: spans are sent by HTTP; name the collector's port for that (4318)"
+        )
+    return text
 
 
 def at_least(low: int, otherwise: str) -> Convert:

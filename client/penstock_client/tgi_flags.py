@@ -16,6 +16,7 @@ from penstock_client.flag_rules import (
     named,
     needless,
     one_of,
+    otlp_over_http,
     refused,
     same,
 )
@@ -64,7 +65,8 @@ FLAGS: Table = {
     **becomes("payload-limit", "--max-body-bytes", Part.ROUTER),
     **becomes("graceful-termination-timeout", "--shutdown-timeout-s", Part.ROUTER),
     **becomes("json-output!", "--log-format json", Part.BOTH),
-    **becomes("otlp-endpoint", "--otlp-endpoint", Part.BOTH),
+    **becomes("otlp-endpoint", "--otlp-endpoint", Part.BOTH, otlp_over_http),
+    **named("cors-allow-origin", Rule(to="--cors-origin", part=Part.ROUTER, repeats=True)),
     **becomes("api-key", "PENSTOCK_API_KEY", Part.ENVIRONMENT),
     **becomes(
         "cuda-graphs",
@@ -94,7 +96,6 @@ FLAGS: Table = {
     **lost("max-client-batch-size", "prompts of one request count against the queue instead", "4"),
     **lost("kv-cache-dtype", "keys and values are as precise as the weights: twice the memory"),
     **lost("speculate", "no speculative decoding: the same answers, a token a step", "0"),
-    **lost("cors-allow-origin", "no CORS headers; let a proxy before the router add them"),
     **lost("ngrok! ngrok-authtoken ngrok-edge", "no tunnel; run one beside it"),
     **lost(
         "disable-grammar-support!",

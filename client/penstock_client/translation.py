@@ -34,6 +34,8 @@ class Peer:
     defaults: Mapping[str, str]
     # Whether each flag is a variable of the environment too.
     flags_are_variables: bool
+    # What its metrics are called here.
+    metrics_names: str
     # Of its image: variables that are set there, and the folder that holds models.
     image_environment: Mapping[str, str]
     image_home: str
@@ -47,6 +49,7 @@ VLLM = Peer(
     environment=vllm_environment.ENVIRONMENT,
     defaults={"model": "Qwen/Qwen3-0.6B", "host": _EVERYWHERE},
     flags_are_variables=False,
+    metrics_names="vllm",
     image_environment={},
     image_home="/root/.cache/huggingface",
 )
@@ -58,6 +61,7 @@ TGI = Peer(
     environment=tgi_flags.ENVIRONMENT,
     defaults={"model-id": "bigscience/bloom-560m", "hostname": _EVERYWHERE, "port": "3000"},
     flags_are_variables=True,
+    metrics_names="tgi",
     image_environment={"PORT": "80"},
     image_home="/data",
 )
@@ -122,7 +126,8 @@ def translate(
     `variables` were given with the command; those of `ambient` merely are there: of them only what
     is lost is worth a word, and nothing needs to be set again.
     """
-    result = Translation()
+    # For the dashboards and scalers that are there.
+    result = Translation(router=["--metrics-names", peer.metrics_names])
     around = {name: value for name, value in (ambient or {}).items() if name not in variables}
     for given in _flags(peer, words, {**around, **variables}, gpus, result).values():
         _apply(peer.flags[given.name], given, result)
@@ -145,7 +150,11 @@ def _flags(
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
-    flags |= {given.name: given for given in _read_flags(peer, words, result)}
+    for given in _read_flags(peer, words, result):
+        before = flags.get(given.name)
+        if before is not None and peer.flags[given.name].repeats:
+            given = replace(given, values=before.values + given.values)
+        flags[given.name] = given
     _mend(peer, flags, gpus)
     return flags
 
@@ -338,6 +347,8 @@ def _words(rule: Rule, given: Given) -> list[str] | None:
     values = [rule.convert(value) for value in given.values]
     if None in values:
         return None
+    if rule.repeats:
+        return [word for value in values for word in (*flag, str(value))]
     return [*flag, *(value for value in values if value)]
 
 

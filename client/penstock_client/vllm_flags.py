@@ -5,6 +5,8 @@ Data alone. Names of flags are without their dashes; `vllm_environment` has the 
 
 from __future__ import annotations
 
+import json
+
 from penstock_client.flag_rules import (
     Loss,
     NotTranslatable,
@@ -17,6 +19,7 @@ from penstock_client.flag_rules import (
     named,
     needless,
     one_of,
+    otlp_over_http,
     readable_int,
     refused,
     same,
@@ -98,6 +101,13 @@ def _shutdown(text: str) -> str:
     return text if float(text) > 0 else "0.001"
 
 
+def _origins(text: str) -> str | None:
+    origins = json.loads(text)
+    if len(origins) > 1:
+        raise NotTranslatable("give --cors-origin to the router, once for each")
+    return str(origins[0]) if origins else None
+
+
 def _template(text: str) -> str:
     if "{" in text or "\n" in text:
         raise NotTranslatable("write the template into a file and name that", Loss.REFUSED)
@@ -119,7 +129,7 @@ _COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind
 _STATE_SPACES = "tunes models with a state instead of a KV cache; they are refused at load"
 _NO_OFFLOAD = "weights and the KV cache stay on the device; choose a model that fits"
 _NO_TRANSFER = "KV blocks do not travel; requests are sent to where their prefix is cached"
-_OWN_METRICS = "the metrics at /metrics are always those of docs/metrics.md"
+_OWN_METRICS = "what /metrics has is fixed: docs/metrics.md"
 _DRAFTS = "no speculative decoding: the same answers, a token a step"
 _PROXY = "let a proxy before the router do it"
 _PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to arrange"
@@ -244,14 +254,13 @@ FLAGS: Table = {
     ),
     **lost("logging-config log-config-file", "--log-format and --log-level are all there is", "{}"),
     **needless("disable-log-stats! aggregate-engine-logging!", "figures are at /metrics"),
-    **becomes("otlp-traces-endpoint", "--otlp-endpoint", Part.BOTH),
+    **becomes("otlp-traces-endpoint", "--otlp-endpoint", Part.BOTH, otlp_over_http),
     **needless("collect-detailed-traces+", "spans go from HTTP to engine steps"),
     **lost("uds", "the router listens on a host and port"),
     **lost("root-path", f"paths have no prefix; {_PROXY}"),
-    **lost(
-        "allow-credentials! allowed-origins allowed-methods allowed-headers",
-        f"no CORS headers; {_PROXY}",
-    ),
+    **becomes("allowed-origins", "--cors-origin", Part.ROUTER, _origins),
+    **needless("allowed-methods allowed-headers", "origins alone decide; see --cors-origin"),
+    **lost("allow-credentials!", "pages send a key in a header, and no cookies"),
     **lost("middleware", f"no code of others runs in the router; {_PROXY}"),
     **needless("h11-max-incomplete-event-size h11-max-header-count", "a header may have 8 kB"),
     **lost(

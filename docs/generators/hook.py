@@ -1,9 +1,9 @@
 """What mkdocs does beyond its configuration: pages that are made, and those that live elsewhere.
 
-The references are made from the router's routes and from the proto. Documents that stand outside
-of docs/ become pages, with their links put right; a link to a file that is no page (source code,
-say) loses its link and keeps its words. Drawings are put into their pages, so that they take the
-colours of the page.
+The references are made from the router's routes, the proto and the commands' help. Documents that
+stand outside of docs/ become pages, with their links put right; a link to a file that is no page
+(source code, say) loses its link and keeps its words. Drawings are put into their pages, so that
+they take the colours of the page.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import posixpath
 import re
 from pathlib import Path
 
+import command_reference
 import grpc_reference
 import http_reference
 from mkdocs.config.defaults import MkDocsConfig
@@ -20,6 +21,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 DOCS = "docs"
+MADE = {
+    "command-line.md": command_reference.page,
+    "http-reference.md": http_reference.page,
+    "grpc-reference.md": grpc_reference.page,
+}
 # In the repository, and in the site.
 ELSEWHERE = {
     "benchmarks/peers.md": "peers.md",
@@ -27,8 +33,11 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "deploy/README.md": "containers.md",
 }
-# Not a page of its own: the quick start and the home page say what it says.
-README = {"README.md": "index.md"}
+# No pages themselves: others say what they say.
+SHOWN_BY = {
+    "README.md": "index.md",
+    "proto/penstock_proto/shard.proto": "grpc-reference.md",
+}
 PLOTS = "benchmarks/plots"
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
@@ -41,8 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for plot in sorted((ROOT / PLOTS).glob("*.png")):
         files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
-    files.append(File.generated(config, "http-reference.md", content=http_reference.page()))
-    files.append(File.generated(config, "grpc-reference.md", content=grpc_reference.page()))
+    for name, make in MADE.items():
+        files.append(File.generated(config, name, content=make()))
     return files
 
 
@@ -72,7 +81,7 @@ def _site_target(folder: str, target: str, files: Files) -> str | None:
         return target
     path, mark, anchor = target.partition("#")
     path = posixpath.normpath(posixpath.join(folder, path))
-    page = {**ELSEWHERE, **README}.get(path)
+    page = {**ELSEWHERE, **SHOWN_BY}.get(path)
     if page is None and path.startswith(f"{PLOTS}/"):
         page = path.removeprefix("benchmarks/")
     if page is None and path.startswith(f"{DOCS}/"):

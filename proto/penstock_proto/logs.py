@@ -20,6 +20,9 @@ from typing import TextIO
 
 FORMATS = ("auto", "text", "json")
 
+# Made once: that costs as much as a line.
+_ENCODER = json.JSONEncoder(default=str)
+
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # About a megabyte.
 _MAX_WAITING_LINES = 5_000
@@ -73,7 +76,7 @@ class JsonFormatter(logging.Formatter):
         fields.update(extra_of(record))
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str)
+        return _ENCODER.encode(fields)
 
 
 def extra_of(record: logging.LogRecord) -> Mapping[str, object]:

@@ -7,11 +7,11 @@ counts. What has no true counterpart is left out: a number that is always 0 is w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _Labels = tuple[tuple[str, str], ...]
@@ -139,24 +139,18 @@ TGI = (
 SETS: Mapping[str, tuple[Name, ...]] = {"vllm": VLLM, "tgi": TGI}
 
 
-class Translated(Collector):
-    """The families of a collector, and the same under other names."""
-
-    def __init__(self, collector: Collector, names: Iterable[str], **labels: str) -> None:
-        """`names` are of `SETS`; `labels` are of all samples, where those do not show them."""
-        self._collector = collector
-        self._names = [name for each in names for name in SETS[each]]
-        self._labels = labels
-
-    def collect(self) -> Iterator[Metric]:
-        families = {}
-        for family in self._collector.collect():
-            families[family.name] = family
-            yield family
-        for name in self._names:
-            found = [families[ours] for ours in name.ours if ours in families]
-            if found:
-                yield _translated(name, found, self._labels)
+def translated(families: Iterable[Metric], names: Iterable[str], **labels: str) -> Iterator[Metric]:
+    """The families, and the same under the names of `names`, which are of `SETS`; `labels` are of
+    all samples, where those do not show them.
+    """
+    known: dict[str, Metric] = {}
+    for family in families:
+        known[family.name] = family
+        yield family
+    for name in itertools.chain.from_iterable(SETS[each] for each in names):
+        found = [known[ours] for ours in name.ours if ours in known]
+        if found:
+            yield _translated(name, found, labels)
 
 
 def _translated(name: Name, families: list[Metric], labels: Mapping[str, str]) -> Metric:

@@ -1,13 +1,11 @@
 """Traces: W3C trace context, spans, and who is traced.
 
 A span is made when what it tells of is over, from times that were noted on the way, so tracing
-costs nothing while tokens flow. `otlp.py`, which alone imports OpenTelemetry, sends spans off and
-is loaded only where an endpoint is given. Knows neither HTTP nor gRPC nor what spans tell of.
+costs nothing while tokens flow. Knows neither HTTP nor gRPC, nor where spans go or what they tell.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -20,11 +18,6 @@ _MAX_TRACEPARENT_CHARACTERS = 512
 _SAMPLED = 0x01
 # What shares of traces are compared with: the random half of a trace id.
 _ID_LIMIT = 2**64
-
-ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-_TRACES_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_SHARE_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,66 +109,3 @@ class SpanSink(Protocol):
 
     def close(self) -> None:
         """Send what is left, within a bound."""
-
-
-# ---- what the command line and the environment say ---------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TracingConfig:
-    """Where spans go, and the share of traces begun here that is sampled."""
-
-    url: str
-    share: float = 1.0
-
-
-def read_tracing(endpoint: str | None, environment: Mapping[str, str]) -> TracingConfig | None:
-    """From --otlp-endpoint and OpenTelemetry's own variables; None where there is no endpoint.
-
-    Raises:
-        ValueError: one line that names the flag or the variable.
-    """
-    source, url = "--otlp-endpoint", endpoint
-    if url is None:
-        source = _TRACES_ENDPOINT_VARIABLE
-        url = environment.get(source, "")
-        if not url:
-            source, url = ENDPOINT_VARIABLE, environment.get(ENDPOINT_VARIABLE, "")
-            if not url:
-                return None
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-        raise ValueError(f"{source}: {url[:100]!r} is not http://HOST:PORT or https://HOST:PORT")
-    if source != _TRACES_ENDPOINT_VARIABLE:
-        url = url.rstrip("/") + "/v1/traces"
-    for variable in _PROTOCOL_VARIABLES:
-        if environment.get(variable, "http/protobuf") not in ("", "http/protobuf"):
-            value = environment[variable][:100]
-            raise ValueError(f"{variable}: {value!r} is not spoken; http/protobuf is (port 4318)")
-    if not _is_installed("opentelemetry.exporter.otlp.proto.http"):
-        raise ValueError(f"{source}: needs the extra otlp: pip install 'penstock[otlp]'")
-    return TracingConfig(url, _share(environment.get(_SHARE_VARIABLE, "")))
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        # Nor is what it lies in.
-        return False
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text or "1")
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ValueError(f"{_SHARE_VARIABLE}: {text[:100]!r} is not between 0 and 1")
-    return share
-
-
-def open_sink(config: TracingConfig, service: str) -> SpanSink:
-    """A sink of spans of this service, which OTEL_SERVICE_NAME may call otherwise."""
-    from penstock_proto.otlp import OtlpSink
-
-    return OtlpSink(config.url, service)

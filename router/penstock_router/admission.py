@@ -286,7 +286,6 @@ class Admission:
     async def start(self, ticket: Ticket, prompt_tokens: int) -> None:
         """As `Ticket.start`."""
         ticket.limit.check()
-        began_s = time.monotonic()
         ticket.state = "waiting"
         self._queue.add(ticket)
         self._give_places()
@@ -295,7 +294,6 @@ class Admission:
         if ticket.waits:
             async with ticket.limit.scope():
                 await self._wait(ticket)
-        self._metrics.queue_seconds.observe(time.monotonic() - began_s)
 
     async def stop(self, timeout_s: float) -> None:
         """Let nothing more in; wait for what is here, and end what is left after that."""

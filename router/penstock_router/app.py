@@ -30,12 +30,15 @@ from penstock_router.errors import (
     Unauthorized,
     noted,
 )
+from penstock_router.exposition import Exposition
+from penstock_router.fleet_metrics import FleetCollector
 from penstock_router.keys import Keys
 from penstock_router.loop_lag import watch_loop
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.records import RequestRecord
 from penstock_router.request_log import log_request
+from penstock_router.request_metrics import RequestMetrics
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
 from penstock_router.routes import admin, console, debug, docs, response_headers
@@ -65,6 +68,7 @@ logger = logging.getLogger(__name__)
 _THREAD_WORK_OF_ITS_OWN = 64
 
 _TRACES = web.AppKey("traces", RequestTraces)
+_REQUEST_METRICS = web.AppKey("request_metrics", RequestMetrics)
 # By (method, path), as aiohttp names a path.
 _BY_PATH = {(route.method, route.canonical_path): route for route in ROUTES}
 
@@ -102,6 +106,7 @@ def build_app(
         bodies=Bodies(models, threads, pool, metrics),
         admission=Admission(config, metrics),
         metrics=metrics,
+        exposition=Exposition(metrics, FleetCollector(fleet), names=config.metrics_names),
         cursors=CursorCodec(config.resume_key),
         live_streams=LiveStreams(config.resume_grace_s),
         responses=responses,
@@ -109,6 +114,8 @@ def build_app(
         keys=Keys(config),
     )
     app[_TRACES] = RequestTraces(spans, 1.0 if config.tracing is None else config.tracing.share)
+    app[_REQUEST_METRICS] = RequestMetrics(metrics.registry)
+    app[ROUTER].records.on_end.append(app[_REQUEST_METRICS].ended)
     app[ROUTER].records.on_end.append(app[_TRACES].ended)
     if config.log_requests:
         app[ROUTER].records.on_end.append(log_request)
@@ -233,7 +240,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
             record.status = response.status
             return response
         finally:
-            _count(request, record)
+            if is_probe:
+                request.app[_REQUEST_METRICS].ended(record)
 
 
 def _begin_record(request: web.Request) -> RequestRecord:
@@ -260,12 +268,6 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as error:  # noqa: BLE001 - the process's edge
         return _error_response(request, noted(error, request[REQUEST_ID]))
-
-
-def _count(request: web.Request, record: RequestRecord) -> None:
-    metrics = request.app[ROUTER].metrics
-    metrics.requests.labels(record.route, str(record.status)).inc()
-    metrics.request_seconds.labels(record.route).observe(time.perf_counter() - record.arrived_s)
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:

@@ -73,6 +73,15 @@ class ShardState(Protocol):
     async def drain(self) -> None: ...
 
 
+def state_of(shard: ShardState) -> str:
+    """serving, loading, draining or gone."""
+    if not shard.connected:
+        return "gone"
+    if shard.load.draining or shard.leaving:
+        return "draining"
+    return "serving" if shard.ready else "loading"
+
+
 class Fleet(Protocol):
     """The shards of one router."""
 

@@ -15,7 +15,7 @@ from penstock_client.membership import parse_source
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
 from penstock_proto.logs import FORMATS
 from penstock_proto.tls import Tls, TlsFilesUnusable
-from penstock_proto.tracing import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 from penstock_router import flag_values as values
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.config import RouterConfig
@@ -78,6 +78,7 @@ def _build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_serving_flags(parser.add_argument_group("serving"))
+    _add_observing_flags(parser.add_argument_group("metrics, logs and traces"))
     _add_fleet_flags(parser.add_argument_group("shards"))
     _add_recording_flags(parser.add_argument_group("resuming, recording and verifying answers"))
     _add_storing_flags(parser.add_argument_group("keeping responses"))
@@ -162,6 +163,17 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         dest="console",
         action="store_false",
         help="serve no page at /, and nothing of what it is fed",
+    )
+
+
+def _add_observing_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--metrics-names",
+        type=values.metrics_names,
+        default=(),
+        metavar="NAMES",
+        help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
     )
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="info", help=_DEFAULT)

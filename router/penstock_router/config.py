@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from penstock_client.policies import DEFAULT_POLICY
 from penstock_proto.tls import Tls
-from penstock_proto.tracing import TracingConfig
+from penstock_proto.trace_export import TracingConfig
+
+# Servers whose names metrics may have besides their own.
+METRIC_NAMES = ("vllm", "tgi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class RouterConfig:
     tokenizer_threads: int = 2
     text_processes: int = 1
     log_level: str = "info"
+    # Servers whose names metrics have besides their own.
+    metrics_names: tuple[str, ...] = ()
     # Of penstock_proto.logs.FORMATS.
     log_format: str = "auto"
     # A line for each request.

@@ -50,7 +50,7 @@ class Door:
 class _Connection(asyncio.Protocol):
     """Hands everything to aiohttp's protocol, and looks at the clock."""
 
-    __slots__ = ("_begun", "_door", "_http", "_loop", "_timer", "_transport")
+    __slots__ = ("_begun", "_door", "_http", "_loop", "_timer", "_transport", "_unfinished")
 
     def __init__(self, door: Door, http: web.RequestHandler) -> None:
         self._door = door
@@ -59,11 +59,14 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         # Requests whose headers had come when the timer was set.
         self._begun = 0
+        # The number of the request of which a part has come.
+        self._unfinished = 0
         # None: turned away.
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        # uvloop's over TLS is one in all but its class.
+        transport = cast(asyncio.Transport, transport)
         if self._door.num_open >= self._door.max_connections:
             transport.write(_FULL)
             transport.close()
@@ -77,13 +80,17 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             return
         self._http.data_received(data)
-        if self._timer is None and self._is_between_requests:
-            self._set_timer()
+        if self._awaits_request:
+            # These were not all of its headers.
+            self._unfinished = self._http._request_count + 1
+            if self._timer is None:
+                self._set_timer()
 
     @property
-    def _is_between_requests(self) -> bool:
-        http = self._http
-        return not (http._request_in_progress or http._messages)
+    def _awaits_request(self) -> bool:
+        # As aiohttp's own timer for idle connections sees it.
+        waiter = self._http._waiter
+        return waiter is not None and not waiter.done()
 
     def _set_timer(self) -> None:
         self._begun = self._http._request_count
@@ -91,8 +98,13 @@ class _Connection(asyncio.Protocol):
 
     def _time_is_up(self) -> None:
         self._timer = None
-        if self._is_between_requests and self._http._request_count == self._begun:
+        if not self._awaits_request:
+            return
+        if self._http._request_count == self._begun:
             self._http.force_close()
+        elif self._http._request_count < self._unfinished:
+            # Begun after the timer was set.
+            self._set_timer()
 
     def eof_received(self) -> bool | None:
         if self._transport is not None:

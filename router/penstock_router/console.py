@@ -19,7 +19,7 @@ import msgspec
 
 from penstock_client.types import AttemptRecord
 from penstock_router.admission import Admission
-from penstock_router.backend import Fleet, ShardState
+from penstock_router.backend import Fleet, ShardState, state_of
 from penstock_router.errors import TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.records import Records, RequestRecord
@@ -162,7 +162,7 @@ class Console:
         steps_per_s, step_s = self._rates.look(shard, now_s)
         return {
             "address": shard.address,
-            "state": _state(shard),
+            "state": state_of(shard),
             "problem": shard.problem,
             "model": None if info is None else info.model,
             "device": None if info is None else info.device,
@@ -262,14 +262,6 @@ def _progress_of(record: RequestRecord) -> tuple[object, ...]:
 
 def _progress_of_attempt(attempt: AttemptRecord) -> tuple[object, ...]:
     return (attempt.first_output_s, attempt.ended_s)
-
-
-def _state(shard: ShardState) -> str:
-    if not shard.connected:
-        return "gone"
-    if shard.load.draining or shard.leaving:
-        return "draining"
-    return "serving" if shard.ready else "loading"
 
 
 def _fleet_frame(fleet: dict[str, Any]) -> bytes:

@@ -1,55 +1,66 @@
-"""All that is counted, as Prometheus reads it, in pieces that take the event loop well under a
-millisecond each. Knows families and samples; knows no HTTP and nothing of what they mean.
+"""All that is counted, as Prometheus reads it, without holding up the event loop for even a
+millisecond. Knows families and samples; knows no HTTP and nothing of what they mean.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from penstock_proto.metric_names import Translated
+from penstock_proto.metric_names import translated
+from penstock_router.metrics import Metrics
 
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # A sample takes about 4 µs to write.
-_SAMPLES = 50
+_SAMPLES_A_PIECE = 50
+_TURN_S = 0.0005
 
 
 class Exposition:
     """What several collectors say, under our names and those of other servers."""
 
-    def __init__(
-        self, registry: CollectorRegistry, *others: Collector, names: Sequence[str] = ()
-    ) -> None:
-        """`registry` is this process's own; `others` are of no process in particular."""
-        self._registry = registry
+    def __init__(self, metrics: Metrics, *others: Collector, names: Sequence[str] = ()) -> None:
+        """`metrics` are this process's own; `others` are of no process in particular."""
+        self._metrics = metrics
         self._others = others
-        self._translated = Translated(self, names)
+        self._names = names
 
-    def collect(self) -> Iterator[Metric]:
-        """Under our names."""
-        yield from self._own().collect()
-        for other in self._others:
-            yield from other.collect()
+    async def text(self) -> bytes:
+        """All values in Prometheus' text format."""
+        self._metrics.write_out(time.perf_counter())
+        own = self._metrics.registry.collect()
+        if MULTIPROCESS_DIR in os.environ:
+            # Read from files, in one go.
+            own = await asyncio.to_thread(_of_all_workers)
+        pieces, turn_ends_s = [], time.perf_counter() + _TURN_S
+        for piece in self._pieces(own):
+            pieces.append(piece)
+            if time.perf_counter() >= turn_ends_s:
+                await asyncio.sleep(0)
+                turn_ends_s = time.perf_counter() + _TURN_S
+        return b"".join(pieces)
 
-    def _own(self) -> CollectorRegistry:
-        if MULTIPROCESS_DIR not in os.environ:
-            return self._registry
-        # Those of all workers, out of their files.
-        collected = CollectorRegistry()
-        multiprocess.MultiProcessCollector(collected)  # type: ignore[no-untyped-call]
-        return collected
-
-    def pieces(self) -> Iterator[bytes]:
-        """The text, a piece at a time; making each takes about as long."""
-        for family in self._translated.collect():
-            for start in range(0, max(1, len(family.samples)), _SAMPLES):
+    def _pieces(self, own: Iterable[Metric]) -> Iterator[bytes]:
+        """The text a piece at a time, each made when it is asked for."""
+        others = itertools.chain.from_iterable(other.collect() for other in self._others)
+        for family in translated(itertools.chain(own, others), self._names):
+            for start in range(0, max(1, len(family.samples)), _SAMPLES_A_PIECE):
                 yield _text(family, start)
+
+
+def _of_all_workers() -> list[Metric]:
+    collected = CollectorRegistry()
+    multiprocess.MultiProcessCollector(collected)  # type: ignore[no-untyped-call]
+    return list(collected.collect())
 
 
 class _Only(Collector):
@@ -63,7 +74,7 @@ class _Only(Collector):
 def _text(family: Metric, start: int) -> bytes:
     """Of some of a family's samples; what the family is stands before the first."""
     part = Metric(family.name, family.documentation, family.type)
-    part.samples = family.samples[start : start + _SAMPLES]
+    part.samples = family.samples[start : start + _SAMPLES_A_PIECE]
     text = generate_latest(_Only(part))
     # Two lines, of help and of type.
     return text.split(b"\n", 2)[2] if start else text

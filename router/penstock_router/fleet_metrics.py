@@ -4,13 +4,13 @@ nothing itself, so that several workers do not count a shard several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock_client.types import LoadReport
-from penstock_router.backend import Fleet, ShardState
+from penstock_router.backend import Fleet, ShardState, state_of
 
 _LABELS = ("shard", "model")
 _GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
@@ -62,7 +62,7 @@ class FleetCollector(Collector):
             labels=(*_LABELS, "state"),
         )
         for shard in shards:
-            states.add_metric([*_labels(shard), _state(shard)], 1)
+            states.add_metric([*_labels(shard), state_of(shard)], 1)
         yield states
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(f"penstock_router_shard_{name}", text, labels=_LABELS)

@@ -65,9 +65,10 @@ class Generation(Deltas):
         record.usage = self.usage
         self._fleet = fleet
         self._metrics = metrics
+        self._model = job.model.info.model
+        self._meter = metrics.tokens_of(self._model)
         self._choices: list[Choice] = []
         self._unfinished = 0
-        self._submitted_at_s = 0.0
         self._silence_timeout_s = silence_timeout_s
         self._next_look: asyncio.TimerHandle | None = None
         self._failure: TimedOut | None = None
@@ -76,14 +77,13 @@ class Generation(Deltas):
         self._on_news: Callable[[], None] = nobody
 
     async def __aenter__(self) -> Self:
-        self._submitted_at_s = time.perf_counter()
         try:
             await self._submit()
         except BaseException as error:
             # No scope was entered yet, so none would be left.
             self.abandon(error)
             raise
-        self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+        self._metrics.prompt_tokens.labels(self._model).inc(self.usage.prompt_tokens)
         if self._silence_timeout_s < math.inf:
             self._look_again()
         return self
@@ -138,7 +138,7 @@ class Generation(Deltas):
 
     def _end(self, choice: Choice, abort_cause: str | None) -> None:
         self._metrics.in_flight.dec()
-        self._metrics.write_out(time.perf_counter())
+        self._meter.write_out(time.perf_counter())
         self._unfinished -= 1
         choice.stream.listen(nobody)
         # A stream that the shard refused or ended has nothing to abort.
@@ -240,19 +240,21 @@ class Generation(Deltas):
             return
         now = time.perf_counter()
         if choice.last_arrival_s is None:
-            self._metrics.output_tokens.inc(count)
-            self._metrics.first_token_seconds.observe(now - self._submitted_at_s)
+            self._meter.began(count)
             if self._record.first_token_s is None:
                 self._record.first_token_s = now
+                ttft_s = now - self._record.arrived_s
+                self._metrics.first_token_seconds.labels(self._model).observe(ttft_s)
             on_news = functools.partial(self._came, choice)
             choice.stream.listen(on_news, min_tokens=choice.tokens_at_once)
         else:
             # Once an arrival, however many tokens it bundles: a loop over them would cost most
             # where there is least time.
             gap_s = now - choice.last_arrival_s
-            self._metrics.observe_tokens(count, gap_s / count, now)
+            self._meter.observe(count, gap_s / count, now)
             if len(choice.stream.attempts) > choice.num_attempts:
                 self._record.failover_gaps_s.append(gap_s)
+                self._metrics.failover_gap_seconds.labels(self._model).observe(gap_s)
         choice.num_attempts = len(choice.stream.attempts)
         choice.last_arrival_s = now
 

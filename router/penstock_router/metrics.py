@@ -1,4 +1,5 @@
-"""What the router counts, for Prometheus. Knows no requests: callers say what happened.
+"""What the router counts, for Prometheus. Knows no requests: callers say what happened. What is
+counted of a request when it has ended is in `request_metrics`.
 
 With several workers each has its own counters; `prometheus_client` then keeps them in files of a
 folder that all share (PROMETHEUS_MULTIPROC_DIR, set before this module is first imported), and any
@@ -7,8 +8,6 @@ worker answers for all.
 
 from __future__ import annotations
 
-import os
-import time
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -17,18 +16,14 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    generate_latest,
-    multiprocess,
+    disable_created_metrics,
 )
 
-MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_FIRST_TOKEN_BUCKETS_S = (
+WAIT_BUCKETS_S = (
     *(0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0),
 )
-_BETWEEN_BUCKETS_S = (
+BETWEEN_BUCKETS_S = (
     *(0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08),
     *(0.12, 0.2, 0.4, 0.8, 2.0, 5.0),
 )
@@ -38,7 +33,6 @@ _LAG_BUCKETS_S = (
 )
 # Other workers answer for this one too, from what it has written.
 _WRITE_EVERY_S = 0.5
-_REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 
 class _BatchedHistogram(Histogram):
@@ -52,138 +46,149 @@ class _BatchedHistogram(Histogram):
                 bucket.inc(count)
 
 
+class TokenMeter:
+    """Tokens that come, of one model: kept here for a moment, as there are so many."""
+
+    def __init__(self, tokens: Counter, between_seconds: _BatchedHistogram) -> None:
+        self._tokens = tokens
+        self._between_seconds = between_seconds
+        # Since they were last written to what Prometheus reads.
+        self._num_tokens = 0
+        self._gaps = [0] * (len(BETWEEN_BUCKETS_S) + 1)
+        self._gaps_s = 0.0
+        self._write_at_s = 0.0
+
+    def began(self, num_tokens: int) -> None:
+        """The first tokens of a sequence."""
+        self._tokens.inc(num_tokens)
+
+    def observe(self, num_tokens: int, gap_s: float, now_s: float) -> None:
+        """Tokens of a sequence, `gap_s` a token after those before; `now_s` is `perf_counter`'s."""
+        self._num_tokens += num_tokens
+        self._gaps[bisect_left(BETWEEN_BUCKETS_S, gap_s)] += 1
+        self._gaps_s += gap_s
+        if now_s >= self._write_at_s:
+            self.write_out(now_s)
+
+    def write_out(self, now_s: float) -> None:
+        """Let Prometheus see all that came."""
+        self._write_at_s = now_s + _WRITE_EVERY_S
+        if self._num_tokens:
+            self._tokens.inc(self._num_tokens)
+            self._between_seconds.add(self._gaps, self._gaps_s)
+            self._num_tokens, self._gaps_s = 0, 0.0
+            self._gaps = [0] * len(self._gaps)
+
+
 class Metrics:
     """The router's counters."""
 
     def __init__(self) -> None:
-        # Of tokens, since they were last written to what Prometheus reads.
-        self._num_tokens = 0
-        self._gaps = [0] * (len(_BETWEEN_BUCKETS_S) + 1)
-        self._gaps_s = 0.0
-        self._write_at_s = 0.0
+        # When each counter was made is of no use, and a third of all there is to read.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         # Of this worker alone.
         self.loop_lag_worst_s = 0.0
+        self._meters: dict[str, TokenMeter] = {}
         # In multiprocess mode values live in files, not in this registry.
-        self._registry = registry = CollectorRegistry()
-        self._add_requests(registry)
-        self._add_tokens(registry)
-        self._add_streams(registry)
-        self._add_admission(registry)
-        self._add_loop_lag(registry)
+        self.registry = CollectorRegistry()
+        self._add_tokens()
+        self._add_streams()
+        self._add_admission()
+        self._add_loop_lag()
 
-    def _add_requests(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "penstock_router_requests",
-            "HTTP requests answered.",
-            ("route", "status"),
-            registry=registry,
-        )
-        self.request_seconds = Histogram(
-            "penstock_router_request_seconds",
-            "From a request's arrival to the end of its answer.",
-            ("route",),
-            buckets=_REQUEST_BUCKETS_S,
-            registry=registry,
-        )
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"penstock_router_{name}", text, labels, registry=self.registry)
 
-    def _add_tokens(self, registry: CollectorRegistry) -> None:
-        self.first_token_seconds = Histogram(
-            "penstock_router_first_token_seconds",
-            "From the hand-over to a shard to the first token.",
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
-        )
+    def _gauge(self, name: str, text: str, *labels: str, mode: str = "livesum") -> Gauge:
+        name = f"penstock_router_{name}"
+        return Gauge(name, text, labels, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+    def _histogram(
+        self, name: str, text: str, *labels: str, buckets: Sequence[float] = WAIT_BUCKETS_S
+    ) -> Histogram:
+        name = f"penstock_router_{name}"
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+    def _add_tokens(self) -> None:
         self.between_tokens_seconds = _BatchedHistogram(
             "penstock_router_between_tokens_seconds",
             "From one arrival of tokens to the next, divided by its tokens; one value an arrival. "
             "Of answers that are shown whole many tokens count as one arrival.",
-            buckets=_BETWEEN_BUCKETS_S,
-            registry=registry,
+            ("model",),
+            buckets=BETWEEN_BUCKETS_S,
+            registry=self.registry,
         )
-        self.prompt_tokens = Counter(
-            "penstock_router_prompt_tokens", "Prompt tokens sent to shards.", registry=registry
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens sent to shards.", "model"
         )
-        self.output_tokens = Counter(
-            "penstock_router_output_tokens", "Tokens received from shards.", registry=registry
+        self._output_tokens = self._counter(
+            "output_tokens", "Tokens received from shards.", "model"
+        )
+        self.first_token_seconds = self._histogram(
+            "first_token_seconds", "From a request's arrival to its first token.", "model"
+        )
+        self.failover_gap_seconds = self._histogram(
+            "failover_gap_seconds",
+            "Of sequences that went on at another shard: from the last token of one to the first "
+            "of the next.",
+            "model",
         )
 
-    def _add_streams(self, registry: CollectorRegistry) -> None:
-        self.in_flight = Gauge(
-            "penstock_router_sequences_in_flight",
-            "Sequences handed to shards and not finished.",
-            registry=registry,
-            multiprocess_mode="livesum",
+    def _add_streams(self) -> None:
+        self.in_flight = self._gauge(
+            "sequences_in_flight", "Sequences handed to shards and not finished."
         )
-        self.aborts = Counter(
-            "penstock_router_aborts",
-            "Sequences ended by the router before the shard ended them.",
-            ("cause",),
-            registry=registry,
+        self.aborts = self._counter(
+            "aborts", "Sequences ended by the router before the shard ended them.", "cause"
         )
-        self.resumed_streams = Counter(
-            "penstock_router_resumed_streams",
+        self.resumed_streams = self._counter(
+            "resumed_streams",
             "Streams that a client took up again: live (it still ran here), again (made again).",
-            ("how",),
-            registry=registry,
+            "how",
         )
-        self.fleet_events = Counter(
-            "penstock_router_fleet_events",
+        self.fleet_events = self._counter(
+            "fleet_events",
             "What happened to sequences between shards: sent (the policy's reason), continued (why "
             "the shard before failed), moved, approximate, refused, given_up, verified (what came "
             "of it).",
-            ("event", "reason"),
-            registry=registry,
+            *("event", "reason"),
         )
 
-    def _add_loop_lag(self, registry: CollectorRegistry) -> None:
-        self.loop_lag_seconds = Histogram(
-            "penstock_router_loop_lag_seconds",
+    def _add_loop_lag(self) -> None:
+        self.loop_lag_seconds = self._histogram(
+            "loop_lag_seconds",
             "How late the event loop came to a timer, twenty times a second.",
             buckets=_LAG_BUCKETS_S,
-            registry=registry,
         )
-        self.loop_lag_worst_seconds = Gauge(
-            "penstock_router_loop_lag_worst_seconds",
+        self.loop_lag_worst_seconds = self._gauge(
+            "loop_lag_worst_seconds",
             "The worst of that in the last ten seconds, of all workers.",
-            registry=registry,
-            multiprocess_mode="livemax",
+            mode="livemax",
         )
 
-    def _add_admission(self, registry: CollectorRegistry) -> None:
-        self.sequences_queued = Gauge(
-            "penstock_router_sequences_queued",
+    def _add_admission(self) -> None:
+        self.sequences_queued = self._gauge(
+            "sequences_queued",
             "Sequences whose requests are being prepared or wait for places.",
-            registry=registry,
-            multiprocess_mode="livesum",
         )
-        self.prompt_tokens_queued = Gauge(
-            "penstock_router_prompt_tokens_queued",
-            "Prompt tokens of requests that wait for places.",
-            registry=registry,
-            multiprocess_mode="livesum",
+        self.prompt_tokens_queued = self._gauge(
+            "prompt_tokens_queued", "Prompt tokens of requests that wait for places."
         )
-        self.requests_held = Gauge(
-            "penstock_router_requests_held",
-            "Requests that wait for a shard of their model, of which none serves; \"\" for a model "
-            "that was never served (--shard-wait-s).",
-            ("model",),
-            registry=registry,
-            multiprocess_mode="livesum",
+        self.requests_held = self._gauge(
+            "requests_held",
+            "Requests that wait for a shard of their model, of which none serves; empty for a "
+            "model that was never served (--shard-wait-s).",
+            "model",
         )
-        self.queue_seconds = Histogram(
-            "penstock_router_queue_seconds",
-            "How long requests that got their places had waited for them.",
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
-        )
-        self.refused = Counter(
-            "penstock_router_refused",
+        self.refused = self._counter(
+            "refused",
             "Requests answered 429 by the router itself: queue_full, queued_tokens, key_queue_full "
             "and key_queued_tokens at once, queue_timeout after waiting, pushed_out by another "
             "key's, long_bodies where too many of them are here.",
-            ("reason",),
-            registry=registry,
+            "reason",
         )
+
+    # ---- what happened ----
 
     def held(self, model: str, change: int) -> None:
         """So many requests more wait for a shard of this model."""
@@ -199,28 +204,16 @@ class Metrics:
         """Told by the fleet of each one."""
         self.fleet_events.labels(event, reason).inc()
 
-    def observe_tokens(self, num_tokens: int, gap_s: float, now_s: float) -> None:
-        """Tokens of a sequence, `gap_s` a token after those before; `now_s` is `perf_counter`'s."""
-        self._num_tokens += num_tokens
-        self._gaps[bisect_left(_BETWEEN_BUCKETS_S, gap_s)] += 1
-        self._gaps_s += gap_s
-        if now_s >= self._write_at_s:
-            self.write_out(now_s)
+    def tokens_of(self, model: str) -> TokenMeter:
+        """What counts this model's tokens."""
+        meter = self._meters.get(model)
+        if meter is None:
+            tokens = self._output_tokens.labels(model)
+            meter = TokenMeter(tokens, self.between_tokens_seconds.labels(model))
+            self._meters[model] = meter
+        return meter
 
     def write_out(self, now_s: float) -> None:
-        """Let Prometheus see all that came."""
-        self._write_at_s = now_s + _WRITE_EVERY_S
-        if self._num_tokens:
-            self.output_tokens.inc(self._num_tokens)
-            self.between_tokens_seconds.add(self._gaps, self._gaps_s)
-            self._num_tokens, self._gaps_s = 0, 0.0
-            self._gaps = [0] * len(self._gaps)
-
-    def exposition(self) -> bytes:
-        """All values in Prometheus' text format."""
-        self.write_out(time.perf_counter())
-        if MULTIPROCESS_DIR not in os.environ:
-            return generate_latest(self._registry)
-        collected = CollectorRegistry()
-        multiprocess.MultiProcessCollector(collected)  # type: ignore[no-untyped-call]
-        return generate_latest(collected)
+        """Let Prometheus see all tokens that came."""
+        for meter in self._meters.values():
+            meter.write_out(now_s)

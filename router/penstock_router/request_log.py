@@ -76,12 +76,12 @@ def _words(record: RequestRecord, fields: Fields) -> str:
     if record.error:
         parts.append(f"({fields['error']})")
     if record.usage is not None:
-        parts.append(f"{record.usage.prompt_tokens}+{record.usage.completion_tokens} tokens")
+        parts.append(f"{fields['prompt_tokens']}+{fields['output_tokens']} tokens")
     parts.append(f"{fields['total_ms']} ms")
-    if "ttft_ms" in fields:
+    if record.first_token_s is not None:
         parts.append(f"ttft {fields['ttft_ms']} ms")
-    if shards := list(dict.fromkeys(attempt.shard for attempt in record.attempts)):
-        parts.append(f"shard {' then '.join(shards)}")
-    if failovers := [each.ended_because for each in record.attempts if each.ended_because]:
-        parts.append(f"after {', '.join(failovers)}")
+    for name, word in (("shards", "shard"), ("failovers", "after")):
+        if (values := fields.get(name)) is not None:
+            assert isinstance(values, list)
+            parts.append(f"{word} {' then '.join(values)}")
     return " ".join(parts)

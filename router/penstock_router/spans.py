@@ -152,7 +152,9 @@ def _attributes(record: RequestRecord) -> dict[str, Value | None]:
         "gen_ai.operation.name": _OPERATIONS.get(record.route),
         "gen_ai.request.model": record.model or None,
         "gen_ai.request.stream": record.stream,
-        "gen_ai.response.finish_reasons": [record.outcome],
+        "gen_ai.response.finish_reasons": (
+            [record.outcome] if record.outcome in ("stop", "length") else None
+        ),
         "gen_ai.response.time_to_first_chunk": (
             None if first_s is None else round(first_s - record.arrived_s, 6)
         ),
@@ -160,6 +162,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value | None]:
         "gen_ai.usage.output_tokens": None if usage is None else usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": None if usage is None else usage.cached_tokens,
         "penstock.request.id": record.request_id,
+        "penstock.request.outcome": record.outcome,
         "penstock.key.name": record.key_name or None,
     }
 

@@ -36,7 +36,7 @@ from penstock_client import Fleet, Patience
 from penstock_client.audit import AuditLog
 from penstock_proto.logs import set_up_logging
 from penstock_proto.tls import TlsFilesUnusable
-from penstock_proto.tracing import open_sink
+from penstock_proto.trace_export import open_sink
 from penstock_router.config import RouterConfig
 from penstock_router.https import https_context
 from penstock_router.response_store import StoreUnusable, store_file

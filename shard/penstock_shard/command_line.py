@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from penstock_proto.logs import FORMATS
 from penstock_proto.tls import TlsFilesUnusable, check_server_files
-from penstock_proto.tracing import ENDPOINT_VARIABLE, TracingConfig, read_tracing
+from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 from penstock_shard.config import METRIC_NAMES, ShardConfig
 
 
@@ -116,6 +116,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     _add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"))
+    _add_observing_flags(parser.add_argument_group("logs and traces"))
     _add_engine_flags(parser.add_argument_group("engine"))
     _add_scheduling_flags(parser.add_argument_group("scheduling"))
     _add_cache_flags(parser.add_argument_group("KV cache"))
@@ -222,23 +223,6 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
     )
     group.add_argument(
-        "--log-format",
-        choices=FORMATS,
-        default="auto",
-        help="auto: text on a terminal, a JSON object a line elsewhere",
-    )
-    group.add_argument(
-        "--log-requests",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="a line for each request; the router's log has one too",
-    )
-    group.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
-    )
-    group.add_argument(
         "--stall-timeout",
         type=_non_negative_float,
         default=10.0,
@@ -266,6 +250,26 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         default=30.0,
         metavar="S",
         help="on SIGTERM, how long that may take (default: %(default)s)",
+    )
+
+
+def _add_observing_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="auto",
+        help="auto: text on a terminal, a JSON object a line elsewhere",
+    )
+    group.add_argument(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a line for each request; the router's log has one too",
+    )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
     )
 
 

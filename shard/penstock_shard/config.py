@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock_proto.tracing import TracingConfig
+from penstock_proto.trace_export import TracingConfig
 
 # Servers whose names metrics may have besides their own.
 METRIC_NAMES = ("vllm", "tgi")

@@ -18,9 +18,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock_proto.tls import TlsFilesUnusable
-from penstock_proto.tracing import SpanSink, open_sink
+from penstock_proto.trace_export import open_sink
+from penstock_proto.tracing import SpanSink
 from penstock_proto.transport import server_credentials, server_options
 from penstock_shard import wire
+from penstock_shard.authorization import KeyCheck
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor, ModelRefused
 from penstock_shard.metrics import serve_metrics
@@ -52,7 +54,7 @@ async def serve(config: ShardConfig) -> int:
     health_servicer = health.aio.HealthServicer()
     sink = None if config.tracing is None else open_sink(config.tracing, _SERVICE)
     servicer = ShardServicer(engine, config, _follower(config, engine, sink))
-    server = _build_server(servicer, health_servicer)
+    server = _build_server(servicer, health_servicer, config.api_key)
     try:
         port = _open_port(server, config)
     except TlsFilesUnusable as error:
@@ -107,10 +109,11 @@ def _open_port(server: grpc.aio.Server, config: ShardConfig) -> int:
 
 
 def _build_server(
-    servicer: ShardServicer, health_servicer: health.aio.HealthServicer
+    servicer: ShardServicer, health_servicer: health.aio.HealthServicer, api_key: str | None
 ) -> grpc.aio.Server:
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_CallersThatLeft())
-    server = grpc.aio.server(options=server_options())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_FaultsOfCallers())
+    checks = [] if api_key is None else [KeyCheck(api_key, wire.SERVICE_NAME)]
+    server = grpc.aio.server(interceptors=checks, options=server_options())
     wire.add_servicer(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (wire.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -142,12 +145,14 @@ async def _run_until_stopped(
     return 0
 
 
-class _CallersThatLeft(logging.Filter):
-    """Drops gRPC's traceback of a write to a caller that left meanwhile: that is no defect."""
+class _FaultsOfCallers(logging.Filter):
+    """Drops gRPC's tracebacks of what is no defect here: a write to a caller that left meanwhile,
+    and a message that cannot be read, of which its caller is told.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return type(error).__name__ != "ExecuteBatchError"
+        return type(error).__name__ not in ("ExecuteBatchError", wire.UnreadableMessage.__name__)
 
 
 def _complain(text: str) -> None:

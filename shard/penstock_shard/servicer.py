@@ -7,7 +7,6 @@ the engine and the writer: a caller that reads slowly gets its outputs merged an
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -118,7 +117,6 @@ class ShardServicer(wire.Servicer):
         self._engine = engine
         self._follower = follower
         self._config = config
-        self._key = f"Bearer {config.api_key}" if config.api_key else None
         # Of the Generate calls that are open.
         self._outboxes: set[Outbox] = set()
 
@@ -132,7 +130,6 @@ class ShardServicer(wire.Servicer):
     async def Generate(
         self, request_iterator: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[Any]:
-        await self._authorize(context)
         outbox = Outbox()
         reader = asyncio.create_task(self._read(request_iterator, outbox))
         self._outboxes.add(outbox)
@@ -168,7 +165,7 @@ class ShardServicer(wire.Servicer):
         request_id, attempt = incoming.request_id[:MAX_ID_CHARACTERS], incoming.attempt
         if outbox.live.get(request_id) == attempt:
             # Sent twice on one call. A refusal would read as the end of the one that runs.
-            logger.warning("attempt %d of request %s came twice", attempt, request_id)
+            logger.warning("attempt %d of request %r came twice", attempt, request_id)
             return
         ready = self._engine.ready
         outlet: Callable[[Output], None] = outbox.put
@@ -199,7 +196,6 @@ class ShardServicer(wire.Servicer):
         self._engine.submit(submit, outlet, deadline_s=deadline_s, suspect=incoming.suspect)
 
     async def Abort(self, request: Any, context: Context) -> Any:
-        await self._authorize(context)
         count = len(request.request_ids)
         if count > _MAX_ABORTS_IN_RPC:
             message = f"request_ids: {count} ids in one call; at most {_MAX_ABORTS_IN_RPC}"
@@ -211,7 +207,6 @@ class ShardServicer(wire.Servicer):
     # ---- embeddings ----
 
     async def Embed(self, request: Any, context: Context) -> Any:
-        await self._authorize(context)
         ready = await self._ready(context)
         incoming = wire.incoming_embedding(request)
         try:
@@ -232,7 +227,6 @@ class ShardServicer(wire.Servicer):
     # ---- what the shard is ----
 
     async def GetInfo(self, request: Any, context: Context) -> Any:
-        await self._authorize(context)
         ready = await self._ready(context)
         return wire.info_response(
             ready.info,
@@ -244,14 +238,12 @@ class ShardServicer(wire.Servicer):
         )
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        await self._authorize(context)
         ready = await self._ready(context)
         # Hashing a large vocabulary takes many milliseconds.
         for chunk in await asyncio.to_thread(list, wire.file_chunks(ready.tokenizer_files)):
             yield chunk
 
     async def WatchLoad(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        await self._authorize(context)
         changed = self._engine.listen()
         try:
             while True:
@@ -282,7 +274,6 @@ class ShardServicer(wire.Servicer):
         )
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        await self._authorize(context)
         self._engine.drain(hand_over=request.hand_over)
         loop = asyncio.get_running_loop()
         end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
@@ -302,7 +293,6 @@ class ShardServicer(wire.Servicer):
         await self._refuse("UnloadAdapter", context)
 
     async def _refuse(self, name: str, context: Context) -> NoReturn:
-        await self._authorize(context)
         await _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served by this shard")
 
     # ---- internals ----
@@ -317,15 +307,6 @@ class ShardServicer(wire.Servicer):
         if ready is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "the engine is still loading")
         return ready
-
-    async def _authorize(self, context: Context) -> None:
-        """End the call unless it carries the key. In constant time: the key must not leak."""
-        if self._key is None:
-            return
-        metadata = dict(context.invocation_metadata() or ())
-        given = str(metadata.get("authorization", ""))
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
-            await _abort(context, grpc.StatusCode.UNAUTHENTICATED, "missing or wrong API key")
 
 
 async def _abort(context: Context, status: grpc.StatusCode, message: str) -> NoReturn:

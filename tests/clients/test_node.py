@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from clients.environments import node_packages
+from support.certificates import SERVER_NAME, Authority, Pair
 from support.processes import Shard, running, wait_until
 
 from penstock_client import GenerationRequest, SamplingParams, ShardClient, SyncShardClient
@@ -118,7 +119,7 @@ def test_what_it_cancels_is_gone_from_the_shard(example, shard) -> None:
 
 
 def test_a_deadline_ends_it_on_both_sides(example, shard) -> None:
-    seen = example.run(shard.address, *ENDLESS, "--deadline-ms", "1000")
+    seen = example.run(shard.address, *ENDLESS, "--deadline-ms", "1500")
     assert seen.token_ids
     assert seen.said.startswith("DEADLINE_EXCEEDED: ")
     assert seen.status == 1
@@ -142,3 +143,47 @@ def test_without_the_shards_key_it_is_unauthenticated(example, shard_with_key, f
 def test_with_the_shards_key_it_streams(example, shard_with_key) -> None:
     seen = example.run(shard_with_key.address, "--api-key", KEY, "--max-tokens", "3")
     assert (len(seen.token_ids), seen.status) == (3, 0)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"), "authority")
+
+
+@pytest.fixture(scope="module")
+def shown(authority: Authority) -> Pair:
+    """What a caller shows to a shard that asks."""
+    return authority.issue("caller.example")
+
+
+@pytest.fixture(scope="module")
+def tls_shard(
+    authority: Authority, shown: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shard]:
+    """Wants to know its callers, and has a name that is not its address."""
+    started = Shard(
+        tmp_path_factory.mktemp("shards") / "shard",
+        *authority.issue(SERVER_NAME).server_flags,
+        *("--tls-client-ca-file", str(authority.file)),
+        tls=authority.tls(shown, SERVER_NAME),
+    )
+    with running(started):
+        yield started
+
+
+def test_by_mutual_tls_it_streams(example, tls_shard, authority, shown) -> None:
+    trust = ("--ca-file", str(authority.file), "--server-name", SERVER_NAME)
+    itself = ("--cert-file", str(shown.cert), "--key-file", str(shown.key))
+    seen = example.run(tls_shard.address, *trust, *itself, "--max-tokens", "3")
+    assert (len(seen.token_ids), seen.status) == (3, 0)
+
+
+def test_a_shard_with_another_name_or_a_caller_without_a_certificate_gets_nothing(
+    example, tls_shard, authority, shown
+) -> None:
+    trust = ("--ca-file", str(authority.file))
+    itself = ("--cert-file", str(shown.cert), "--key-file", str(shown.key))
+    for flags in ((*trust, *itself), (*trust, "--server-name", SERVER_NAME)):
+        seen = example.run(tls_shard.address, *flags, "--max-tokens", "3")
+        assert (seen.token_ids, seen.status) == ([], 1)
+        assert "UNAVAILABLE: " in seen.said

@@ -65,7 +65,7 @@ def build_image(name: str, target: str, root: Path, *, with_torch: bool = False)
             return None
         if with_torch or name == "router":
             return command
-        return None if '"$TORCH"' in command else command.replace("'.[shard]'", "'.[fake]'")
+        return None if '"$TORCH"' in command else command.replace("'.[shard,", "'.[fake,")
 
     ignore = (DEPLOY / f"Dockerfile.{name}.dockerignore").read_text()
     return build(
@@ -168,12 +168,12 @@ def test_the_cuda_image_installs_the_flash_extra_and_the_cpu_image_does_not() ->
         for stage in ("cuda-build", "cpu-build")
     }
     pinned = "pip install --constraint constraints.txt"
-    assert runs["cuda-build"][-1] == f"{pinned} --find-links /wheels '.[flash]'"
-    assert f"{pinned} '.[shard]'" in runs["cpu-build"]
+    assert runs["cuda-build"][-1] == f"{pinned} --find-links /wheels '.[flash,otlp]'"
+    assert f"{pinned} '.[shard,otlp]'" in runs["cpu-build"]
     # The same torch, before the rest.
     (torch,) = (run for run in runs["cpu-build"] if '"$TORCH"' in run)
     assert runs["cuda-build"][1] == torch
-    assert runs["cpu-build"].index(torch) < runs["cpu-build"].index(f"{pinned} '.[shard]'")
+    assert runs["cpu-build"].index(torch) < runs["cpu-build"].index(f"{pinned} '.[shard,otlp]'")
 
 
 def test_what_an_image_copies_is_not_kept_out_of_its_context() -> None:
@@ -292,7 +292,9 @@ def test_the_charts_pods_answer_and_their_probes_flip_on_kill(
         first, second = (c for name, c in containers.items() if "toy" in name)
         check_answers(router, KEY)
         assert router.status("/v1/models") == 401
-        assert "penstock_shard_kv_used_ratio 0" in metrics_of(first)
+        shown = metrics_of(first.ports[9464]) + metrics_of(router.port)
+        assert len(scaled_by()) == 4
+        assert [name for name in scaled_by() if f"# TYPE {name} gauge" not in shown] == []
 
         first.kill()
         assert not any(first.probe(name) for name in first.workload.probes)
@@ -323,8 +325,10 @@ def test_the_charts_pods_with_all_secrets_serve_two_models_over_tls_to_who_has_a
     workloads = chart_workloads(render(values, "demo"), images, tls_secrets(tmp_path))
     with running(workloads, tmp_path) as containers:
         router = containers["demo-penstock-router"]
-        served = [card["id"] for card in ask(router, "/v1/models", None, KEY)["data"]]
-        assert sorted(served) == ["first", "second"]
+        # It is ready before it has found any: it would hold requests.
+        wait_until(
+            lambda: served_by(router) == ["first", "second"], timeout_s=30, what="both models"
+        )
         check_answers(router, KEY)
         assert router.status("/v1/models") == 401
 
@@ -335,6 +339,10 @@ def test_the_charts_pods_with_all_secrets_serve_two_models_over_tls_to_who_has_a
         shard.restart()
         becomes(shard, "liveness", True)
         assert (router.stop(), shard.stop()) == (0, 0)
+
+
+def served_by(router: Container) -> list[str]:
+    return sorted(card["id"] for card in ask(router, "/v1/models", None, KEY)["data"])
 
 
 def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
@@ -356,11 +364,24 @@ def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
     return {"keys": keys, **{secret: pair(name) for secret, name in names.items()}}
 
 
-def metrics_of(shard: Container) -> str:
-    (port,) = shard.workload.more_ports
-    with urllib.request.urlopen(f"http://127.0.0.1:{shard.ports[port]}/metrics") as response:
+def metrics_of(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text: str = response.read().decode()
         return text
+
+
+def scaled_by() -> set[str]:
+    """The metrics that the chart's autoscalers ask for."""
+    to_zero = {"shardWaitSeconds": 60}
+    resources = [
+        *render({"shard": {"autoscaling": {"kind": "hpa"}}}, "demo"),
+        *render(
+            {"shard": {"autoscaling": {"kind": "keda", "minReplicas": 0}}, "router": to_zero},
+            "demo",
+        ),
+    ]
+    scalers = [r for r in resources if r["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
+    return set(re.findall(r"penstock_(?:router|shard)_\w+", json.dumps(scalers)))
 
 
 # ---- what the tests above share --------------------------------------------------------------
@@ -390,14 +411,14 @@ def becomes(container: Container, probe: str, expected: bool) -> None:
     """Wait until a probe says so, or fail with the log."""
 
     def settled() -> bool:
-        assert container.process.poll() is None, f"it ended; its log:\n{container.log}"
+        assert container.process.poll() is None, f"it ended; its log:\n{container.log[-3000:]}"
         return container.probe(probe) == expected
 
     what = f"{container.workload.host}: {probe} is {expected}"
     try:
         wait_until(settled, timeout_s=60, what=what)
     except AssertionError as error:
-        raise AssertionError(f"{error}; its log:\n{container.log}") from None
+        raise AssertionError(f"{error}; its log:\n{container.log[-3000:]}") from None
 
 
 def check_answers(router: Container, key: str = "") -> None:

@@ -113,7 +113,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc && rm -rf /
 RUN pip install --constraint constraints.txt '.[router]'
 
 FROM python:3.12-slim AS run
-LABEL org.opencontainers.image.title="a" org.opencontainers.image.description="b" org.opencontainers.image.licenses="c"
+LABEL org.opencontainers.image.title="a" org.opencontainers.image.description="b" \\
+    org.opencontainers.image.licenses="c"
 COPY --from=build /opt/app /opt/app
 USER 10001:10001
 HEALTHCHECK CMD ["penstock", "health"]

@@ -18,6 +18,7 @@ import helm_python
 import jsonschema_rs
 import kubernetes_validate
 import pytest
+import yaml
 from integration.dockerfile import parse
 from integration.manifests import CHART, Resource, find, pod_templates, render, render_notes
 
@@ -180,6 +181,12 @@ def check_manifest(resource: Resource) -> None:
     """By the schemas of the oldest version of Kubernetes that the chart takes and of the newest; a
     custom resource by ours, and its pods by those.
     """
+    _check_manifest(json.dumps(resource))
+
+
+@lru_cache(maxsize=None)  # most combinations of values have most manifests in common
+def _check_manifest(text: str) -> None:
+    resource = json.loads(text)
     if not (CRDS / f"{resource['kind']}.json").exists():
         for version in (oldest_version(), NEWEST):
             kubernetes_validate.validate(resource, version, strict=True)
@@ -190,6 +197,7 @@ def check_manifest(resource: Resource) -> None:
         kubernetes_validate.validate(pods, NEWEST, strict=True)
 
 
+@lru_cache
 def oldest_version() -> str:
     with helm_python.Chart.load(CHART) as chart:
         wanted = re.fullmatch(r">=(\d+\.\d+)\.0-0", chart.metadata["kubeVersion"])
@@ -225,6 +233,20 @@ def test_a_manifest_that_is_wrong_is_found(kind: str, path: str, value: object) 
         node = node[int(parent) if parent.isdigit() else parent]
     node[name] = value
     with pytest.raises((kubernetes_validate.ValidationError, jsonschema_rs.ValidationError)):
+        check_manifest(resource)
+
+
+DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
+EXAMPLES = [
+    yaml.safe_load(text)
+    for text in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    if not text.startswith("apiVersion:")
+]
+
+
+@pytest.mark.parametrize("values", EXAMPLES, ids=[" ".join(values) for values in EXAMPLES])
+def test_values_in_the_document_are_taken(values: Values) -> None:
+    for resource in render(values, "demo"):
         check_manifest(resource)
 
 
@@ -642,21 +664,6 @@ def test_only_the_router_prometheus_and_pods_of_the_same_shard_reach_a_shard() -
     assert "ports" not in same
     (policy,) = of_kind(rendered("no prometheus"), "NetworkPolicy")
     assert len(policy["spec"]["ingress"]) == 1
-
-
-def test_scalers_ask_for_metrics_that_shards_and_routers_have() -> None:
-    names = set()
-    for case in ("hpa", "keda", "keda, to zero"):
-        text = json.dumps(of_kind(rendered(case), "HorizontalPodAutoscaler", "ScaledObject"))
-        names |= set(re.findall(r"penstock_\w+", text))
-    assert len(names) == 4
-    sources = "".join(
-        (ROOT / path).read_text()
-        for path in ("router/penstock_router/metrics.py", "shard/penstock_shard/metrics.py")
-    )
-    for name in names:
-        short = name.removeprefix("penstock_shard_")
-        assert f'"{name}"' in sources or f'"{short}"' in sources, name
 
 
 def triggers_of(case: str) -> dict[str, str]:

@@ -398,7 +398,8 @@ async def test_metrics_count_what_was_served(session: aiohttp.ClientSession) -> 
 
 
 async def test_metrics_count_answers_by_their_status(session: aiohttp.ClientSession) -> None:
-    name = 'penstock_router_requests_total{route="/v1/completions",status="400"}'
+    labels = 'model="",outcome="refused",route="/v1/completions",status="400"'
+    name = f"penstock_router_requests_total{{{labels}}}"
     before = await _metric(session, name)
     assert await _status(session, {"prompt": ""}) == 400
     assert await _metric(session, name) == before + 1

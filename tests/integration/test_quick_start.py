@@ -97,11 +97,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
     try:
-        wait_until(
-            lambda: "Try:" in log_file.read_text(),
-            timeout_s=TIMEOUT_S,
-            what=f"penstock serve is ready; its log: {log_file}",
-        )
+
+        def is_ready() -> bool:
+            assert process.poll() is None, log_file.read_text()[-2000:]
+            return "Try:" in log_file.read_text()
+
+        wait_until(is_ready, timeout_s=TIMEOUT_S, what="penstock serve is ready")
         yield Served(process, port)
     finally:
         process.send_signal(signal.SIGINT)
@@ -149,6 +150,8 @@ def test_answers_outlive_the_shard_that_is_broken(served, tmp_path) -> None:
     # The engine of a shard of this test, and of nobody else on this machine.
     served.run(code.replace(BREAK, f"kill -9 {before[0]}"), tmp_path)
     assert served.run(block("answers, {len"), tmp_path) == "4 answers, 1 text\n"
+    metrics = served.run("curl -s http://127.0.0.1:8000/metrics", tmp_path)
+    assert 'event="continued"' in metrics
     wait_until(lambda: len(served.engines()) == 2, timeout_s=20, what="the engine is back")
     assert before[0] not in served.engines()
 
@@ -161,5 +164,5 @@ def test_the_chart_renders_with_the_values_that_are_shown(served, tmp_path) -> N
     printed = served.run(code, tmp_path)
     shown = [part for part in yaml.safe_load_all(printed) if isinstance(part, dict)]
     rendered = {(part["kind"], part["metadata"]["name"]) for part in render(values, "demo")}
-    assert rendered <= {(part["kind"], part["metadata"]["name"]) for part in shown}
+    assert {(part["kind"], part["metadata"]["name"]) for part in shown} == rendered
     assert "Qwen/Qwen3-0.6B" in printed

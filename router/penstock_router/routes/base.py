@@ -23,6 +23,7 @@ from penstock_router.background import Background
 from penstock_router.bodies import Bodies, Body, Incoming
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, TimedOut, Unauthorized
+from penstock_router.exposition import Exposition
 from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
 from penstock_router.keys import Key, Keys
 from penstock_router.metrics import Metrics
@@ -49,6 +50,7 @@ class Router:
     bodies: Bodies
     admission: Admission
     metrics: Metrics
+    exposition: Exposition
     cursors: CursorCodec
     live_streams: LiveStreams
     responses: ResponseStore

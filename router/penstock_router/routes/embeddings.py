@@ -48,7 +48,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
                     label=request[REQUEST_ID],
                 )
             )
-            router.metrics.prompt_tokens.inc(num_tokens)
+            router.metrics.prompt_tokens.labels(model.info.model).inc(num_tokens)
 
             def encode() -> bytes:
                 name = model.info.model

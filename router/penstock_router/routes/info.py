@@ -9,7 +9,7 @@ from aiohttp import web
 from penstock_client.types import ShardInfo
 from penstock_router.apis import openai, tgi
 from penstock_router.errors import NotFound, Unavailable
-from penstock_router.metrics import CONTENT_TYPE
+from penstock_router.exposition import CONTENT_TYPE
 from penstock_router.routes.base import ROUTER, VERSION, json_response
 
 
@@ -152,7 +152,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics"""
-    text = request.app[ROUTER].metrics.exposition()
+    text = await request.app[ROUTER].exposition.text()
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_proto.tracing import SpanContext, TracingConfig, begin, read_tracing
+from penstock_proto.trace_export import TracingConfig, read_tracing
+from penstock_proto.tracing import SpanContext, begin
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"

@@ -195,6 +195,60 @@ def test_a_template_that_fails_or_breaks_out_is_a_bad_request(source: str) -> No
         ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "x"}])
 
 
+# From published escapes of templates, and what they build on.
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__']['__base__']['__subclasses__']() }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ ''|attr('__cla' ~ 'ss__')|attr('__mro__') }}",
+    "{{ ''|attr('\\x5f\\x5fclass\\x5f\\x5f')|attr('__base__') }}",
+    "{{ [''] | map(attribute='__class__') | map(attribute='__mro__') | list }}",
+    "{{ ['{0.__class__.__init__.__globals__}'] | map('format', '') | list }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ '{x.__class__}'.format_map({'x': ''}) }}",
+    "{% set f = '{0.__class__}'.format %}{{ f('') }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ lipsum.__globals__['os'].system('id') }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ self.__init__.__globals__.__builtins__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__globals__['datetime'].sys }}",
+    "{{ (strftime_now|attr('__globals__'))['datetime'] }}",
+    "{{ messages.__class__.__init__ }}",
+    "{{ messages.clear() }}",
+    "{{ messages[0].update({'content': 1}) }}",
+    "{{ messages[0].pop('content') }}",
+    "{{ dict.fromkeys.__globals__ }}",
+    "{{ dict|attr('__call__')|attr('__globals__') }}",
+    "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
+    "{% macro m() %}{{ caller.__globals__ }}{% endmacro %}{% call m() %}{% endcall %}",
+    "{{ (1).__class__.from_bytes.__self__.__subclasses__() }}",
+    "{{ request.application.__globals__ }}",
+    "{% import 'os' as os %}",
+    "{% include '/etc/passwd' %}",
+    "{% extends '/etc/passwd' %}",
+    "{{ range(10 ** 9)|list }}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_no_way_out_of_the_sandbox_that_is_known_leads_anywhere(source: str) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    try:
+        text = ChatTemplate({"default": source}, {}).render(messages)
+    except (BadRequest, TemplateUnusable) as refused:
+        text = str(refused)
+        # What it reached for may be named, as the template's own words; never shown.
+        assert "<class" not in text
+    else:
+        assert "<" not in text
+        assert "root:" not in text
+        assert "builtin" not in text
+    assert messages == [{"role": "user", "content": "x"}]
+
+
 def test_a_template_that_does_not_parse_is_refused_at_load() -> None:
     with pytest.raises(TemplateUnusable, match="default"):
         ChatTemplate({"default": "{% for %}"}, {})

@@ -22,6 +22,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.deltas import collect, for_each
 from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
+from penstock_router.exposition import Exposition
 from penstock_router.generation import Generation, _num_ids
 from penstock_router.job import Job, choice_seed, make_job
 from penstock_router.metrics import Metrics
@@ -280,6 +281,10 @@ async def test_a_choice_that_cannot_be_made_leaves_nothing_submitted(
     assert not fleet.running
 
 
+async def shown(metrics: Metrics) -> str:
+    return (await Exposition(metrics).text()).decode()
+
+
 async def test_a_merged_output_is_one_gap_between_tokens(fleet: FakeFleet, models: Models) -> None:
     metrics = Metrics()
     job = await job_of(models, max_tokens=101, stream=True)
@@ -287,9 +292,9 @@ async def test_a_merged_output_is_one_gap_between_tokens(fleet: FakeFleet, model
     fleet.bundle = lambda: next(bundles)
     async with Generation(job, fleet, metrics, record()) as generation:
         await collect(generation, generation.job, 2**28)
-    text = metrics.exposition().decode()
-    assert "penstock_router_output_tokens_total 101.0" in text
-    assert "penstock_router_between_tokens_seconds_count 2.0" in text
+    name = f'{{model="{job.model.info.model}"}}'
+    assert f"penstock_router_output_tokens_total{name} 101.0" in await shown(metrics)
+    assert f"penstock_router_between_tokens_seconds_count{name} 2.0" in await shown(metrics)
 
 
 async def test_an_answer_that_is_shown_whole_is_made_of_many_tokens_at_a_time(
@@ -397,7 +402,7 @@ async def test_a_choice_of_which_nothing_is_heard_fails_in_time_and_is_aborted(
             await for_each(generation, lambda delta: None)
     assert 0.2 <= asyncio.get_running_loop().time() - begun < 2.0
     assert fleet.cancelled == ["r1"]
-    assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in metrics.exposition().decode()
+    assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in await shown(metrics)
 
 
 async def test_a_choice_that_goes_on_is_not_silent_nor_is_one_whose_reader_is_slow(
@@ -473,16 +478,12 @@ async def test_a_request_without_a_model_is_served_where_there_is_no_choice_or_a
         assert Models(fleet, threads, config).info(name).model == "other"
 
 
-def test_tokens_that_are_counted_in_batches_are_what_one_at_a_time_would_be() -> None:
+async def test_tokens_that_are_counted_in_batches_are_what_one_at_a_time_would_be() -> None:
     batched, plain = Metrics(), Metrics()
     gaps = [0.0001, 0.002, 0.0021, 0.03, 0.03, 4.9, 5.0, 77.0]
     for gap_s in gaps:
-        batched.observe_tokens(2, gap_s, now_s=0.0)
-        plain.output_tokens.inc(2)
-        plain.between_tokens_seconds.observe(gap_s)
+        batched.tokens_of("m").observe(2, gap_s, now_s=0.0)
+        plain.tokens_of("m").began(2)
+        plain.between_tokens_seconds.labels("m").observe(gap_s)
 
-    def lines(metrics: Metrics) -> list[str]:
-        text = metrics.exposition().decode().splitlines()
-        return [line for line in text if "token" in line and "_created" not in line]
-
-    assert lines(batched) == lines(plain)
+    assert await shown(batched) == await shown(plain)

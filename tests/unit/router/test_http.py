@@ -760,11 +760,12 @@ async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
     assert "version" in (await router.get("/version")).json()
     await router.complete(max_tokens=5)
     text = (await router.get("/metrics")).body.decode()
-    wanted = 'penstock_router_requests_total{route="/v1/completions",status="200"} 1.0'
-    assert wanted in text
-    assert "penstock_router_output_tokens_total 5.0" in text
-    assert "penstock_router_first_token_seconds_count 1.0" in text
-    assert "penstock_router_between_tokens_seconds_count 1.0" in text
+    model = f'model="{INFO.model}"'
+    of_request = f'{model},outcome="length",route="/v1/completions",status="200"'
+    assert f"penstock_router_requests_total{{{of_request}}} 1.0" in text
+    assert f"penstock_router_output_tokens_total{{{model}}} 5.0" in text
+    assert f"penstock_router_first_token_seconds_count{{{model}}} 1.0" in text
+    assert f"penstock_router_between_tokens_seconds_count{{{model}}} 1.0" in text
     assert "penstock_router_sequences_in_flight 0.0" in text
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ def record_of(**values: Any) -> RequestRecord:
 def failed_over() -> RequestRecord:
     first = AttemptRecord("a:1", "least_load", 100.012, 100.1, 100.5, "unavailable", "0" * 15 + "1")
     second = AttemptRecord("b:2", "only", 100.55, 100.6, 101.1, "", "0" * 15 + "2")
-    return record_of(
-        sequences=[[first, second]], failover_gaps_s=[0.25], error="", key_name="ann"
-    )
+    return record_of(sequences=[[first, second]], failover_gaps_s=[0.25], error="", key_name="ann")
 
 
 def test_a_line_has_what_there_is_to_say() -> None:
@@ -127,7 +124,7 @@ def test_nothing_that_a_client_chose_leaves_its_line_or_its_bounds(
     assert json.loads(line)["method"] == (method * 50)[:256] if method else True
 
 
-def test_a_line_costs_less_than_thirty_microseconds() -> None:
+def test_a_line_costs_tens_of_microseconds() -> None:
     record = failed_over()
     logger = logging.getLogger(LOGGER)
     formatter = JsonFormatter()
@@ -147,11 +144,55 @@ def test_a_line_costs_less_than_thirty_microseconds() -> None:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = True
-    # Four times what is measured on a machine of its own, as this one may be slow.
-    assert best_s < 120e-6
+    # Measured: 20 and some. This machine may be slow.
+    assert best_s < 90e-6
 
 
 def _seconds(record: RequestRecord) -> float:
     began_s = time.perf_counter()
     log_request(record)
     return time.perf_counter() - began_s
+
+
+async def test_each_request_gets_one_line_and_none_has_what_it_said(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    async with memory_router(fleet) as router:
+        answers = [
+            await router.complete("a secret prompt", max_tokens=3),
+            await router.post(
+                "/v1/completions", {"prompt": "a secret prompt", "best_of": "secret"}
+            ),
+            await router.get("/v1/secret", Authorization="Bearer a-secret-key"),
+            await router.get("/health"),
+        ]
+    assert [answer.status for answer in answers] == [200, 400, 404, 200]
+    lines = [record for record in caplog.records if record.name == LOGGER]
+    # Probes are nobody's requests.
+    assert [(line.__dict__["route"], line.__dict__["status"]) for line in lines] == [
+        *(("/v1/completions", 200), ("/v1/completions", 400), ("unknown", 404)),
+    ]
+    assert lines[0].__dict__["outcome"] == "length"
+    assert lines[0].__dict__["output_tokens"] == 3
+    assert lines[1].__dict__["error"] == "BadRequestError: best_of"
+    assert "secret" not in "".join(JsonFormatter().format(line) for line in lines)
+
+
+async def test_a_request_id_cannot_begin_a_line(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    async with memory_router(fleet) as router:
+        await router.post("/v1/completions", {"prompt": "a", "request_id": "x\ny", "max_tokens": 1})
+    (line,) = (record for record in caplog.records if record.name == LOGGER)
+    assert "\n" not in line.__dict__["request_id"]
+
+
+async def test_no_lines_where_none_are_wanted(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    async with memory_router(fleet, log_requests=False) as router:
+        await router.complete(max_tokens=1)
+    assert [record for record in caplog.records if record.name == LOGGER] == []

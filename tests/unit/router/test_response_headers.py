@@ -62,7 +62,7 @@ async def test_a_stream_says_them_and_is_kept_by_no_cache(router: MemoryRouter) 
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\r\n\r\n"]
+    "sent", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0\r\n\r\n"]
 )
 async def test_what_is_no_http_learns_nothing_of_what_serves_here(
     router: MemoryRouter, sent: bytes
@@ -123,7 +123,7 @@ async def test_pages_of_an_origin_that_is_named_may_call_the_api(byte_level: Tok
 async def test_pages_of_others_may_not(byte_level: Tokenizer, origin: str) -> None:
     fleet = FakeFleet(model_files(byte_level))
     async with memory_router(fleet, cors_origins=(PAGE,)) as router:
-        status, headers = await _head(router, "OPTIONS", "/v1/models", b"", _preflight(origin))
+        _, headers = await _head(router, "OPTIONS", "/v1/models", b"", _preflight(origin))
         assert "access-control-allow-origin" not in headers
         assert headers["vary"] == "Origin"
 
@@ -136,7 +136,7 @@ async def test_all_origins_may_be_let_in_but_never_to_what_is_the_operators(
         answer = await router.get("/v1/models", Origin=PAGE)
         assert answer.headers["access-control-allow-origin"] == "*"
         for path in ("/admin/shards", "/debug/profile", "/console/feed"):
-            status, headers = await _head(router, "OPTIONS", path, b"", _preflight(PAGE))
+            _, headers = await _head(router, "OPTIONS", path, b"", _preflight(PAGE))
             assert _cors(headers).keys() <= {
                 *("access-control-allow-methods", "access-control-allow-headers"),
                 "access-control-max-age",

@@ -43,6 +43,9 @@ export function visible(token, bytes) {
   return token.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
+/** Names of causes, as the router counts them, in words. */
+export const words = (name) => name.replaceAll("_", " ");
+
 export function clock(unixSeconds) {
   return new Date(unixSeconds * 1000).toLocaleTimeString([], { hour12: false });
 }

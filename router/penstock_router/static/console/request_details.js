@@ -2,14 +2,14 @@
 
 import { colourOf } from "./colours.js";
 import { byId, make } from "./dom.js";
-import { clock, count, duration, rate } from "./format.js";
+import { clock, count, duration, rate, words } from "./format.js";
 import { firstTokenAfter, movesOf, sequencesOf, stateOf, tokenRate } from "./segments.js";
 
 /** A record in one sentence, for who does not see the bar. */
 export function describe(record, now) {
   const moves = movesOf(record).map((move) => `, went on at ${move.to}: ${move.why}`).join("");
   const shard = record.attempts[0] ? ` at ${record.attempts[0].shard}` : "";
-  const how = stateOf(record) === "running" ? "runs" : record.outcome;
+  const how = stateOf(record) === "running" ? "runs" : words(record.outcome);
   const took = duration((record.ended_at ?? now) - record.arrived_at);
   return `${record.route} ${record.id}, ${how}, ${record.output_tokens} tokens in ${took}${shard}${moves}`;
 }
@@ -40,7 +40,7 @@ export function showDetails(record, now) {
 function outcome(record) {
   if (record.ended_at === null) return "runs";
   const error = record.error ? `: ${record.error}` : "";
-  return `${record.outcome}${error} (${record.status})`;
+  return `${words(record.outcome)}${error} (${record.status})`;
 }
 
 function tokens(record) {
@@ -52,11 +52,11 @@ function attempts(record) {
   if (!record.attempts.length) return make("p", { className: "quiet", textContent: "None has it." });
   return make("ol", { className: "attempts" }, ...record.attempts.map((attempt) => {
     const first = attempt.first_token_at === null ? "no token yet" : `first token after ${duration(attempt.first_token_at - attempt.sent_at)}`;
-    const end = attempt.ended_because ? `ended: ${attempt.ended_because}` : "";
+    const end = attempt.ended_because ? `ended: ${words(attempt.ended_because)}` : "";
     const which = attempt.sequence ? `sequence ${attempt.sequence + 1}` : "";
     return make("li", { className: colourOf(attempt.shard) },
       make("span", { className: "swatch" }), make("span", { className: "mono", textContent: attempt.shard }),
-      make("span", { className: "quiet", textContent: [which, `chosen: ${attempt.reason}`, first].filter(Boolean).join(" · ") }),
+      make("span", { className: "quiet", textContent: [which, `chosen: ${words(attempt.reason)}`, first].filter(Boolean).join(" · ") }),
       end ? make("span", { className: "why", textContent: end }) : null);
   }));
 }

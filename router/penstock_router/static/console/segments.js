@@ -1,5 +1,7 @@
 // A request's record to the parts of its bar. Pure: times go in and come out in unix seconds.
 
+import { words } from "./format.js";
+
 /**
  * The parts of a bar, in order: {kind, from, to, shard}. Kinds are queued (it waits for a place),
  * prefill (a shard has it, and no token came yet), tokens, and gap (it waits for another shard).
@@ -32,7 +34,7 @@ export function movesOf(record) {
     at: attempt.sent_at,
     from: attempts[index].shard,
     to: attempt.shard,
-    why: attempts[index].ended_because || "it went away",
+    why: words(attempts[index].ended_because || "it went away"),
   }));
 }
 
@@ -67,14 +69,14 @@ export function tokenRate(record, now) {
 }
 
 /** Whether a filter's words and kind let a record through. */
-export function isWanted(record, words, kind) {
+export function isWanted(record, wanted, kind) {
   const state = stateOf(record);
   if (kind === "running" && state !== "running") return false;
   if (kind === "failed" && state !== "bad" && state !== "cut") return false;
   if (kind === "moved" && movesOf(record).length === 0) return false;
-  if (!words) return true;
+  if (!wanted) return true;
   const shards = record.attempts.map((attempt) => attempt.shard);
   const text = [record.id, record.model, record.route, record.key, record.outcome, record.error,
     record.status, ...shards].join(" ").toLowerCase();
-  return words.toLowerCase().split(/\s+/).every((word) => text.includes(word));
+  return wanted.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }

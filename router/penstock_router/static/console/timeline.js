@@ -5,7 +5,7 @@
 
 import { colourOf } from "./colours.js";
 import { announce, byId, make, makeSvg, setAttributes, setText } from "./dom.js";
-import { duration } from "./format.js";
+import { duration, words } from "./format.js";
 import { describe, showDetails } from "./request_details.js";
 import { isWanted, movesOf, segmentsOf, stateOf } from "./segments.js";
 
@@ -87,7 +87,8 @@ function shortName(record) {
 function outcome(record) {
   if (record.ended_at === null) return `${record.output_tokens} tok`;
   if (stateOf(record) === "good") return `${record.output_tokens} tok · ${duration(record.ended_at - record.arrived_at)}`;
-  return record.status >= 400 && record.outcome !== "disconnect" ? `${record.outcome} ${record.status}` : record.outcome;
+  const named = words(record.outcome);
+  return stateOf(record) === "bad" && record.status >= 400 ? `${named} ${record.status}` : named;
 }
 
 class Timeline {
@@ -167,7 +168,7 @@ class Timeline {
 
   /** Show what the filter and the span let through, and forget what the feed forgot. */
   #refresh() {
-    const words = byId("request-filter").value.trim();
+    const wanted = byId("request-filter").value.trim();
     const kind = byId("request-kind").value;
     const since = this.#now - this.#span;
     let shown = 0;
@@ -178,7 +179,7 @@ class Timeline {
         continue;
       }
       const isRecent = (row.record.ended_at ?? Infinity) > since;
-      row.element.hidden = !(isRecent && isWanted(row.record, words, kind));
+      row.element.hidden = !(isRecent && isWanted(row.record, wanted, kind));
       shown += row.element.hidden ? 0 : 1;
     }
     this.#keepReachable();

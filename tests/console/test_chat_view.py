@@ -1,0 +1,148 @@
+"""The playground: streamed, stopped, asked again, looked into, and carried on by another shard."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from console.conftest import Fleet, Opened, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+TOKENS = ".message.assistant:last-child .token"
+
+
+def go_to_chat(page: Page, **settings: str) -> None:
+    page.click("nav a[data-view=chat]")
+    page.wait_for_selector("#set-model option", state="attached")
+    for name, value in settings.items():
+        page.fill(f"#set-{name}", value)
+
+
+def say(page: Page, text: str) -> Locator:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    return page.locator(".message.assistant").last
+
+
+def wait_for_end(page: Page, state: str = "done") -> None:
+    page.wait_for_selector(f".message.assistant:last-child[data-state={state}]")
+
+
+def test_an_answer_comes_token_by_token_with_its_figures(page: Page) -> None:
+    go_to_chat(page, max_tokens="40")
+    answer = say(page, "What is a shard?")
+    page.wait_for_selector(f"{TOKENS} >> nth=3", state="attached")
+    seen = page.locator(TOKENS).count()
+    assert 4 <= seen < 40
+    assert answer.get_attribute("data-state") == "running"
+    wait_for_end(page)
+    assert page.locator(TOKENS).count() == 40
+    figures = answer.locator(".meta").inner_text()
+    assert re.search(
+        r"first token [\d.]+ m?s · [\d.]+ tokens/s · \d+ tokens in, 40 out · length", figures
+    )
+    # The feed says where it was made.
+    page.wait_for_selector(".message.assistant .place")
+
+
+def test_a_conversation_says_what_was_said_before_and_can_be_asked_again(page: Page) -> None:
+    go_to_chat(page, max_tokens="5", seed="7")
+    with page.expect_request("**/v1/chat/completions"):
+        say(page, "First")
+    wait_for_end(page)
+    text = page.locator(".message.assistant .text").inner_text()
+    page.fill("#set-seed", "8")
+    with page.expect_request("**/v1/chat/completions") as again:
+        page.click("#again")
+    assert [message["role"] for message in again.value.post_data_json["messages"]] == ["user"]
+    wait_for_end(page)
+    assert page.locator(".message.assistant").count() == 1
+    assert page.locator(".message.assistant .text").inner_text() != text
+    with page.expect_request("**/v1/chat/completions") as second:
+        say(page, "Second")
+    asked = second.value.post_data_json
+    assert [message["role"] for message in asked["messages"]] == ["user", "assistant", "user"]
+    assert (asked["seed"], asked["temperature"], asked["stream"]) == (8, 0.8, True)
+    assert "top_p" not in asked
+    wait_for_end(page)
+
+
+def test_stopping_an_answer_frees_the_shard(page: Page) -> None:
+    go_to_chat(page, max_tokens="2000")
+    say(page, "Go on and on")
+    page.wait_for_selector(f"{TOKENS} >> nth=3", state="attached")
+    page.click("nav a[data-view=fleet]")
+    page.get_by_text("1 / 8").wait_for()
+    page.click("nav a[data-view=chat]")
+    page.click("#stop")
+    wait_for_end(page, "stopped")
+    page.click("nav a[data-view=fleet]")
+    until(page, lambda: page.get_by_text("0 / 8").count() == 2)
+    page.wait_for_selector(".request[data-state=cut] .mark.end-cut", state="attached")
+
+
+def test_alternatives_show_when_a_token_is_pointed_at_and_when_it_has_the_focus(page: Page) -> None:
+    go_to_chat(page, max_tokens="6", top_logprobs="4")
+    say(page, "Which word?")
+    wait_for_end(page)
+    tip = page.locator("#tip")
+    assert tip.is_hidden()
+    page.locator(TOKENS).nth(2).hover()
+    tip.wait_for()
+    assert tip.locator("li").count() in (4, 5)
+    assert tip.locator("li.chosen").count() == 1
+    shares = [
+        float(text.split()[0].lstrip("<")) for text in tip.locator(".value").all_inner_texts()
+    ]
+    assert shares[:4] == sorted(shares[:4], reverse=True)
+    page.mouse.move(5, 5)
+    tip.wait_for(state="hidden")
+    page.locator(TOKENS).first.focus()
+    tip.wait_for()
+    first = tip.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.matches('.token:nth-child(2)')")
+    assert tip.inner_text() != first
+    page.keyboard.press("Escape")
+    assert tip.is_hidden()
+
+
+def test_without_probabilities_the_text_is_plain(page: Page) -> None:
+    go_to_chat(page, max_tokens="8")
+    page.uncheck("#set-logprobs")
+    answer = say(page, "Plainly")
+    wait_for_end(page)
+    assert page.locator(TOKENS).count() == 0
+    assert answer.locator(".text").inner_text().strip()
+
+
+def test_a_refusal_is_shown_in_the_server_s_words(fleet: Fleet, open_page: Opened) -> None:
+    page, watched = open_page(fleet.url)
+    watched.expected = ["status of 400"]
+    go_to_chat(page, temperature="3")
+    with page.expect_response("**/v1/chat/completions") as refused:
+        answer = say(page, "<b>bold</b>")
+    wait_for_end(page, "failed")
+    words = refused.value.json()["error"]["message"]
+    assert "temperature" in words
+    assert answer.locator(".error").inner_text() == words
+    assert page.locator(".message.user .text").inner_text() == "<b>bold</b>"
+
+
+def test_an_answer_goes_on_when_its_shard_is_killed(page: Page, fleet: Fleet) -> None:
+    go_to_chat(page, max_tokens="120")
+    answer = say(page, "Tell a long story")
+    page.wait_for_selector(f"{TOKENS} >> nth=10", state="attached")
+    page.wait_for_selector(".message.assistant .place")
+    victim = fleet.shard_at(answer.locator(".place .mono").inner_text())
+    victim.engine.kill()
+    page.wait_for_selector(".message.assistant[data-moves='1']")
+    wait_for_end(page)
+    assert page.locator(TOKENS).count() == 120
+    assert answer.locator(".error").is_hidden()
+    assert answer.locator(".place").count() == 2
+    assert "went on (engine died)" in answer.locator(".moved").inner_text()
+    page.click("nav a[data-view=fleet]")
+    page.wait_for_selector(f".shard[data-address='{victim.address}'][data-state=serving]")

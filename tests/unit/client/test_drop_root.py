@@ -1,0 +1,100 @@
+"""A container that is started as root serves as the owner of the models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock_client import drop_root, gpus
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
+@pytest.mark.parametrize("owner", [0, 1234])
+def test_root_becomes_the_owner_and_gives_it_only_what_is_roots(tmp_path: Path, owner: int) -> None:
+    model = tmp_path / "hub" / "models--a" / "config.json"
+    model.parent.mkdir(parents=True)
+    for path in (model, tmp_path / "hub" / "others", tmp_path / "not of the hub"):
+        path.touch()
+    (tmp_path / "hub" / "link").symlink_to(tmp_path / "not of the hub")
+    os.chown(tmp_path / "hub" / "others", 4321, 4321)
+    os.chown(tmp_path, owner, owner)
+
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from penstock_client.drop_root import drop_root\n"
+        "assert drop_root(Path(sys.argv[1])) == ''\n"
+        "print(os.getresuid(), os.getresgid(), os.getgroups())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    user = owner or drop_root.IMAGE_USER
+    assert said == f"{(user,) * 3} {(user,) * 3} []\n"
+    assert {path: path.lstat().st_uid for path in tmp_path.rglob("*")} == {
+        tmp_path / "hub": user,
+        tmp_path / "hub" / "models--a": user,
+        model: user,
+        tmp_path / "hub" / "link": user,
+        tmp_path / "hub" / "others": 4321,
+        tmp_path / "not of the hub": 0,
+        tmp_path / "modules": user,
+        tmp_path / "xet": user,
+    }
+
+
+def test_who_is_not_root_stays_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert drop_root.drop_root(tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_does_not_keep_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, object] = {}
+
+    def note(name: str) -> Callable[[object], None]:
+        return lambda value: called.update({name: value})
+
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(Path, "mkdir", fail)
+    for name in ("setgroups", "setgid", "setuid"):
+        monkeypatch.setattr(os, name, note(name))
+    assert drop_root.drop_root(tmp_path) == f"{tmp_path}/hub stays root's (Read-only file system)"
+    user = tmp_path.stat().st_uid or drop_root.IMAGE_USER
+    assert (called["setgroups"], called["setuid"]) == ([], user)
+
+
+# ---- which GPUs there are --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "names"), [("", []), ("-1", []), ("0", ["0"]), ("2, GPU-a1", ["2", "GPU-a1"])]
+)
+def test_the_environment_says_which_gpus_are_to_be_used(
+    value: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert gpus.visible_gpus() == names
+
+
+@pytest.mark.parametrize(
+    ("script", "names"), [("echo GPU-a; echo GPU-b", ["GPU-a", "GPU-b"]), ("exit 9", []), ("", [])]
+)
+def test_else_the_driver_says_which_there_are(
+    script: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+    assert gpus.visible_gpus() == names

@@ -1,0 +1,47 @@
+"""What `penstock serve` starts: whose flag goes to whom, and which shard gets which GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock_client import serve
+
+
+def children(*flags: str, router: tuple[str, ...] = ()) -> list[serve._Child]:
+    args, shard_flags = serve._parser().parse_known_args(flags)
+    return serve._children(args, shard_flags, router)
+
+
+def test_flags_after_two_dashes_are_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[serve._Child] = []
+
+    async def note(found: list[serve._Child], *_: object) -> int:
+        started.extend(found)
+        return 0
+
+    monkeypatch.setattr(serve, "_serve", note)
+    monkeypatch.setattr(serve, "_first_taken", lambda *_, **__: "")
+    assert serve.main(["m", "--max-num-seqs", "5", "--", "--policy", "round_robin"]) == 0
+    shard, router = (child.command for child in started)
+    assert shard[-4:] == ["--model", "m", "--max-num-seqs", "5"]
+    assert router[-2:] == ["--policy", "round_robin"]
+    assert "--policy" not in shard
+    assert "--max-num-seqs" not in router
+
+
+@pytest.mark.parametrize(
+    ("shards", "gpus", "seen"),
+    [
+        (1, ["a", "b"], [""]),
+        (2, ["a", "b"], ["a", "b"]),
+        (3, ["a", "b"], ["a", "b", "a"]),
+        (2, [], ["", ""]),
+    ],
+)
+def test_several_shards_take_the_gpus_in_turn(
+    shards: int, gpus: list[str], seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "visible_gpus", lambda: gpus)
+    *found, router = children("--shards", str(shards))
+    assert [child.gpu for child in found] == seen
+    assert router.gpu == ""

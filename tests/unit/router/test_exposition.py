@@ -1,0 +1,62 @@
+"""What Prometheus gets: all of it, and the event loop never waits long for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import Counter, generate_latest
+from router_doubles import INFO, FakeFleet, FakeShard
+
+from penstock_client.types import LoadReport
+from penstock_router import exposition
+from penstock_router.exposition import Exposition
+from penstock_router.fleet_metrics import FleetCollector
+from penstock_router.metrics import Metrics
+
+
+def many_series(count: int) -> Metrics:
+    metrics = Metrics()
+    counter = Counter("many", "Of a test.", ("number",), registry=metrics.registry)
+    for number in range(count):
+        counter.labels(str(number)).inc(number)
+    return metrics
+
+
+async def test_the_pieces_are_the_whole() -> None:
+    metrics = many_series(1000)
+    assert await Exposition(metrics).text() == generate_latest(metrics.registry)
+
+
+async def test_a_thousand_series_are_written_in_many_turns_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    # Each piece takes longer than that, on whatever machine.
+    monkeypatch.setattr(exposition, "_TURN_S", 0.0)
+    counting = asyncio.create_task(count_turns())
+    await Exposition(many_series(1000)).text()
+    counting.cancel()
+    assert turns >= 1000 / exposition._SAMPLES_A_PIECE
+
+
+async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
+    here = FakeShard(address="here:1", load=LoadReport(running=3, num_blocks=8, referenced_blocks=2))
+    gone = FakeShard(address="gone:1", ready=False, info=None, connected=False)
+    fleet = FakeFleet({}, shards=[here, gone])
+    text = (await Exposition(Metrics(), FleetCollector(fleet)).text()).decode()
+    labels = f'model="{INFO.model}",shard="here:1"'
+    assert f"penstock_router_shard_running{{{labels}}} 3.0" in text
+    assert f"penstock_router_shard_kv_used_ratio{{{labels}}} 0.25" in text
+    assert f'penstock_router_shard_state{{{labels},state="serving"}} 1.0' in text
+    assert 'penstock_router_shard_state{model="",shard="gone:1",state="gone"} 1.0' in text
+    assert "penstock_router_shards_serving 1.0" in text
+    assert "penstock_router_shards 2.0" in text
+    assert text.count("gone:1") == 1

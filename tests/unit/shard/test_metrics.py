@@ -1,0 +1,121 @@
+"""What a shard counts: steps as the engine says them, requests as they end."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+from support.engines import make_engine, make_request
+
+from penstock_shard import link
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine_supervisor import EngineSupervisor
+from penstock_shard.link import Error, Load, Output, StepOutputs, Submit
+from penstock_shard.metrics import EngineCollector, ShardMetrics
+from penstock_shard.request import FinishReason, SamplingParams
+
+
+def value(metrics: ShardMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"penstock_shard_{name}", labels)
+
+
+def test_the_engine_counts_its_steps_their_sequences_and_their_tokens() -> None:
+    under_test = make_engine(max_num_batched_tokens=8)
+    under_test.engine.submit(make_request("a", range(20), max_tokens=5))
+    under_test.run()
+    load = under_test.engine.load()
+    # 20 of the prompt in chunks, then a row for each token but the first.
+    assert (load.prompt_tokens_total, load.decode_tokens_total) == (20, 4)
+    assert load.computed_tokens_total == 24
+    assert load.sequences_total == load.steps_total
+
+
+def test_a_step_is_the_difference_of_two_loads() -> None:
+    metrics = ShardMetrics()
+    before = Load(steps_total=3, steps_seconds_total=1.0, sequences_total=5, prompt_tokens_total=9)
+    after = Load(
+        steps_total=4,
+        steps_seconds_total=1.25,
+        sequences_total=8,
+        prompt_tokens_total=16,
+        decode_tokens_total=2,
+    )
+    metrics.stepped(before, after, num_tokens=3)
+    # What is said between steps is none.
+    metrics.stepped(after, after, num_tokens=0)
+    assert value(metrics, "step_seconds_count") == 1
+    assert value(metrics, "step_seconds_sum") == 0.25
+    assert value(metrics, "step_sequences_sum") == 3
+    assert value(metrics, "step_tokens_sum") == 9
+    assert value(metrics, "computed_tokens_total", kind="prompt") == 7
+    assert value(metrics, "computed_tokens_total", kind="decode") == 2
+    assert value(metrics, "output_tokens_total") == 3
+
+
+def submit(request_id: str) -> Submit:
+    params = SamplingParams()
+    return Submit(request_id, 0, b"\0" * 40, b"", params, 8, [], None, None, "")
+
+
+@pytest.fixture
+def supervisor() -> EngineSupervisor:
+    """One whose engine is ready: nobody reads what it is sent."""
+    made = EngineSupervisor(ShardConfig(max_num_seqs=2, max_queued_requests=0))
+    made._ready = object()  # type: ignore[assignment]
+    return made
+
+
+def give(supervisor: EngineSupervisor, *outputs: Output, steps: int) -> None:
+    supervisor._take_step(StepOutputs([*outputs], Load(steps_total=steps)))
+
+
+async def test_requests_are_counted_by_how_they_end(supervisor: EngineSupervisor) -> None:
+    metrics = supervisor.metrics
+    supervisor.submit(submit("a"), lambda output: None)
+    supervisor.submit(submit("b"), lambda output: None)
+    supervisor.submit(submit("c"), lambda output: None)
+    assert value(metrics, "requests_total", outcome="resource_exhausted") == 1
+    supervisor._note_started(["a", "b"])
+    assert value(metrics, "prompt_tokens_total") == 20
+    assert value(metrics, "queue_seconds_count") == 2
+    first = [Output(name, 0, 0, [5], cached_tokens=4) for name in ("a", "b")]
+    give(supervisor, *first, steps=1)
+    assert value(metrics, "prefill_seconds_count") == 2
+    assert value(metrics, "cached_tokens_total") == 8
+    last = Output("a", 0, 1, [6], finish=FinishReason.STOP)
+    give(supervisor, last, Output("b", 0, 1, [], finish=FinishReason.ABORTED), steps=2)
+    assert value(metrics, "prefill_seconds_count") == 2
+    assert value(metrics, "requests_total", outcome="stop") == 1
+    assert value(metrics, "requests_total", outcome="aborted") == 1
+    assert value(metrics, "request_seconds_count") == 2
+    assert value(metrics, "output_tokens_total") == 3
+    assert value(metrics, "aborted_tokens_total") == 1
+
+
+async def test_an_engine_that_dies_is_counted_and_what_ran_in_it(
+    supervisor: EngineSupervisor,
+) -> None:
+    supervisor.submit(submit("a"), lambda output: None)
+    supervisor._died()
+    assert value(supervisor.metrics, "engine_restarts_total") == 1
+    assert value(supervisor.metrics, "requests_total", outcome="unavailable") == 1
+    # Tokens that were given may be used elsewhere: they are not of an abort.
+    assert value(supervisor.metrics, "aborted_tokens_total") == 0
+
+
+def test_a_refusal_is_counted_by_its_code() -> None:
+    metrics = ShardMetrics()
+    metrics.refused(Error(3, "no"))
+    assert value(metrics, "requests_total", outcome="invalid_argument") == 1
+
+
+def test_how_the_engine_stands_is_asked_for_when_somebody_looks() -> None:
+    supervisor = EngineSupervisor(ShardConfig(served_model_names=("named",)))
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(supervisor, ShardConfig(served_model_names=("named",))))
+    assert registry.get_sample_value("penstock_shard_serving") == 0
+    supervisor.load = link.Load(running=3, referenced_blocks=7, preemptions_total=2)
+    assert registry.get_sample_value("penstock_shard_running") == 3
+    assert registry.get_sample_value("penstock_shard_kv_used_blocks") == 7
+    assert registry.get_sample_value("penstock_shard_preemptions_total") == 2
+    (info,) = (f for f in registry.collect() if f.name == "penstock_shard_info")
+    assert info.samples[0].labels["model"] == "named"
