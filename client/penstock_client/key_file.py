@@ -71,9 +71,18 @@ def hash_of(digest: bytes) -> str:
     return _SCHEME + digest.hex()
 
 
-def read(path: str) -> tuple[KeyEntry, ...]:
-    """The keys of a file; blocks. Raises `KeyFileError`."""
-    return parse(read_text(path))
+def read(path: str, workers: int = 1) -> tuple[KeyEntry, ...]:
+    """The keys of a file, for a router of so many workers; blocks. Raises `KeyFileError`."""
+    entries = parse(read_text(path))
+    for entry in entries:
+        for limit in LIMITS:
+            value = getattr(entry, limit)
+            if value is not None and value < workers:
+                raise KeyFileError(
+                    f"key {entry.name}: {limit}: {value} is below --workers {workers}, which share "
+                    "it out"
+                )
+    return entries
 
 
 def read_text(path: str) -> str:

@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = posixpath.dirname(_repository_path(uri))
 
     def link(match: re.Match[str]) -> str:
-        target = _site_target(folder, match[3], files)
+        target = _site_target(folder, match[3])
         if target is None:
             return match[2]
         return f"{match[1]}[{match[2]}]({target})"
@@ -75,7 +75,7 @@ def _repository_path(uri: str) -> str:
     return f"{DOCS}/{uri}"
 
 
-def _site_target(folder: str, target: str, files: Files) -> str | None:
+def _site_target(folder: str, target: str) -> str | None:
     """A link as it is in the site, all of whose pages are in one folder; None: to no page."""
     if re.match(r"[a-z]+:|#", target):
         return target

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from penstock_client import key_file
 from penstock_client.audit import read_key
 from penstock_client.key_file import KeyFileError
 from penstock_client.membership import parse_source
@@ -20,7 +21,6 @@ from penstock_router import flag_values as values
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.config import RouterConfig
 from penstock_router.https import HttpsFiles
-from penstock_router.keys import check_keys
 
 _REPORTS_EVERY_S = 1.0
 
@@ -79,10 +79,13 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     _add_serving_flags(parser.add_argument_group("serving"))
     _add_observing_flags(parser.add_argument_group("metrics, logs and traces"))
+    _add_key_flags(parser.add_argument_group("keys, and who else may call"))
     _add_fleet_flags(parser.add_argument_group("shards"))
     _add_recording_flags(parser.add_argument_group("resuming, recording and verifying answers"))
     _add_storing_flags(parser.add_argument_group("keeping responses"))
-    _add_limits(parser.add_argument_group("limits"))
+    limits = parser.add_argument_group("limits")
+    _add_connection_limits(limits)
+    _add_limits(limits)
     return parser
 
 
@@ -97,38 +100,12 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         "--workers", default=1, help=f"processes that share the port {_DEFAULT}", **values.PROCESSES
     )
     add(
-        "--api-key",
-        metavar="KEY",
-        help="asked of clients, not of probes (default: PENSTOCK_API_KEY)",
-    )
-    add(
         "--tls-cert-file",
         "--ssl-certfile",
         metavar="FILE",
         help="serve HTTPS with this certificate, read again when it changes",
     )
     add("--tls-key-file", "--ssl-keyfile", metavar="FILE", help="and its key")
-    add(
-        "--admin-key",
-        metavar="KEY",
-        help="opens /admin and /debug, closed without one (default: PENSTOCK_ADMIN_KEY)",
-    )
-    add(
-        "--api-keys-file",
-        metavar="FILE",
-        help="keys with names, scopes, limits and ends, which `penstock keys` makes; it is watched "
-        "(default: PENSTOCK_API_KEYS_FILE)",
-    )
-    add(
-        "--cors-origin",
-        dest="cors_origins",
-        type=values.origin,
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let pages of this origin call the API from a browser, as https://chat.example.com; "
-        "* of all; may be given several times (default: none)",
-    )
     add("--chat-template", metavar="FILE", help="a jinja file instead of the models' own")
     add(
         "--trust-request-chat-template",
@@ -193,6 +170,36 @@ def _add_observing_flags(group: argparse._ArgumentGroup) -> None:
         "--otlp-endpoint",
         metavar="URL",
         help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
+    )
+
+
+def _add_key_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="asked of clients, not of probes (default: PENSTOCK_API_KEY)",
+    )
+    add(
+        "--admin-key",
+        metavar="KEY",
+        help="opens /admin and /debug, closed without one (default: PENSTOCK_ADMIN_KEY)",
+    )
+    add(
+        "--api-keys-file",
+        metavar="FILE",
+        help="keys with names, scopes, limits and ends, which `penstock keys` makes; it is watched "
+        "(default: PENSTOCK_API_KEYS_FILE)",
+    )
+    add(
+        "--cors-origin",
+        dest="cors_origins",
+        type=values.origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin call the API from a browser, as https://chat.example.com; "
+        "* of all; may be given several times (default: none)",
     )
 
 
@@ -304,9 +311,8 @@ def _add_storing_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_limits(group: argparse._ArgumentGroup) -> None:
+def _add_connection_limits(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    largest = 32 * 1024 * 1024
     add(
         "--max-connections",
         default=16384,
@@ -319,6 +325,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help=f"cut off who has not sent a request's headers within that {_DEFAULT}",
         **values.SECONDS,
     )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    largest = 32 * 1024 * 1024
     add("--max-body-bytes", default=largest, help=f"longer ones get 413 {_DEFAULT}", **values.COUNT)
     add(
         "--max-answer-bytes",
@@ -506,7 +517,7 @@ def _keys_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str
     path: str | None = args.api_keys_file or os.environ.get("PENSTOCK_API_KEYS_FILE")
     if path is not None:
         try:
-            check_keys(path, args.workers)
+            key_file.read(path, args.workers)
         except KeyFileError as error:
             parser.error(f"--api-keys-file {path}: {error}")
     return path

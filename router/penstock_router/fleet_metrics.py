@@ -36,10 +36,10 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
         lambda load: load.preemptions_total,
     ),
     ("steps", "Steps of its engine.", lambda load: load.steps_total),
-    ("step_seconds", "How long all of them took.", lambda load: load.steps_seconds_total),
+    ("step_seconds", "How long all its steps took.", lambda load: load.steps_seconds_total),
     (
         "computed_tokens",
-        "Tokens that they computed, prompts' and outputs'.",
+        "Tokens that its steps computed, prompts' and outputs'.",
         lambda load: load.computed_tokens_total,
     ),
 )

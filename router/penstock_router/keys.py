@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock_client import key_file
-from penstock_client.key_file import LIMITS, KeyEntry, KeyFileError
+from penstock_client.key_file import KeyEntry, KeyFileError
 from penstock_router.config import RouterConfig
 from penstock_router.rate_limits import Rates
 
@@ -47,20 +47,6 @@ class Key:
     # Sequences; None: as of all keys.
     max_concurrent_requests: int | None = None
     rates: Rates = field(default_factory=Rates)
-
-
-def check_keys(path: str, workers: int) -> tuple[KeyEntry, ...]:
-    """The keys of a file, for a router of so many workers; blocks. Raises `KeyFileError`."""
-    entries = key_file.read(path)
-    for entry in entries:
-        for limit in LIMITS:
-            value = getattr(entry, limit)
-            if value is not None and value < workers:
-                raise KeyFileError(
-                    f"key {entry.name}: {limit}: {value} is below --workers {workers}, which share "
-                    "it out"
-                )
-    return entries
 
 
 class Keys:
@@ -113,7 +99,7 @@ class Keys:
         if seen == self._seen:
             return seen, None
         try:
-            return seen, check_keys(path, self._config.workers)
+            return seen, key_file.read(path, self._config.workers)
         except KeyFileError as error:
             return seen, str(error)
 

@@ -184,7 +184,8 @@ class Metrics:
             "refused",
             "Requests answered 429 by the router itself: queue_full, queued_tokens, key_queue_full "
             "and key_queued_tokens at once, queue_timeout after waiting, pushed_out by another "
-            "key's, long_bodies where too many of them are here.",
+            "key's, key_requests_per_minute and key_tokens_per_minute, long_bodies where too many of "
+            "them are here.",
             "reason",
         )
 

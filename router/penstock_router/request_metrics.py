@@ -57,7 +57,7 @@ class RequestMetrics:
         )
         self._generation_seconds = self._histogram(
             "generation_seconds",
-            "The same of requests for tokens that came to a good end.",
+            "From its arrival to its end, of each request for tokens that came to a good end.",
             _REQUEST_BUCKETS_S,
         )
 

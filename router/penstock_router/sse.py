@@ -67,8 +67,9 @@ class EventStream:
         if not self._is_chunked:
             # HTTP/1.0 has no other end of a body, whatever the client wishes for its connection.
             self.response.force_close()
-        # A socket that does not take all at once makes writers wait until it has.
-        self._transport.set_write_buffer_limits(high=0)
+        # A socket that does not take all at once makes writers wait until it has. Not 0: of that
+        # the transport of TLS has no less at any time, and writers would wait for ever.
+        self._transport.set_write_buffer_limits(high=1)
         self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
         return self
 

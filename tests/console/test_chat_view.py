@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from console.conftest import Fleet, Opened, until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Locator, Page, Request
 
 TOKENS = ".message.assistant:last-child .token"
 
@@ -24,6 +24,15 @@ def say(page: Page, text: str) -> Locator:
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
     return page.locator(".message.assistant").last
+
+
+def body_of(request: Request) -> dict[str, Any]:
+    body: dict[str, Any] = request.post_data_json or {}
+    return body
+
+
+def roles(request: Request) -> list[str]:
+    return [message["role"] for message in body_of(request)["messages"]]
 
 
 def wait_for_end(page: Page, state: str = "done") -> None:
@@ -56,14 +65,14 @@ def test_a_conversation_says_what_was_said_before_and_can_be_asked_again(page: P
     page.fill("#set-seed", "8")
     with page.expect_request("**/v1/chat/completions") as again:
         page.click("#again")
-    assert [message["role"] for message in again.value.post_data_json["messages"]] == ["user"]
+    assert roles(again.value) == ["user"]
     wait_for_end(page)
     assert page.locator(".message.assistant").count() == 1
     assert page.locator(".message.assistant .text").inner_text() != text
     with page.expect_request("**/v1/chat/completions") as second:
         say(page, "Second")
-    asked = second.value.post_data_json
-    assert [message["role"] for message in asked["messages"]] == ["user", "assistant", "user"]
+    assert roles(second.value) == ["user", "assistant", "user"]
+    asked = body_of(second.value)
     assert (asked["seed"], asked["temperature"], asked["stream"]) == (8, 0.8, True)
     assert "top_p" not in asked
     wait_for_end(page)
@@ -93,9 +102,8 @@ def test_alternatives_show_when_a_token_is_pointed_at_and_when_it_has_the_focus(
     tip.wait_for()
     assert tip.locator("li").count() in (4, 5)
     assert tip.locator("li.chosen").count() == 1
-    shares = [
-        float(text.split()[0].lstrip("<")) for text in tip.locator(".value").all_inner_texts()
-    ]
+    shown = tip.locator(".value").all_inner_texts()
+    shares = [float(text.split()[0].lstrip("<")) for text in shown]
     assert shares[:4] == sorted(shares[:4], reverse=True)
     page.mouse.move(5, 5)
     tip.wait_for(state="hidden")

@@ -44,6 +44,11 @@ def bar(page: Page, request_id: str) -> Locator:
     return page.locator(f".request[data-id='{request_id}']")
 
 
+def told_of(page: Page, request_id: str) -> str:
+    """What is said of a bar to who does not see it."""
+    return bar(page, request_id).get_attribute("aria-label") or ""
+
+
 def card(page: Page, address: str) -> Locator:
     return page.locator(f".shard[data-address='{address}']")
 
@@ -66,7 +71,7 @@ def test_a_request_is_a_bar_that_says_all_that_is_known_of_it(page: Page, fleet:
     row = bar(page, "told-in-full")
     page.wait_for_selector(".request[data-id='told-in-full'][data-state='good']")
     assert row.locator(".part.tokens").count() == 1
-    assert re.search(r"length, 12 tokens in .* at 127\.0\.0\.1:", row.get_attribute("aria-label"))
+    assert re.search(r"length, 12 tokens in .* at 127\.0\.0\.1:", told_of(page, "told-in-full"))
     row.hover()
     told = page.locator("#details").inner_text()
     for words in ("told-in-full", "/v1/completions", "penstock-toy", "12 out", "least load"):
@@ -123,8 +128,9 @@ def test_a_request_is_seen_going_on_when_its_shard_is_killed(
     name = f"moves-{whole_shard}"
     with completing(fleet, name, 150):
         page.wait_for_selector(f".request[data-id='{name}'] .part.tokens")
-        told = bar(page, name).get_attribute("aria-label")
-        address = re.search(r"at (127\.0\.0\.1:\d+)", told)[1]
+        found = re.search(r"at (127\.0\.0\.1:\d+)", told_of(page, name))
+        assert found is not None
+        address = found[1]
         victim = fleet.shard_at(address)
         if whole_shard:
             # What it leaves behind is looked for at the end.
@@ -140,7 +146,7 @@ def test_a_request_is_seen_going_on_when_its_shard_is_killed(
     colours = {part.get_attribute("class") for part in row.locator(".part.tokens").all()}
     assert len(colours) == 2
     assert row.locator(".mark.move").count() == 1
-    assert "went on at" in row.get_attribute("aria-label")
+    assert "went on at" in told_of(page, name)
     row.hover()
     why = "unavailable" if whole_shard else "engine died"
     assert f"ended: {why}" in page.locator("#details").inner_text()

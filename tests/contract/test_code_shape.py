@@ -158,7 +158,7 @@ def _texts() -> Iterator[Path]:
             yield path
     for folder in TEXT_FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and (
-                path.suffix in TEXT_SUFFIXES or path.name.startswith("Dockerfile")
-            ):
+            if "node_modules" in path.parts or not path.is_file():
+                continue
+            if path.suffix in TEXT_SUFFIXES or path.name.startswith("Dockerfile"):
                 yield path

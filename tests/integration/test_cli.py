@@ -34,7 +34,7 @@ def test_help_is_there_within_a_third_of_a_second_and_names_every_command() -> N
         started_s = time.perf_counter()
         run = _run("--help")
         times_s.append(time.perf_counter() - started_s)
-    for command in ("serve", "router", "shard", "chat", "info", "health", "bench"):
+    for command in ("serve", "router", "shard", "chat", "info", "health", "bench", "translate"):
         assert f"\n  {command} " in run.stdout
     assert statistics.median(times_s) < 0.3
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +144,7 @@ CASES: dict[str, Values] = {
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-@lru_cache(maxsize=len(CASES))
+@cache
 def rendered(case: str) -> list[Resource]:
     return render(CASES[case], "demo")
 
@@ -172,7 +175,7 @@ def test_every_manifest_is_what_kubernetes_takes(case: str) -> None:
         check_manifest(resource)
 
 
-@lru_cache
+@cache
 def crd(kind: str) -> Any:
     return jsonschema_rs.validator_for(json.loads((CRDS / f"{kind}.json").read_text()))
 
@@ -184,7 +187,7 @@ def check_manifest(resource: Resource) -> None:
     _check_manifest(json.dumps(resource))
 
 
-@lru_cache(maxsize=None)  # most combinations of values have most manifests in common
+@cache  # most combinations of values have most manifests in common
 def _check_manifest(text: str) -> None:
     resource = json.loads(text)
     if not (CRDS / f"{resource['kind']}.json").exists():
@@ -197,7 +200,7 @@ def _check_manifest(text: str) -> None:
         kubernetes_validate.validate(pods, NEWEST, strict=True)
 
 
-@lru_cache
+@cache
 def oldest_version() -> str:
     with helm_python.Chart.load(CHART) as chart:
         wanted = re.fullmatch(r">=(\d+\.\d+)\.0-0", chart.metadata["kubeVersion"])
@@ -672,6 +675,19 @@ def triggers_of(case: str) -> dict[str, str]:
     return {t["name"]: t["metadata"]["query"] for t in scaler["spec"]["triggers"]}
 
 
+def test_prometheus_takes_what_scalers_ask(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        reason = "there is no promtool (Debian: apt-get install prometheus)"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    queries = {**triggers_of("keda"), **triggers_of("keda, to zero")}
+    records = [{"record": f"query:{n}", "expr": q} for n, q in enumerate(queries.values())]
+    rules = tmp_path / "rules.yml"
+    rules.write_text(yaml.safe_dump({"groups": [{"name": "scalers", "rules": records}]}))
+    subprocess.run(["promtool", "check", "rules", rules], check=True, capture_output=True)
+
+
 def test_a_model_that_scales_to_zero_is_woken_by_requests_for_it_that_wait() -> None:
     query = triggers_of("keda, to zero")["held"]
     pattern = re.search(r"model=~(\"[^\"]*\")", query)
@@ -685,7 +701,7 @@ def test_a_model_that_scales_to_zero_is_woken_by_requests_for_it_that_wait() -> 
 
 def test_the_routers_queue_scales_a_model_that_is_alone() -> None:
     assert list(triggers_of("keda")) == ["waiting", "kv-used", "queued"]
-    assert list(triggers_of("keda, to zero")) == ["waiting", "kv-used", "held"]
+    assert list(triggers_of("keda, to zero")) == ["waiting", "kv-used", "in-use", "held"]
     (scaler,) = of_kind(rendered("hpa"), "HorizontalPodAutoscaler")
     described = scaler["spec"]["metrics"][-1]["object"]["describedObject"]["name"]
     assert described == find(rendered("hpa"), "Service", "-router")["metadata"]["name"]
@@ -712,7 +728,8 @@ def test_an_ingress_lets_answers_take_their_time_and_come_in_pieces() -> None:
     assert int(annotations[f"{nginx}/proxy-read-timeout"]) >= 3600
 
 
-def test_a_key_is_asked_for_in_the_notes_where_there_is_one() -> None:
+def test_the_notes_say_how_to_ask_and_what_to_expect() -> None:
     assert "No API key is asked for" in render_notes({}, "demo")
+    assert "wait for up to 900 s" in render_notes(CASES["keda, to zero"], "demo")
     assert "Bearer $KEY" in render_notes(CASES["a file of keys"], "demo")
     assert "curl --insecure https://" in render_notes(CASES["https"], "demo")

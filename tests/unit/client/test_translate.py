@@ -349,6 +349,19 @@ def test_the_command_goes_to_stdout_and_what_is_lost_to_stderr(
     assert re.fullmatch(r"# --enable-lora: no counterpart: .*\n", printed.err)
 
 
+def test_the_examples_of_the_migration_page_are_true(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translate, "visible_gpus", lambda: [])
+    page = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+    examples = re.findall(r"```console\n\$ penstock translate (.*)\n((?s:.*?))```", page)
+    assert len(examples) == 2
+    for command, output in examples:
+        translate.main(shlex.split(command))
+        printed = capsys.readouterr()
+        assert output == printed.out + printed.err
+
+
 def test_a_refusal_is_told_by_the_exit_status_and_keeps_run_from_serving(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

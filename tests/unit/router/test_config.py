@@ -209,6 +209,64 @@ def test_the_resume_key_is_the_flag_or_the_environment(
     assert "PENSTOCK_RESUME_KEY: a key is" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("variable", "flag", "name"),
+    [
+        ("PENSTOCK_ADMIN_KEY", "--admin-key", "admin_key"),
+        ("PENSTOCK_SHARD_API_KEY", "--shard-api-key", "shard_api_key"),
+    ],
+)
+def test_a_key_need_not_stand_on_the_command_line_where_everybody_sees_it(
+    variable: str,
+    flag: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, "from-env")
+    assert getattr(parse_config(["--shards", "a:1"]), name) == "from-env"
+    assert getattr(parse_config(["--shards", "a:1", flag, "flag"]), name) == "flag"
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(SystemExit):
+        parse_config(["--shards", "a:1"])
+    assert f"{variable}: a key is" in capsys.readouterr().err
+
+
+def test_the_file_of_keys_is_the_flag_or_the_environment_and_is_read_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_text("")
+    bad.write_text("[[keys]]\nname = 'a'\n")
+    assert parse_config(["--shards", "a:1"]).api_keys_file is None
+    monkeypatch.setenv("PENSTOCK_API_KEYS_FILE", str(good))
+    assert parse_config(["--shards", "a:1"]).api_keys_file == str(good)
+    with pytest.raises(SystemExit) as ended:
+        parse_config(["--shards", "a:1", "--api-keys-file", str(bad)])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"--api-keys-file {bad}: key a: hash: must be" in line
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "https://a.example", "http://localhost:3000", "http://[::1]"]
+)
+def test_an_origin_is_as_browsers_write_it(origin: str) -> None:
+    flags = ["--shards", "a:1", "--cors-origin", origin, "--cors-origin", "https://b.example"]
+    assert parse_config(flags).cors_origins == (origin, "https://b.example")
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "a.example", "https://", "https://A.example", "https://a.example/", "null"]
+)
+def test_what_no_browser_would_send_is_no_origin(
+    origin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--shards", "a:1", f"--cors-origin={origin}"])
+    assert "is no origin" in capsys.readouterr().err
+
+
 def test_the_audit_log_s_key_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("sixteen bytes or more\n")

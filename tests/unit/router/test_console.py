@@ -181,7 +181,7 @@ async def test_a_watcher_hears_of_a_request_from_its_tokens_to_its_end() -> None
             "/v1/completions", {"prompt": SECRET, "max_tokens": 10}, **{"X-Request-Id": "mine"}
         )
         answer = asyncio.create_task(asked)
-        seen = []
+        seen: list[dict[str, Any]] = []
         while not seen or seen[-1]["ended_at"] is None:
             seen += await watcher.next("requests")
         assert (await answer).status == 200

@@ -48,7 +48,9 @@ async def test_a_thousand_series_are_written_in_many_turns_of_the_event_loop(
 
 
 async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
-    here = FakeShard(address="here:1", load=LoadReport(running=3, num_blocks=8, referenced_blocks=2))
+    here = FakeShard(
+        address="here:1", load=LoadReport(running=3, num_blocks=8, referenced_blocks=2)
+    )
     gone = FakeShard(address="gone:1", ready=False, info=None, connected=False)
     fleet = FakeFleet({}, shards=[here, gone])
     text = (await Exposition(Metrics(), FleetCollector(fleet)).text()).decode()

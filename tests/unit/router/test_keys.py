@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from penstock_client import key_file
 from penstock_router import keys as keys_module
 from penstock_router.config import RouterConfig
-from penstock_router.keys import Keys, check_keys
+from penstock_router.keys import Keys
 from penstock_router.routes.base import ROUTER, WRONG_KEY
 
 ALICE, BOB, ROOT, OLD = (f"psk-{name}-0123456789abcdef" for name in ("alice", "bob", "root", "old"))
@@ -128,7 +128,7 @@ def test_of_several_workers_each_has_its_part_of_a_keys_limits(file: Path) -> No
 
 def test_a_limit_that_workers_cannot_share_out_is_refused(file: Path) -> None:
     with pytest.raises(key_file.KeyFileError, match="key bob: max_concurrent_requests: 2 is below"):
-        check_keys(str(file), workers=3)
+        key_file.read(str(file), workers=3)
 
 
 def test_digests_are_looked_up_and_compared_in_constant_time_whether_or_not_one_is_found(

@@ -43,10 +43,11 @@ class Meter {
       this.#bar, this.#value);
   }
 
-  show(share, text, spoken) {
+  /** `level`: "", high or full, where being full is a trouble. */
+  show(share, text, spoken, level = "") {
     const shown = Math.min(1, Math.max(0, share));
     this.#fill.style.width = `${(100 * shown).toFixed(1)}%`;
-    this.#bar.dataset.level = shown > 0.95 ? "full" : shown > 0.8 ? "high" : "";
+    this.#bar.dataset.level = level;
     setAttributes(this.#bar, { "aria-valuenow": shown.toFixed(3), "aria-valuetext": spoken });
     setText(this.#value, text);
   }
@@ -67,6 +68,12 @@ class Trend {
     setText(this.#value, text);
     if (isTick) this.#spark.add(value);
   }
+}
+
+// Near its end sequences are put down to make room.
+function levelOf(used) {
+  if (used > 0.97) return "full";
+  return used > 0.85 ? "high" : "";
 }
 
 class ShardCard {
@@ -106,7 +113,7 @@ class ShardCard {
       `${shard.running} of ${most} sequences`);
     const used = shard.kv_blocks ? shard.kv_used_blocks / shard.kv_blocks : 0;
     this.#cache.show(used, `${Math.round(100 * used)} %`,
-      `${count(shard.kv_used_blocks)} of ${count(shard.kv_blocks)} blocks`);
+      `${count(shard.kv_used_blocks)} of ${count(shard.kv_blocks)} blocks`, levelOf(used));
     const tokens = shard.queued_prompt_tokens ? `, ${count(shard.queued_prompt_tokens)} tokens` : "";
     const preempted = shard.preemptions_total ? ` · ${count(shard.preemptions_total)} preemptions` : "";
     setText(this.#queue, `${count(shard.waiting)} waiting${tokens}${preempted}`);

@@ -39,7 +39,8 @@ export function showDetails(record, now) {
 
 function outcome(record) {
   if (record.ended_at === null) return "runs";
-  const error = record.error ? `: ${record.error}` : "";
+  // Of who just left there is none to tell of.
+  const error = record.error && stateOf(record) === "bad" ? `: ${record.error}` : "";
   return `${words(record.outcome)}${error} (${record.status})`;
 }
 

@@ -85,6 +85,7 @@ function shortName(record) {
 }
 
 function outcome(record) {
+  if (record.ended_at === null && record.output_tokens === 0) return record.attempts.length ? "prefill" : "waits";
   if (record.ended_at === null) return `${record.output_tokens} tok`;
   if (stateOf(record) === "good") return `${record.output_tokens} tok · ${duration(record.ended_at - record.arrived_at)}`;
   const named = words(record.outcome);

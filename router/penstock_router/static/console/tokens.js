@@ -104,11 +104,11 @@ function alternative({ token, logprob, bytes }, isChosen) {
     isChosen ? make("span", { className: "hidden", textContent: "chosen" }) : null);
 }
 
-// Below the token, or above it where there is no room; never beyond the window's edges.
+// Above the token, so that what follows stays in sight, or below it where there is no room; never
+// beyond the window's edges.
 function place(tip, at) {
   const { offsetWidth: width, offsetHeight: height } = tip;
-  const below = at.bottom + 6;
-  const fits = below + height <= innerHeight - 8;
-  tip.style.top = `${Math.max(8, fits ? below : at.top - height - 6)}px`;
+  const above = at.top - height - 6;
+  tip.style.top = `${above >= 8 ? above : at.bottom + 6}px`;
   tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - width - 8))}px`;
 }

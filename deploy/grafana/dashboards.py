@@ -1,0 +1,468 @@
+"""Writes the dashboards beside it: `python deploy/grafana/dashboards.py`.
+
+A panel is its title, its unit and its queries; all that Grafana wants besides is the same for each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "dashboards"
+# Of 24 columns.
+_WIDTH, _HEIGHT = 8, 8
+_DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A graph; each query with what its lines are called."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    help: str = ""
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels below a heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """`variables` are names with the query of their values."""
+
+    uid: str
+    title: str
+    variables: tuple[tuple[str, str], ...]
+    rows: tuple[Row, ...]
+
+
+def rate(series: str) -> str:
+    return f"rate({series}[$__rate_interval])"
+
+
+def quantiles(
+    name: str, where: str = "", shares: Sequence[float] = (0.5, 0.9, 0.99)
+) -> tuple[tuple[str, str], ...]:
+    """Of a histogram."""
+    buckets = f"sum by (le) ({rate(f'{name}_bucket{where}')})"
+    return tuple((f"histogram_quantile({q}, {buckets})", f"p{q * 100:g}") for q in shares)
+
+
+def mean(name: str, where: str = "", by: str = "") -> str:
+    """Of a histogram."""
+    by = f" by ({by})" if by else ""
+    return f"sum{by} ({rate(f'{name}_sum{where}')}) / sum{by} ({rate(f'{name}_count{where}')})"
+
+
+R, S = "penstock_router_", "penstock_shard_"
+MODEL = '{model=~"$model"}'
+INSTANCE = '{instance=~"$instance"}'
+# Probes are nobody's.
+ASKED = f'{R}requests_total{{outcome!="probe"}}'
+FAILED = f'{R}requests_total{{outcome=~"error|timeout"}}'
+CONTINUED = f'{R}fleet_events_total{{event="continued"}}'
+
+OVERVIEW = Dashboard(
+    "penstock-overview",
+    "penstock: what clients see",
+    (("model", f"label_values({R}shard_running, model)"),),
+    (
+        Row(
+            "Requests",
+            (
+                Panel(
+                    "Requests by outcome",
+                    "reqps",
+                    (
+                        (
+                            f"sum by (outcome) ({rate(ASKED)})",
+                            "{{outcome}}",
+                        ),
+                    ),
+                    "stop and length are good ends; probes are left out.",
+                    stacked=True,
+                ),
+                Panel(
+                    "Share that failed",
+                    "percentunit",
+                    (
+                        (
+                            f"sum({rate(FAILED)}) / sum({rate(ASKED)})",
+                            "error or timeout",
+                        ),
+                    ),
+                    "Of all. Those that were refused, or whose clients left, did not fail.",
+                ),
+                Panel(
+                    "Refused because of too much load",
+                    "reqps",
+                    ((f"sum by (reason) ({rate(R + 'refused_total')})", "{{reason}}"),),
+                    "Answered 429.",
+                    stacked=True,
+                ),
+                Panel(
+                    "Time to the first token",
+                    "s",
+                    quantiles(f"{R}first_token_seconds", MODEL),
+                    "From a request's arrival.",
+                ),
+                Panel("Time between tokens", "s", quantiles(f"{R}between_tokens_seconds", MODEL)),
+                Panel("Whole answers", "s", quantiles(f"{R}generation_seconds", MODEL)),
+                Panel(
+                    "Where the time goes",
+                    "s",
+                    tuple(
+                        (mean(f"{R}{part}_seconds", MODEL), part)
+                        for part in ("prepare", "queue", "prefill", "decode")
+                    ),
+                    "Means: text to tokens, waiting here and in the shard, the prompt, the answer.",
+                    stacked=True,
+                ),
+                Panel(
+                    "In flight and waiting",
+                    "short",
+                    (
+                        (f"sum({R}sequences_in_flight)", "with shards"),
+                        (f"sum({R}sequences_queued)", "queued here"),
+                        (f"sum({R}shard_waiting)", "queued in shards"),
+                        (f"sum({R}requests_held) or vector(0)", "held for a shard to come"),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Tokens",
+            (
+                Panel(
+                    "Tokens a second",
+                    "short",
+                    (
+                        (f"sum({rate(R + 'output_tokens_total' + MODEL)})", "out"),
+                        (f"sum({rate(R + 'prompt_tokens_total' + MODEL)})", "in"),
+                        (f"sum({rate(R + 'cached_tokens_total' + MODEL)})", "in, cached"),
+                    ),
+                ),
+                Panel(
+                    "Lengths",
+                    "short",
+                    (
+                        (mean(f"{R}request_prompt_tokens", MODEL), "prompt, mean"),
+                        (mean(f"{R}request_output_tokens", MODEL), "answer, mean"),
+                    ),
+                ),
+                Panel(
+                    "Tokens made for nobody",
+                    "short",
+                    ((f"sum by (cause) ({rate(R + 'wasted_tokens_total')})", "{{cause}}"),),
+                    "A second, of requests that were cut short.",
+                    stacked=True,
+                ),
+            ),
+        ),
+        Row(
+            "Trouble",
+            (
+                Panel(
+                    "Went on at another shard",
+                    "short",
+                    (
+                        (
+                            f"sum by (reason) ({rate(CONTINUED)})",
+                            "{{reason}}",
+                        ),
+                    ),
+                    "Sequences a second, by what the shard before ended with.",
+                    stacked=True,
+                ),
+                Panel(
+                    "Pause when they did",
+                    "s",
+                    quantiles(f"{R}failover_gap_seconds", MODEL, (0.5, 0.99)),
+                ),
+                Panel(
+                    "Sequences that were cut short",
+                    "short",
+                    ((f"sum by (cause) ({rate(R + 'aborts_total')})", "{{cause}}"),),
+                    "A second. stop_string is a good end.",
+                    stacked=True,
+                ),
+                Panel(
+                    "Shards",
+                    "short",
+                    (
+                        (f"max({R}shards_serving)", "serving"),
+                        (f"max({R}shards)", "known"),
+                    ),
+                ),
+                Panel(
+                    "The event loop's lag",
+                    "s",
+                    (
+                        (f"max({R}loop_lag_worst_seconds)", "worst of 10 s"),
+                        *quantiles(f"{R}loop_lag_seconds", "", (0.99,)),
+                    ),
+                    "A router that is late with everything needs more workers.",
+                ),
+                Panel(
+                    "HTTP requests by status",
+                    "reqps",
+                    (
+                        (
+                            f"sum by (status) ({rate(ASKED)})",
+                            "{{status}}",
+                        ),
+                    ),
+                    stacked=True,
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def by_instance(name: str, per_second: bool = False) -> tuple[tuple[str, str], ...]:
+    series = f"{S}{name}{INSTANCE}"
+    return ((rate(series) if per_second else series, "{{instance}}"),)
+
+
+SHARDS = Dashboard(
+    "penstock-shards",
+    "penstock: what the engines do",
+    (("instance", f"label_values({S}info, instance)"),),
+    (
+        Row(
+            "Steps",
+            (
+                Panel("Time of a step", "s", quantiles(f"{S}step_seconds", INSTANCE)),
+                Panel(
+                    "Sequences in a step",
+                    "short",
+                    ((mean(f"{S}step_sequences", INSTANCE, "instance"), "{{instance}}"),),
+                    "The batch, on average.",
+                ),
+                Panel(
+                    "Tokens computed a second",
+                    "short",
+                    (
+                        (
+                            f"sum by (kind) ({rate(S + 'computed_tokens_total' + INSTANCE)})",
+                            "{{kind}}",
+                        ),
+                    ),
+                    stacked=True,
+                ),
+                Panel(
+                    "Tokens in a step",
+                    "short",
+                    ((mean(f"{S}step_tokens", INSTANCE, "instance"), "{{instance}}"),),
+                ),
+                Panel(
+                    "Share of time in steps",
+                    "percentunit",
+                    by_instance("step_seconds_sum", per_second=True),
+                    "Near 1 the engine never waits for work.",
+                ),
+                Panel(
+                    "Tokens given a second",
+                    "short",
+                    by_instance("output_tokens_total", per_second=True),
+                    stacked=True,
+                ),
+            ),
+        ),
+        Row(
+            "Queue and memory",
+            (
+                Panel("Running", "short", by_instance("running")),
+                Panel("Waiting", "short", by_instance("waiting")),
+                Panel(
+                    "Tokens to be computed before they decode",
+                    "short",
+                    by_instance("queued_tokens"),
+                ),
+                Panel("KV cache in use", "percentunit", by_instance("kv_used_ratio")),
+                Panel(
+                    "Prompt tokens found in the cache",
+                    "percentunit",
+                    (
+                        (
+                            f"sum by (instance) ({rate(S + 'cached_tokens_total' + INSTANCE)}) / "
+                            f"sum by (instance) ({rate(S + 'prompt_tokens_total' + INSTANCE)})",
+                            "{{instance}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Put down for others",
+                    "short",
+                    by_instance("preemptions_total", per_second=True),
+                    "Sequences a second; more than a few say that KV memory is short.",
+                ),
+                Panel(
+                    "Waiting for the first step",
+                    "s",
+                    quantiles(f"{S}queue_seconds", INSTANCE, (0.5, 0.99)),
+                ),
+                Panel(
+                    "From the first step to the first token",
+                    "s",
+                    quantiles(f"{S}prefill_seconds", INSTANCE, (0.5, 0.99)),
+                ),
+                Panel(
+                    "Requests, whole",
+                    "s",
+                    quantiles(f"{S}request_seconds", INSTANCE, (0.5, 0.99)),
+                ),
+            ),
+        ),
+        Row(
+            "Ends",
+            (
+                Panel(
+                    "Requests by outcome",
+                    "reqps",
+                    (
+                        (
+                            f"sum by (outcome) ({rate(S + 'requests_total' + INSTANCE)})",
+                            "{{outcome}}",
+                        ),
+                    ),
+                    stacked=True,
+                ),
+                Panel(
+                    "Tokens of requests that were aborted",
+                    "short",
+                    by_instance("aborted_tokens_total", per_second=True),
+                    "A second.",
+                ),
+                Panel(
+                    "Engines that died",
+                    "short",
+                    (
+                        (
+                            f"increase({S}engine_restarts_total{INSTANCE}[$__range])",
+                            "{{instance}}",
+                        ),
+                    ),
+                    "In the time shown.",
+                ),
+                Panel(
+                    "Serving",
+                    "bool_yes_no",
+                    (
+                        (f"{S}serving{INSTANCE}", "{{instance}}"),
+                        (f"{S}draining{INSTANCE}", "{{instance}} draining"),
+                    ),
+                ),
+                Panel(
+                    "As the router sees them",
+                    "short",
+                    ((f"sum by (state) ({R}shard_state)", "{{state}}"),),
+                    stacked=True,
+                ),
+                Panel(
+                    "What they serve",
+                    "short",
+                    (
+                        (
+                            f"count by (model, version, dtype, device) ({S}info)",
+                            "{{model}} {{dtype}} on {{device}}, {{version}}",
+                        ),
+                    ),
+                    stacked=True,
+                ),
+            ),
+        ),
+    ),
+)
+
+
+# ---- what Grafana reads ------------------------------------------------------------------------
+
+
+def grafana(dashboard: Dashboard) -> dict[str, Any]:
+    return {
+        "uid": dashboard.uid,
+        "title": dashboard.title,
+        "tags": ["penstock"],
+        "schemaVersion": 39,
+        "editable": False,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [_variable(*each) for each in dashboard.variables]},
+        "panels": _placed(dashboard.rows),
+    }
+
+
+def _variable(name: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": _DATASOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _placed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in rows:
+        place = {"x": 0, "y": y, "w": 24, "h": 1}
+        panels.append({"id": len(panels) + 1, "type": "row", "title": row.title, "gridPos": place})
+        y += 1
+        for index, panel in enumerate(row.panels):
+            place = {"x": index % 3 * _WIDTH, "y": y + index // 3 * _HEIGHT}
+            place |= {"w": _WIDTH, "h": _HEIGHT}
+            panels.append({"id": len(panels) + 1, "gridPos": place, **_panel(panel)})
+        y += -(-len(row.panels) // 3) * _HEIGHT
+    return panels
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    stacking = {"mode": "normal" if panel.stacked else "none"}
+    custom = {"fillOpacity": 20 if panel.stacked else 0, "stacking": stacking}
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.help,
+        "datasource": _DATASOURCE,
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "min": 0, "custom": custom},
+            "overrides": [],
+        },
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {"refId": chr(ord("A") + index), "expr": expr, "legendFormat": legend}
+            for index, (expr, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def files() -> dict[str, str]:
+    """What each file holds."""
+    dashboards = {"overview.json": OVERVIEW, "shards.json": SHARDS}
+    return {name: json.dumps(grafana(each), indent=1) + "\n" for name, each in dashboards.items()}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in files().items():
+        (FOLDER / name).write_text(text)

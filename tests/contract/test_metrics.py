@@ -1,0 +1,121 @@
+"""Dashboards, alerts, scalers and the page of metrics name what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from contract.metrics_page import PAGE, router_families, shard_families, with_tables
+from support.promql import groupings, selectors
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+# What Prometheus itself adds to whatever it scrapes.
+SCRAPED = {"instance", "job", "le"}
+
+
+@cache
+def series() -> dict[str, set[str]]:
+    """What may be named, and its labels."""
+    families = [*router_families(), *shard_families()]
+    return {name: {*family.labels} | SCRAPED for family in families for name in family.series}
+
+
+def dashboard(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Where each query stands, and the query."""
+    for path in DASHBOARDS:
+        for panel in dashboard(path)["panels"]:
+            for target in panel.get("targets", ()):
+                yield f"{path.stem}: {panel['title']}", target["expr"]
+        for variable in dashboard(path)["templating"]["list"]:
+            yield f"{path.stem}: {variable['name']}", variable["query"]["query"]
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        yield rule["alert"], rule["expr"]
+
+
+def faults(query: str) -> Iterator[str]:
+    known: set[str] = set()
+    for name, labels in selectors(query):
+        if name not in series():
+            yield f"{name} is not counted"
+            continue
+        known |= series()[name]
+        if unknown := labels - series()[name]:
+            yield f"{name} has no {sorted(unknown)}"
+    if unknown := groupings(query) - known:
+        yield f"nothing here has {sorted(unknown)}"
+
+
+@pytest.mark.parametrize(("place", "query"), list(queries()))
+def test_every_query_names_a_metric_that_there_is_with_labels_that_it_has(
+    place: str, query: str
+) -> None:
+    assert list(selectors(query)), "names nothing of ours"
+    assert list(faults(query)) == []
+
+
+def test_what_scalers_of_the_chart_look_at_is_counted() -> None:
+    texts = "\n".join(path.read_text() for path in (DEPLOY / "helm").rglob("templates/*.yaml"))
+    named = set(re.findall(r"\bpenstock_(?:router|shard)_\w+", texts))
+    assert named
+    assert named <= set(series())
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "rate(penstock_router_request_total[5m])",
+        'penstock_router_requests_total{state="200"}',
+        "sum by (shard) (penstock_shard_running)",
+        "penstock_router_first_token_seconds",
+    ],
+)
+def test_a_query_that_would_find_nothing_is_found(query: str) -> None:
+    assert len(list(faults(query))) == 1
+
+
+def test_the_page_of_metrics_shows_each_as_it_is() -> None:
+    page = PAGE.read_text()
+    assert page == with_tables(page), "in tests/: python -m contract.metrics_page"
+
+
+def test_the_dashboards_are_what_their_description_says() -> None:
+    files = runpy.run_path(str(DEPLOY / "grafana" / "dashboards.py"))["files"]()
+    assert {path.name: path.read_text() for path in DASHBOARDS} == files, (
+        "run python deploy/grafana/dashboards.py"
+    )
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_no_two_panels_lie_on_each_other_and_each_knows_its_source(path: Path) -> None:
+    panels = dashboard(path)["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    source = yaml.safe_load(
+        (DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yaml").read_text()
+    )
+    (uid,) = (each["uid"] for each in source["datasources"])
+    assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {uid}

@@ -1,0 +1,201 @@
+"""Keys with real processes: none is written anywhere, and a file that changes counts for all."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.processes import Router, Service, Shard, free_port, running, wait_until
+
+from penstock_client import key_file
+from penstock_client.keys import main as keys_command
+
+# Each is shown, or used, in what follows.
+SECRETS = {
+    "PENSTOCK_API_KEY": "sk-clients-5ecret",
+    "PENSTOCK_ADMIN_KEY": "sk-operator-5ecret",
+    "PENSTOCK_SHARD_API_KEY": "sk-shards-5ecret",
+    "PENSTOCK_RESUME_KEY": "sk-resume-5ecret",
+}
+WRONG = "sk-wrong-5ecret"
+
+
+class KeyedShard(Shard):
+    def environment(self, log_file: Path) -> dict[str, str]:
+        return {"PENSTOCK_API_KEY": SECRETS["PENSTOCK_SHARD_API_KEY"]}
+
+    def healthy(self) -> bool:
+        # The router says when it is; a probe has no key.
+        return True
+
+
+class KeyedRouter(Router):
+    def environment(self, log_file: Path) -> dict[str, str]:
+        return {**super().environment(log_file), **SECRETS}
+
+
+def _made(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert keys_command(["new", *arguments]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def _ask(
+    router: Router, path: str, key: str | None = None, body: Any = None, header: str = "Bearer"
+) -> tuple[int, str]:
+    request = urllib.request.Request(router.url + path)
+    if key is not None:
+        shown = {"x-api-key": key} if header == "x-api-key" else {"Authorization": f"Bearer {key}"}
+        request.headers.update(shown)
+    if body is not None:
+        request.data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            if path == "/console/feed":
+                return answer.status, answer.read(2000).decode()
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def _command_lines(*services: Service) -> str:
+    """What `ps` shows of them and of all they have started."""
+    lines = []
+    for service in services:
+        parent = psutil.Process(service.process.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            lines += process.cmdline()
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def test_no_key_is_written_to_a_log_a_metric_a_page_or_a_list_of_processes(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = _made(capsys, "alice", "--file", str(file), "--requests-per-minute", "1000")
+    root = _made(capsys, "root", "--file", str(file), "--scope", "admin")
+    old = _made(capsys, "old", "--file", str(file))
+    keys_command(["revoke", "old", "--file", str(file)])
+    audit_key = tmp_path / "audit-key"
+    audit_key.write_bytes(b"audit-5ecret-0123456789")
+    shard = KeyedShard(tmp_path / "shard")
+    flags = ["--api-keys-file", str(file), "--log-level", "debug", "--workers", "2"]
+    audit = ["--audit-log", str(tmp_path / "audit"), "--audit-key-file", str(audit_key)]
+    router = KeyedRouter(tmp_path / "router", [shard.address], *flags, *audit)
+    with running(shard, router):
+        said = _everything_that_can_be_asked(router, [alice, root, old, *SECRETS.values(), WRONG])
+        said += _command_lines(router, shard)
+        router.terminate()
+        said += router.log + shard.log
+        said += "".join(path.read_text() for path in tmp_path.glob("audit-worker*"))
+    for secret in (alice, root, old, WRONG, "5ecret", *SECRETS.values()):
+        assert secret not in said
+    digests = [entry.digest.hex() for entry in key_file.read(str(file))]
+    assert not any(digest in said for digest in digests)
+    # It did look, and names are shown.
+    assert "alice" in router.log
+    assert "DEBUG" in router.log.upper()
+
+
+def _everything_that_can_be_asked(router: Router, keys: list[str]) -> str:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    text = {"prompt": "x", "max_tokens": 3, "stream": True}
+    said, statuses = "", set()
+    for key in keys:
+        for path, body in (
+            ("/v1/completions", text),
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", {**chat, "model": "builtin"}),
+            ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 2}}),
+            ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
+            ("/v1/completions", b"["),
+            ("/v1/nothing", None),
+            ("/admin/shards", None),
+            ("/console/feed", None),
+            ("/v1/models", None),
+        ):
+            for header in ("Bearer", "x-api-key"):
+                status, answer = _ask(router, path, key, body, header)
+                statuses.add(status)
+                said += answer
+    said += _ask(router, "/debug/profile?seconds=1", SECRETS["PENSTOCK_ADMIN_KEY"])[1]
+    for path in ("/metrics", "/info", "/openapi.json", "/docs", "/", "/load", "/ready"):
+        said += _ask(router, path)[1]
+    assert {200, 400, 401, 403, 404} <= statuses
+    return said
+
+
+def test_a_change_of_the_file_counts_for_all_workers_within_two_seconds(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = _made(capsys, "alice", "--file", str(file), "--max-concurrent-requests", "8")
+    shard = Shard(tmp_path / "shard")
+    flags = ["--api-keys-file", str(file), "--workers", "2"]
+    router = Router(tmp_path / "router", [shard.address], *flags)
+
+    def statuses(key: str) -> set[int]:
+        # Each is a connection of its own, to one worker or the other.
+        return {_ask(router, "/v1/models", key)[0] for _ in range(12)}
+
+    with running(shard, router):
+        assert statuses(alice) == {200}
+        bob = _made(capsys, "bob", "--file", str(file))
+        assert keys_command(["revoke", "alice", "--file", str(file)]) == 0
+        wait_until(lambda: statuses(bob) == {200}, timeout_s=10, what="bob is let in")
+        assert statuses(alice) == {401}
+        file.write_text("[[keys]]\nname = 'x'\n")
+        wait_until(
+            lambda: router.log.count("key x: hash: must be sha256") == 2,
+            timeout_s=10,
+            what="both workers say what is wrong",
+        )
+        assert statuses(bob) == {200}
+        assert router.terminate() == 0
+    lines = [line for line in router.log.splitlines() if "--api-keys-file" in line]
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        (None, [], "No such file"),
+        ("[[keys]\n", [], "not TOML: .*line 1"),
+        ("[[keys]]\nname = 'a'\nhash = 'psk-oops'\n", [], "key a: hash: must be sha256:"),
+        (
+            "[[keys]]\nname = 'a'\nhash = 'sha256:" + "0" * 64 + "'\nrequests_per_minute = 2\n",
+            ["--workers", "3"],
+            "key a: requests_per_minute: 2 is below --workers 3",
+        ),
+    ],
+)
+def test_a_start_with_a_broken_file_is_one_line_and_status_2(
+    file: Path, content: str | None, flags: list[str], words: str
+) -> None:
+    if content is not None:
+        file.write_text(content)
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "penstock_router", "--shards", address, "--port", "0"]
+    ended = subprocess.run(
+        [*command, "--api-keys-file", str(file), *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert re.match(rf"penstock router: --api-keys-file {re.escape(str(file))}: {words}", line)
+    assert "psk-oops" not in line

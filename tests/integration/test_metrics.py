@@ -1,0 +1,330 @@
+"""A real Prometheus scrapes a running fleet: every query of the dashboards finds something.
+
+Prometheus is Debian's; without it these tests are skipped, or fail where all must run.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.processes import Router, Shard, free_port, running, wait_until
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SCRAPE_S = 0.25
+_START_S = 60.0
+# Of a query: as Grafana would put in, and as long as the load lasts.
+_VARIABLES = {"$__rate_interval": "3s", "$__range": "1m", "$model": ".*", "$instance": ".*"}
+
+
+def program(name: str) -> str:
+    """Skips the test without it, or fails it where all must run: CI sets CI."""
+    found = shutil.which(name)
+    if found is None:
+        missing = f"no {name}; it is in Debian's package prometheus"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return found
+
+
+# ---- what runs ---------------------------------------------------------------------------------
+
+
+class Prometheus:
+    """One that scrapes what it is told to, as deploy/prometheus says, only more often."""
+
+    def __init__(self, folder: Path, targets: dict[str, list[str]]) -> None:
+        folder.mkdir()
+        config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+        every = f"{SCRAPE_S * 1000:g}ms"
+        config["global"] = {"scrape_interval": every, "evaluation_interval": every}
+        for job in config["scrape_configs"]:
+            job["static_configs"] = [{"targets": targets[job["job_name"]]}]
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    program("prometheus"),
+                    f"--config.file={folder / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def get(self, path: str, **parameters: object) -> Any:
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return json.load(response)["data"]
+
+    def scrapes_all(self) -> bool:
+        try:
+            targets = self.get("targets")["activeTargets"]
+        except OSError:
+            return False
+        return bool(targets) and all(target["health"] == "up" for target in targets)
+
+    def values(self, query: str, start_s: float, end_s: float) -> list[float]:
+        """All that a graph of this time would show."""
+        for name, value in _VARIABLES.items():
+            query = query.replace(name, value)
+        found = self.get("query_range", query=query, start=start_s, end=end_s, step=0.5)
+        values = (float(value) for line in found["result"] for _, value in line["values"])
+        return [value for value in values if not math.isnan(value)]
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A fleet that was under load, and what watched it meanwhile."""
+
+    router: Router
+    shards: list[Shard]
+    metrics_ports: list[int]
+    prometheus: Prometheus
+    # When, in Unix time.
+    start_s: float
+    end_s: float
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    program("prometheus")
+    folder = tmp_path_factory.mktemp("watched")
+    ports = [free_port(), free_port()]
+    flags = ("--step-ms", "4", "--metrics-names", "vllm,tgi", "--max-num-seqs", "8")
+    shards = [Shard(folder / f"shard-{p}", *flags, "--metrics-port", str(p)) for p in ports]
+    limits = ("--max-concurrent-requests", "12", "--max-queued-requests", "2")
+    addresses = [shard.address for shard in shards]
+    router = Router(folder / "router", addresses, "--metrics-names", "vllm,tgi", *limits)
+    with running(*shards, router):
+        targets = {
+            "penstock-router": [router.address],
+            "penstock-shard": [f"127.0.0.1:{port}" for port in ports],
+        }
+        prometheus = Prometheus(folder / "prometheus", targets)
+        try:
+            wait_until(prometheus.scrapes_all, timeout_s=_START_S, what="all targets are up")
+            start_s = time.time()
+            put_under_load(router, shards)
+            # What came last is scraped too.
+            time.sleep(2 * SCRAPE_S)
+            yield Watched(router, shards, ports, prometheus, start_s, time.time())
+        finally:
+            prometheus.close()
+
+
+# ---- the load: all that a dashboard shows, failures included -----------------------------------
+
+
+def ask(router: Router, headers: dict[str, str] | None = None, **fields: object) -> int:
+    """The status of a completion, read to its end."""
+    body = json.dumps({"prompt": "a prompt of some length " * 4, "max_tokens": 40} | fields)
+    head = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(router.url + "/v1/completions", body.encode(), head)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            response.read()
+            status: int = response.status
+            return status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def ask_and_leave(router: Router) -> None:
+    """Read the beginning of a stream, and go."""
+    host, port = router.address.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    body = json.dumps({"prompt": "x", "max_tokens": 800, "stream": True})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    connection.getresponse().read(200)
+    connection.close()
+
+
+@contextmanager
+def repeated(*works: Callable[[], object]) -> Iterator[None]:
+    """Each again and again, in a thread of its own."""
+    stopped = threading.Event()
+
+    def repeat(work: Callable[[], object]) -> None:
+        while not stopped.is_set():
+            work()
+
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def put_under_load(router: Router, shards: list[Shard]) -> None:
+    def leave() -> None:
+        ask_and_leave(router)
+        time.sleep(0.2)
+
+    def ask_too_much() -> None:
+        ask(router, n=12, max_tokens=100, ignore_eos=True)
+        ask(router, headers={"x-penstock-timeout-s": "0.1"}, max_tokens=800)
+        ask(router, prompt="")
+
+    streams = [lambda: ask(router, stream=True)] * 4
+    with repeated(*streams, leave, ask_too_much, ask_too_much):
+        for _ in range(3):
+            time.sleep(1.5)
+            # Somebody runs in it, and goes on at the other shard.
+            lose_engine(shards[0])
+        time.sleep(1.5)
+
+
+def lose_engine(shard: Shard) -> None:
+    lost = shard.engine
+    lost.kill()
+
+    def has_another() -> bool:
+        return all(each.pid != lost.pid for each in shard.children) and shard.healthy()
+
+    wait_until(has_another, timeout_s=_START_S, what="another engine serves")
+
+
+# ---- what it shows -----------------------------------------------------------------------------
+
+
+def dashboard_queries() -> list[tuple[str, str]]:
+    paths = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+    return [
+        (f"{path.stem}: {panel['title']} {target['refId']}", target["expr"])
+        for path in paths
+        for panel in json.loads(path.read_text())["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+@pytest.mark.timeout(180)
+def test_every_query_of_the_dashboards_returns_data_under_load(watched: Watched) -> None:
+    span = (watched.start_s, watched.end_s)
+    empty = [
+        place for place, query in dashboard_queries() if not watched.prometheus.values(query, *span)
+    ]
+    assert empty == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        # A client left, a request was refused, one was late, one was wrong.
+        'rate(penstock_router_wasted_tokens_total{cause="disconnect"}[3s])',
+        "rate(penstock_router_refused_total[3s])",
+        'penstock_router_requests_total{outcome="timeout",status="504"}',
+        'penstock_router_requests_total{outcome="refused",status="400"}',
+        # An engine died, and somebody went on elsewhere.
+        "penstock_shard_engine_restarts_total",
+        'penstock_router_fleet_events_total{event="continued"}',
+        "penstock_router_failover_gap_seconds_count",
+        # What other servers' dashboards and scalers read.
+        "rate(vllm:generation_tokens_total[3s])",
+        'rate(vllm:request_success_total{finished_reason="abort"}[3s])',
+        "vllm:kv_cache_usage_perc",
+        "rate(tgi_request_count[3s])",
+    ],
+)
+def test_what_happened_under_load_is_counted(watched: Watched, query: str) -> None:
+    assert max(watched.prometheus.values(query, watched.start_s, watched.end_s), default=0) > 0
+
+
+def test_every_alert_is_understood_and_none_is_broken(watched: Watched) -> None:
+    (group,) = watched.prometheus.get("rules")["groups"]
+    assert len(group["rules"]) >= 6
+    assert {rule["health"] for rule in group["rules"]} == {"ok"}
+
+
+def test_the_alert_rules_and_the_configuration_are_valid() -> None:
+    for what, name in (("rules", "alerts.yml"), ("config", "prometheus.yml")):
+        command = [program("promtool"), "check", what, str(DEPLOY / "prometheus" / name)]
+        checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_router_and_shards_agree_on_how_many_tokens_there_were(watched: Watched) -> None:
+    url = watched.router.url + "/metrics"
+    wait_until(
+        lambda: not total(url, "penstock_router_sequences_in_flight"),
+        timeout_s=20,
+        what="nothing runs",
+    )
+    taken = total(url, "penstock_router_output_tokens_total")
+    given = sum(
+        total(f"http://127.0.0.1:{port}/metrics", "penstock_shard_output_tokens_total")
+        for port in watched.metrics_ports
+    )
+    # Tokens on their way to somebody who had left are given and not taken.
+    assert 0.9 * given <= taken <= given
+
+
+def total(url: str, name: str) -> float:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
+
+
+# ---- several workers, and a port that is taken -------------------------------------------------
+
+
+def test_several_workers_count_together_and_each_shard_once(tmp_path: Path) -> None:
+    shard = Shard(tmp_path / "shard", "--step-ms", "1")
+    router = Router(tmp_path / "router", [shard.address], "--workers", "2")
+    with running(shard, router):
+        for _ in range(12):
+            assert ask(router, max_tokens=3) == 200
+        url = router.url + "/metrics"
+        wait_until(
+            lambda: total(url, "penstock_router_output_tokens_total") == 36,
+            timeout_s=10,
+            what="both workers' tokens are counted",
+        )
+        assert total(url, "penstock_router_generation_seconds_count") == 12
+        assert total(url, "penstock_router_shards") == 1
+        assert total(url, "penstock_router_shard_state") == 1
+
+
+def test_a_metrics_port_in_use_is_a_line_and_an_exit_status(tmp_path: Path) -> None:
+    port = free_port()
+    flags = ("--metrics-port", str(port))
+    first = Shard(tmp_path / "first", *flags)
+    with running(first):
+        second = Shard(tmp_path / "second", *flags)
+        assert second.process.wait(30) == 2
+        assert second.log.splitlines() == [
+            f"penstock shard: cannot listen on 127.0.0.1:{port}: Address already in use; "
+            "choose another --metrics-port"
+        ]
