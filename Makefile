@@ -49,7 +49,7 @@ lint: $(VENV)/.dev ## Check style and format
 
 type: $(VENV)/.dev ## Check types
 	@$(BIN)/mypy proto/penstock_proto client/penstock_client router/penstock_router \
-		shard/penstock_shard tests benchmarks training docs/generators examples/python
+		shard/penstock_shard tests benchmarks training docs/generators examples/python deploy/pins.py
 
 proto: $(VENV)/.dev ## Generate the stubs from shard.proto
 	@cd proto && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \

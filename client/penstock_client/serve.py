@@ -21,10 +21,18 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_client.arguments import MAX_PORT, api_key, parser_for, port_number, positive_int
+from penstock_client.arguments import (
+    MAX_PORT,
+    api_key,
+    parser_for,
+    port_number,
+    positive_int,
+    seconds,
+)
 from penstock_client.gpus import visible_gpus
 
 _POLL_S = 0.2
+# Of a router beyond what requests may take to finish.
 _STOP_TIMEOUT_S = 15.0
 _FIRST_BACK_OFF_S = 0.5
 _MAX_BACK_OFF_S = 10.0
@@ -43,6 +51,8 @@ class _Child:
     command: list[str]
     # The one it is to see; empty: whatever there is.
     gpu: str = ""
+    # How long it may take to end.
+    stop_timeout_s: float = _STOP_TIMEOUT_S
     process: asyncio.subprocess.Process | None = None
     deaths: int = 0
     started_s: float = field(default=0.0)
@@ -99,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of the router, which then serves HTTPS",
     )
     add("--tls-key-file", "--ssl-keyfile", metavar="FILE", help="and its key")
+    add(
+        "--shutdown-timeout-s",
+        default=10.0,
+        type=seconds,
+        metavar="S",
+        help="how long running requests may take to finish when this ends (default: %(default)g)",
+    )
     add("--shards", default=1, type=positive_int, help="how many (default: 1)")
     add("--shard-port", default=50051, type=port_number, metavar="PORT", help="of the first shard")
     return parser
@@ -111,7 +128,8 @@ def _children(
     ports = [str(args.shard_port + index) for index in range(args.shards)]
     addresses = [f"127.0.0.1:{port}" for port in ports]
     router = _python("penstock_router", "--shards", ",".join(addresses), "--host", args.host,
-                     "--port", str(args.port), "--workers", str(args.workers))  # fmt: skip
+                     "--port", str(args.port), "--workers", str(args.workers),
+                     "--shutdown-timeout-s", str(args.shutdown_timeout_s))  # fmt: skip
     if args.api_key:
         router += ["--api-key", args.api_key]
     if args.tls_cert_file:
@@ -127,7 +145,8 @@ def _children(
         )
         for address, port in zip(addresses, ports, strict=True)
     ]
-    return [*shards, _Child("router", [*router, *router_flags])]
+    stop_timeout_s = args.shutdown_timeout_s + _STOP_TIMEOUT_S
+    return [*shards, _Child("router", [*router, *router_flags], stop_timeout_s=stop_timeout_s)]
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
@@ -225,7 +244,7 @@ async def _end(child: _Child) -> None:
         return
     process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        await asyncio.wait_for(process.wait(), child.stop_timeout_s)
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -63,7 +63,7 @@ FLAGS: Table = {
     **becomes("cuda-memory-fraction", "--gpu-memory-utilization", convert=_memory_share),
     **becomes("huggingface-hub-cache weights-cache-override", "--download-dir"),
     **becomes("payload-limit", "--max-body-bytes", Part.ROUTER),
-    **becomes("graceful-termination-timeout", "--shutdown-timeout-s", Part.ROUTER),
+    **becomes("graceful-termination-timeout", "--shutdown-timeout-s", Part.SERVE),
     **becomes("json-output!", "--log-format json", Part.BOTH),
     **becomes("otlp-endpoint", "--otlp-endpoint", Part.BOTH, otlp_over_http),
     **named("cors-allow-origin", Rule(to="--cors-origin", part=Part.ROUTER, repeats=True)),

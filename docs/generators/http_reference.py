@@ -104,9 +104,8 @@ def _answer(content: Schema) -> Iterator[str]:
 
 def _refusals(responses: Schema) -> Iterator[str]:
     own = {status: answer for status, answer in responses.items() if status not in _COMMON_STATUSES}
-    if own:
-        said = [f"{status}: {_cell(own[status]['description'])}" for status in sorted(own)]
-        yield "\n" + "\\\n".join(said)
+    yield ""
+    yield from (f"- {status}: {_cell(own[status]['description'])}" for status in sorted(own))
 
 
 # ---- Schemas in words ----------------------------------------------------------------------------

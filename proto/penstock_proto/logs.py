@@ -7,12 +7,14 @@ Knows no requests: what a record has besides its message is a field of its JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import TracebackType
@@ -26,6 +28,7 @@ _ENCODER = json.JSONEncoder(default=str)
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # About a megabyte.
 _MAX_WAITING_LINES = 5_000
+_GATHER_S = 0.02
 _LAST_WORDS_S = 1.0
 # What ends a line for some reader, or moves a terminal's cursor.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -118,18 +121,19 @@ class _Writer(logging.Handler):
         super().close()
 
     def _write(self) -> None:
-        line: str | None = ""
-        while line is not None:
-            line = self._lines.get()
-            try:
-                if line is not None:
-                    self._stream.write(line + "\n")
-                if line is None or self._lines.empty():
-                    self._report_dropped()
-                    self._stream.flush()
-            except (OSError, ValueError):
-                # Nobody will ever read it: that must not end what works.
-                continue
+        lines: list[str | None] = []
+        while None not in lines:
+            lines = [self._lines.get()]
+            if lines[0] is not None:
+                # To wake for each line would cost more than all else that it does.
+                time.sleep(_GATHER_S)
+            while not self._lines.empty():
+                lines.append(self._lines.get())
+            # Nobody will ever read it: that must not end what works.
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write("".join(f"{line}\n" for line in lines if line is not None))
+                self._report_dropped()
+                self._stream.flush()
 
     def _report_dropped(self) -> None:
         if self._num_dropped:

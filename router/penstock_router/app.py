@@ -133,7 +133,7 @@ def build_app(
     app.cleanup_ctx.append(_watch_loop)
     app.cleanup_ctx.append(_follow_changes)
     app.cleanup_ctx.append(_follow_keys)
-    app.cleanup_ctx.append(_end_text_processes)
+    app.cleanup_ctx.append(_end_processes)
     app.cleanup_ctx.append(_load_models)
     app.cleanup_ctx.append(_store_responses)
     # Watchers first: they would stay for ever.
@@ -169,9 +169,10 @@ async def _load_models(app: web.Application) -> AsyncIterator[None]:
     await models.close()
 
 
-async def _end_text_processes(app: web.Application) -> AsyncIterator[None]:
+async def _end_processes(app: web.Application) -> AsyncIterator[None]:
     yield
     await app[ROUTER].bodies.pool.close()
+    await app[ROUTER].exposition.close()
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:

@@ -69,6 +69,8 @@ class Choice:
         self._seen_progress, self._silent_looks = -1, 0
         self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None
+        # That have come, whatever is shown of them.
+        self.num_tokens = 0
         # At shards, when that was.
         self.num_attempts = 0
         self._options = options

@@ -55,6 +55,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         "audit_key": _audit_key(parser, args),
         "chat_template": _chat_template(parser, args.chat_template),
         "model_aliases": tuple(args.model_aliases),
+        "expected_models": tuple(args.expected_models),
         "tracing": _tracing(parser, args.otlp_endpoint),
     }
     del given["audit_key_file"], given["otlp_endpoint"]
@@ -122,6 +123,15 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=MODEL",
         help="serve MODEL under NAME too, and under `default` to requests that name none; may be "
         "given several times",
+    )
+    add(
+        "--expect-model",
+        dest="expected_models",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model that may be away: requests for it get 503, or are held (--shard-wait-s), also "
+        "before a shard of it was ever seen; may be given several times",
     )
     add(
         "--tokenizer-threads",

@@ -76,6 +76,8 @@ class RouterConfig:
     trust_request_chat_template: bool = False
     # (name, model): more names of models.
     model_aliases: tuple[tuple[str, str], ...] = ()
+    # Known though no shard was seen that serves them: they are away, not unknown.
+    expected_models: tuple[str, ...] = ()
 
     # Beyond them the door is closed at once.
     max_connections: int = 16384

@@ -8,10 +8,17 @@ clocks of their own (`routes/base.py`). Knows nothing of what is asked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import resource
 from typing import Any, cast
 
 from aiohttp import web
 
+logger = logging.getLogger(__name__)
+
+# Of a process besides its connections: to shards, logs, libraries.
+_OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -22,7 +29,7 @@ class Runner(web.AppRunner):
         self, app: web.Application, *, max_connections: int, header_timeout_s: float, **more: Any
     ) -> None:
         super().__init__(app, **more)
-        self._max_connections = max_connections
+        self._max_connections = _allowed(max_connections)
         self._header_timeout_s = header_timeout_s
 
     @property
@@ -32,6 +39,28 @@ class Runner(web.AppRunner):
         if server is None:
             return None
         return cast(web.Server, Door(server, self._max_connections, self._header_timeout_s))
+
+
+def _allowed(max_connections: int) -> int:
+    """So many, or as many as the system lets this process have: beyond its limit of open files it
+    could not even turn them away.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        # Some systems have a bound below the one that they tell.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    allowed = max(1, soft - _OTHER_FILES)
+    logger.warning(
+        "--max-connections %d: %d here, as the system allows %d open files (ulimit -n)",
+        *(max_connections, allowed, soft),
+    )
+    return allowed
 
 
 class Door:
@@ -98,8 +127,6 @@ class _Connection(asyncio.Protocol):
 
     def _time_is_up(self) -> None:
         self._timer = None
-        if not self._awaits_request:
-            return
         if self._http._request_count == self._begun:
             self._http.force_close()
         elif self._http._request_count < self._unfinished:

@@ -10,19 +10,20 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock_proto.metric_names import translated
+from penstock_router.merged_metrics import MergedMetrics
 from penstock_router.metrics import Metrics
 
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # A sample takes about 4 µs to write.
-_SAMPLES_A_PIECE = 50
-_TURN_S = 0.0005
+_SAMPLES_A_PIECE = 25
+_TURN_S = 0.0003
 
 
 class Exposition:
@@ -33,14 +34,19 @@ class Exposition:
         self._metrics = metrics
         self._others = others
         self._names = names
+        # Where there are several workers.
+        self._merged = MergedMetrics() if MULTIPROCESS_DIR in os.environ else None
+
+    async def close(self) -> None:
+        if self._merged is not None:
+            await self._merged.close()
 
     async def text(self) -> bytes:
         """All values in Prometheus' text format."""
         self._metrics.write_out(time.perf_counter())
         own = self._metrics.registry.collect()
-        if MULTIPROCESS_DIR in os.environ:
-            # Read from files, in one go.
-            own = await asyncio.to_thread(_of_all_workers)
+        if self._merged is not None:
+            own = await self._merged.families()
         pieces, turn_ends_s = [], time.perf_counter() + _TURN_S
         for piece in self._pieces(own):
             pieces.append(piece)
@@ -55,12 +61,6 @@ class Exposition:
         for family in translated(itertools.chain(own, others), self._names):
             for start in range(0, max(1, len(family.samples)), _SAMPLES_A_PIECE):
                 yield _text(family, start)
-
-
-def _of_all_workers() -> list[Metric]:
-    collected = CollectorRegistry()
-    multiprocess.MultiProcessCollector(collected)  # type: ignore[no-untyped-call]
-    return list(collected.collect())
 
 
 class _Only(Collector):

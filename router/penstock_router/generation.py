@@ -143,8 +143,17 @@ class Generation(Deltas):
         choice.stream.listen(nobody)
         # A stream that the shard refused or ended has nothing to abort.
         if abort_cause is not None and not choice.stream.ended:
+            self._count_cut(choice, abort_cause)
             choice.stream.cancel()
-            self._metrics.aborts.labels(abort_cause).inc()
+
+    def _count_cut(self, choice: Choice, cause: str) -> None:
+        untaken = choice.stream.take()
+        if untaken is not None:
+            choice.num_tokens += len(untaken.token_ids)
+            self._meter.add(len(untaken.token_ids))
+        self._metrics.aborts.labels(cause).inc()
+        if cause != "stop_string":
+            self._metrics.wasted_tokens.labels(cause).inc(choice.num_tokens)
 
     # ---- silence ----
 
@@ -239,8 +248,9 @@ class Generation(Deltas):
         if not count:
             return
         now = time.perf_counter()
+        choice.num_tokens += count
         if choice.last_arrival_s is None:
-            self._meter.began(count)
+            self._meter.add(count)
             if self._record.first_token_s is None:
                 self._record.first_token_s = now
                 ttft_s = now - self._record.arrived_s

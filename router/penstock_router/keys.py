@@ -115,7 +115,7 @@ class Keys:
         rates = {key.name: key.rates for key in self._by_digest.values()}
         of_file = [self._key(entry, rates.get(entry.name) or Rates()) for entry in entries]
         if self._by_digest is not self._of_flags:
-            logger.info("--api-keys-file %s: changed, %d keys", self._path, len(of_file))
+            logger.info("--api-keys-file %s: read again, keys: %d", self._path, len(of_file))
         self._by_digest = {key.digest: key for key in of_file} | self._of_flags
 
     def _key(self, entry: KeyEntry, rates: Rates) -> Key:

@@ -58,8 +58,8 @@ class TokenMeter:
         self._gaps_s = 0.0
         self._write_at_s = 0.0
 
-    def began(self, num_tokens: int) -> None:
-        """The first tokens of a sequence."""
+    def add(self, num_tokens: int) -> None:
+        """Tokens of a sequence between which there is nothing to measure."""
         self._tokens.inc(num_tokens)
 
     def observe(self, num_tokens: int, gap_s: float, now_s: float) -> None:
@@ -124,6 +124,12 @@ class Metrics:
         self._output_tokens = self._counter(
             "output_tokens", "Tokens received from shards.", "model"
         )
+        self.wasted_tokens = self._counter(
+            "wasted_tokens",
+            "Of those, tokens of sequences that were cut short, by cause: disconnect, slow_reader, "
+            "timeout, shutdown, abandoned, error.",
+            "cause",
+        )
         self.first_token_seconds = self._histogram(
             "first_token_seconds", "From a request's arrival to its first token.", "model"
         )
@@ -184,8 +190,8 @@ class Metrics:
             "refused",
             "Requests answered 429 by the router itself: queue_full, queued_tokens, key_queue_full "
             "and key_queued_tokens at once, queue_timeout after waiting, pushed_out by another "
-            "key's, key_requests_per_minute and key_tokens_per_minute, long_bodies where too many of "
-            "them are here.",
+            "key's, key_requests_per_minute and key_tokens_per_minute, long_bodies where too many "
+            "of them are here.",
             "reason",
         )
 

@@ -91,8 +91,8 @@ class Models:
         # By model and tokenizer hash.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
-        # Every name and alias ever served: such a model is away, not unknown.
-        self._names: set[str] = set()
+        # Every name and alias expected or ever served: such a model is away, not unknown.
+        self._names: set[str] = set(config.expected_models)
         # Why a model does not load, by its name.
         self._troubles: dict[str, str] = {}
         self.started_at = int(time.time())

@@ -73,7 +73,7 @@ def _ms(begin_s: float | None, end_s: float | None) -> float | None:
 
 def _words(record: RequestRecord, fields: Fields) -> str:
     parts = [f"{fields['method']} {record.route} {record.status} {record.outcome}"]
-    if record.error:
+    if record.error and record.outcome in ("refused", "error"):
         parts.append(f"({fields['error']})")
     if record.usage is not None:
         parts.append(f"{fields['prompt_tokens']}+{fields['output_tokens']} tokens")
@@ -84,4 +84,5 @@ def _words(record: RequestRecord, fields: Fields) -> str:
         if (values := fields.get(name)) is not None:
             assert isinstance(values, list)
             parts.append(f"{word} {' then '.join(values)}")
+    parts.append(f"request {fields['request_id']}")
     return " ".join(parts)

@@ -15,8 +15,6 @@ _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160
 _TOKEN_BUCKETS = tuple(float(2**power) for power in range(18))
 
 _FINISHED = ("stop", "length")
-# Nobody had asked for less: what was made by then was for nobody.
-_WASTED = ("disconnect", "slow_reader", "timeout", "shutdown", "abandoned", "error")
 # What anybody may ask, as often as they like, ends without an outcome.
 _PROBE = "probe"
 
@@ -95,12 +93,6 @@ class RequestMetrics:
             "Prompt tokens that shards found in their prefix caches.",
             "model",
         )
-        self._wasted_tokens = self._counter(
-            "wasted_tokens",
-            "Tokens received for requests that were cut short, by cause: disconnect, slow_reader, "
-            "timeout, shutdown, abandoned, error.",
-            "cause",
-        )
         self._request_prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of each request.", _TOKEN_BUCKETS
         )
@@ -144,5 +136,3 @@ class RequestMetrics:
         if num_tokens > 1:
             mean_s = (ended_s - record.first_token_s) / (num_tokens - 1)
             self._mean_between_tokens_seconds.labels(model).observe(mean_s)
-        if record.outcome in _WASTED:
-            self._wasted_tokens.labels(record.outcome).inc(num_tokens)

@@ -1,17 +1,19 @@
-"""The API key of a shard, asked for before anything of a call is read.
+"""The API key of a shard, asked for before any message of a call is parsed.
 
-A message may have 64 MB, and become a gigabyte once it is parsed: not for strangers. Knows no
-message and no service.
+One may have 64 MB, and take a gigabyte once it is parsed: not for strangers. Knows no message and
+no service.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 
+_FIRST_MESSAGE_S = 1.0
 # gRPC's own type is generic for type checkers only.
 Handler = Any
 
@@ -22,7 +24,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
     def __init__(self, key: str, service: str) -> None:
         self._expected = f"Bearer {key}".encode()
         self._methods = f"/{service}/"
-        # Of a stream nothing is read until a handler asks for it.
+        # Whatever kind of call it is: of streams nothing is read until a handler asks for it.
         self._refuse: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(
@@ -42,5 +44,10 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return hmac.compare_digest(given.encode(), self._expected)
 
 
-async def _refuse(requests: AsyncIterator[Any], context: Any) -> None:
+async def _refuse(requests: AsyncIterator[bytes], context: Any) -> None:
+    # gRPC's clients hear nothing of a status that comes while they send; a message should follow at
+    # once.
+    reading = asyncio.ensure_future(anext(aiter(requests), None))
+    await asyncio.wait((reading,), timeout=_FIRST_MESSAGE_S)
+    reading.cancel()
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong API key")

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -43,9 +44,10 @@ _ONCE = ("Connection: close",)
 _BEARER = f"Authorization: Bearer {_KEY}"
 _HEADER_TIMEOUT_S = 1.0
 _MAX_BODY_BYTES = 4 * 2**20
-# What allocators keep of what was free again, and the interpreters' own noise. With the soak's
-# 10,000 connections it is 3 kB each: no connection, request or stream of gRPC leaves so little.
-_GROWTH_MB = 32.0
+# What allocators keep of what was free again, and the interpreters' own noise: most was 8 MB, of
+# 2,500 TLS connections. Of the soak's connections, calls and streams to one port it is some kB each,
+# and none could leave less than that behind.
+_GROWTH_MB = 24.0
 # Of answers that take a hundredth of it when the machine has nothing else to do.
 _MEDIAN_S = 1.0
 
@@ -373,7 +375,8 @@ async def _refused(call: Callable[[], object]) -> grpc.StatusCode:
 
 
 @contextlib.asynccontextmanager
-async def _channel(shard: Shard) -> AsyncIterator[grpc.aio.Channel]:
+async def _channel(shard: Shard) -> AsyncIterator[Any]:
+    """Not typed: what is sent is bytes, not messages."""
     options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(shard.address, options=options) as channel:
         yield channel
@@ -385,11 +388,14 @@ async def test_calls_without_the_key_are_refused_whatever_they_bring(unharmed: S
             for name in ("GetInfo", "Abort", "Embed"):
                 call = partial(channel.unary_unary(_SERVICE + name), b"", metadata=metadata)
                 assert await _refused(call) is grpc.StatusCode.UNAUTHENTICATED
-            # Each two bytes are an id, which took 30 once it was parsed.
+            # Each two bytes are an id, which takes 30 once it is parsed. As bytes they are read,
+            # and their allocator keeps room for a few such messages.
+            unharmed.growth_mb = _GROWTH_MB + 5 * 16
             ids = partial(channel.unary_unary(_SERVICE + "Abort"), b"\x0a\x00" * 2**23)
-            assert await _refused(partial(ids, metadata=metadata)) is (
-                grpc.StatusCode.UNAUTHENTICATED
-            )
+            for _ in range(5):
+                assert await _refused(partial(ids, metadata=metadata)) is (
+                    grpc.StatusCode.UNAUTHENTICATED
+                )
             for name in ("GetTokenizer", "WatchLoad", "Drain"):
                 stream = channel.unary_stream(_SERVICE + name)(b"", metadata=metadata)
                 assert await _refused(stream.read) is grpc.StatusCode.UNAUTHENTICATED
@@ -431,7 +437,7 @@ async def test_thousands_of_streams_that_are_opened_and_dropped_leave_nothing(
     rng = seeded("streams")
     request = pb.GenerateRequest(request_id="x", prompt_token_ids=[1])
 
-    async def open_and_drop(channel: grpc.aio.Channel, number: int) -> None:
+    async def open_and_drop(channel: Any, number: int) -> None:
         metadata = _METADATA if rng.random() < 0.7 else ()
         call = channel.stream_stream(_SERVICE + "Generate")(metadata=metadata)
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
@@ -454,8 +460,8 @@ async def test_thousands_of_streams_that_are_opened_and_dropped_leave_nothing(
 
 async def test_floods_of_aborts_are_forgotten(unharmed: Site) -> None:
     """More ids than a shard remembers, in as many calls as it takes."""
-    # It remembers 200,000 for half a minute; these take about 300 bytes each.
-    unharmed.growth_mb += 60
+    # It remembers 200,000 for half a minute; these take up to 500 bytes each.
+    unharmed.growth_mb += 100
     ids = [f"{MARK}{random.getrandbits(64):016x}" for _ in range(20_000)]
     async with ShardClient(unharmed.shard.address, api_key=_KEY) as client:
         for round_ in range(budget(12, 200)):

@@ -174,7 +174,6 @@ def test_a_lost_feed_is_said_and_taken_up_again(
     port = int(router.address.rpartition(":")[2])
     monkeypatch.setattr(processes, "free_port", lambda: port)
     with running(Router(tmp_path / "again.log", addresses)):
-        page.click("#banner-action")
         page.wait_for_selector("#banner", state="hidden")
         page.wait_for_selector("#feed-state[data-state=live]")
         page.context.close()

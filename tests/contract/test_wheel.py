@@ -91,6 +91,7 @@ def test_an_extra_exists(metadata: Message, extra: str) -> None:
         ("fake", {"grpcio", "protobuf"}, {"torch", "transformers", "aiohttp"}),
         ("shard", {"torch", "transformers", "grpcio"}, {"aiohttp", "jinja2", "flash-attn"}),
         ("flash", {"flash-attn", "torch", "grpcio"}, {"aiohttp"}),
+        ("otlp", {"opentelemetry-sdk"}, {"torch", "grpcio", "aiohttp"}),
     ],
 )
 def test_an_extra_brings_what_its_image_needs(

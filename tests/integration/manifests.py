@@ -23,6 +23,11 @@ _SERVICE_KEYS = frozenset(
         "command",
         "environment",
         "ports",
+        "expose",
+        "profiles",
+        "networks",
+        "user",
+        "deploy",
         "depends_on",
         "healthcheck",
         "stop_grace_period",
@@ -61,10 +66,16 @@ Images = Mapping[str, Built]
 Secrets = Mapping[str, Mapping[str, str]]
 
 
-def read_compose(path: Path, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The services of a compose file, with variables put in."""
-
+def read_compose(
+    path: Path, environment: Mapping[str, str], *profiles: str
+) -> dict[str, dict[str, Any]]:
+    """The services of a compose file that start with these profiles, with variables put in."""
     services: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
+    services = {
+        name: service
+        for name, service in services.items()
+        if not service.get("profiles") or {*service["profiles"]} & {*profiles}
+    }
     filled: dict[str, dict[str, Any]] = _interpolate(services, environment)
     for service in filled.values():
         if "environment" not in service:
@@ -104,6 +115,7 @@ def compose_workloads(services: Mapping[str, Mapping[str, Any]], images: Images)
             Workload(
                 host=name,
                 port=built.image.ports[0],
+                more_ports=tuple(map(int, service.get("expose", ()))),
                 built=built,
                 arguments=tuple(shlex.split(service["command"])),
                 environment=service["environment"],

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from integration.containers import (
     ANY_CERTIFICATE,
     Built,
@@ -199,7 +200,7 @@ def test_the_cpu_image_as_it_is_written_serves_the_builtin_model(
 ) -> None:
     shard = build_image("shard", "cpu", tmp_path, with_torch=True)
     assert {"torch", "transformers"} <= shard.site_packages
-    services = read_compose(DEPLOY / "compose.yaml", {})
+    services = read_compose(DEPLOY / "compose.yaml", {}, "cpu")
     workloads = compose_workloads(services, {**images, "penstock-shard:cpu": shard})
     with running(workloads, tmp_path) as containers:
         check_answers(containers["router"])
@@ -212,7 +213,8 @@ def test_the_cpu_image_as_it_is_written_serves_the_builtin_model(
 def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(
     images: Mapping[str, Built], tmp_path: Path
 ) -> None:
-    services = read_compose(DEPLOY / "compose.yaml", {"PENSTOCK_SHARD_ARGS": " ".join(FAKE)})
+    variables = {"PENSTOCK_SHARD_ARGS": " ".join(FAKE)}
+    services = read_compose(DEPLOY / "compose.yaml", variables, "cpu")
     with running(compose_workloads(services, images), tmp_path) as containers:
         router, first, second = (containers[name] for name in ("router", "shard-0", "shard-1"))
         check_answers(router)
@@ -235,8 +237,11 @@ def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(
         assert (router.stop(), first.stop()) == (0, 0)
 
 
+PROFILES = ("cpu", "gpu", "monitoring")
+
+
 def test_every_compose_service_is_built_from_a_target_that_exists() -> None:
-    for service in read_compose(DEPLOY / "compose.yaml", {}).values():
+    for service in read_compose(DEPLOY / "compose.yaml", {}, "cpu", "gpu").values():
         recipe = service["build"]
         context = (DEPLOY / recipe["context"]).resolve()
         assert context == ROOT
@@ -252,31 +257,86 @@ def test_every_compose_service_is_built_from_a_target_that_exists() -> None:
 
 
 def test_compose_containers_may_do_little_and_get_time_to_stop() -> None:
-    for service in read_compose(DEPLOY / "compose.yaml", {}).values():
+    for service in read_compose(DEPLOY / "compose.yaml", {}, *PROFILES).values():
         assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
         assert service["security_opt"] == ["no-new-privileges:true"]
         # Router and shard let requests run for 30 s after SIGTERM.
         assert seconds(service["stop_grace_period"]) > 30
 
 
-def test_the_compose_routers_shards_are_services_of_the_file() -> None:
-    services = read_compose(DEPLOY / "compose.yaml", {})
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_the_compose_routers_shards_are_services_of_each_profile(profile: str) -> None:
+    services = read_compose(DEPLOY / "compose.yaml", {}, profile)
     addresses = services["router"]["command"].split()[1].split(",")
-    port = dockerfile("shard").image("cpu", "/bin").ports[0]
-    assert addresses == [f"{name}:{port}" for name in services if name.startswith("shard")]
+    target = "cpu" if profile == "cpu" else "cuda"
+    port = dockerfile("shard").image(target, "/bin").ports[0]
+    assert addresses == [f"{name}:{port}" for name in shard_names(services)]
+    assert set(services) - {"router"} <= set(services["router"]["depends_on"])
 
 
-def test_the_gpu_file_changes_only_shards_and_gives_each_a_gpu_of_its_own() -> None:
-    services = read_compose(DEPLOY / "compose.yaml", {})
-    overrides = read_compose(DEPLOY / "compose.gpu.yaml", {})
-    assert set(overrides) == {name for name in services if name.startswith("shard")}
+def shard_names(services: Mapping[str, Any]) -> list[str]:
+    """What shards are reached by."""
+    aliases = {
+        name: service["networks"]["default"]["aliases"][0]
+        for name, service in services.items()
+        if "networks" in service
+    }
+    return [aliases.get(name, name) for name in services if name != "router"]
+
+
+def test_each_shard_of_the_gpu_profile_has_a_gpu_of_its_own() -> None:
+    cpu = read_compose(DEPLOY / "compose.yaml", {}, "cpu")
+    shards = read_compose(DEPLOY / "compose.yaml", {}, "gpu")
+    del shards["router"]
     gpus = []
-    for override in overrides.values():
-        assert override["build"] == {"target": "cuda", "args": {"TORCH_INDEX_URL": ""}}
-        assert override["image"] not in {service["image"] for service in services.values()}
-        (device,) = override["deploy"]["resources"]["reservations"]["devices"]
+    for shard in shards.values():
+        # An index of CPU builds must not get into this image.
+        assert (shard["build"]["target"], "args" in shard["build"]) == ("cuda", False)
+        assert shard["image"] not in {service["image"] for service in cpu.values()}
+        (device,) = shard["deploy"]["resources"]["reservations"]["devices"]
         gpus += device["device_ids"]
-    assert len(gpus) == len(set(gpus)) == len(overrides)
+    assert len(gpus) == len(set(gpus)) == len(shards)
+
+
+def test_what_monitors_is_pinned_reached_from_this_machine_only_and_lets_nobody_in() -> None:
+    services = read_compose(DEPLOY / "compose.yaml", {}, "monitoring")
+    del services["router"]
+    for service in services.values():
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert int(service["user"].split(":")[0]) > 0
+        # What is of the repository is not written to.
+        assert all(v.endswith(":ro") for v in service["volumes"] if v.startswith("."))
+        assert all((DEPLOY / v.split(":")[0]).is_dir() for v in service["volumes"] if v[0] == ".")
+    grafana = services["grafana"]["environment"]
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert not any("PASSWORD" in name for name in grafana)
+    # Where it is told to look for what is mounted there.
+    mounted = dict(v.removesuffix(":ro").split(":") for v in services["grafana"]["volumes"])
+    assert grafana["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == (
+        f"{mounted['./grafana/dashboards']}/overview.json"
+    )
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_prometheus_scrapes_every_service_of_a_profile_where_it_tells(profile: str) -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    scraped = {
+        job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]
+    }
+    services = read_compose(DEPLOY / "compose.yaml", {}, profile)
+    ports = {port for name, each in services.items() if name != "router" for port in each["expose"]}
+    (port,) = ports
+    assert all(
+        f"--metrics-port {port}" in each["command"]
+        for name, each in services.items()
+        if name != "router"
+    )
+    assert scraped == {
+        "penstock-router": [f"router:{dockerfile('router').image('router', '/bin').ports[0]}"],
+        "penstock-shard": [f"{name}:{port}" for name in shard_names(services)],
+    }
 
 
 # ---- the chart -------------------------------------------------------------------------------
@@ -295,6 +355,18 @@ def test_the_charts_pods_answer_and_their_probes_flip_on_kill(
         shown = metrics_of(first.ports[9464]) + metrics_of(router.port)
         assert len(scaled_by()) == 5
         assert [name for name in scaled_by() if f"# TYPE {name} " not in shown] == []
+
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(long_answer, router, number) for number in range(32)]
+            wait_until(
+                lambda: "penstock_shard_running 0" not in metrics_of(first.ports[9464]),
+                timeout_s=10,
+                what="load on the first shard",
+            )
+            assert first.stop() == 0, "it is told to go, and drains"
+            assert [answer.result() for answer in answers] == [1000] * 32
+        first.restart()
+        becomes(first, "startup", True)
 
         first.kill()
         assert not any(first.probe(name) for name in first.workload.probes)
@@ -362,6 +434,13 @@ def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
     }
     names = {"https": "chat.example.com", "shards": "demo-penstock-shard", "router": "router"}
     return {"keys": keys, **{secret: pair(name) for secret, name in names.items()}}
+
+
+def long_answer(router: Container, number: int) -> int:
+    """How many tokens an answer got that was asked for a thousand."""
+    request = {"model": "penstock-toy", "prompt": f"Story {number}:", "max_tokens": 1000}
+    tokens: int = ask(router, "/v1/completions", request, KEY)["usage"]["completion_tokens"]
+    return tokens
 
 
 def metrics_of(port: int) -> str:

@@ -14,6 +14,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -697,12 +698,16 @@ def test_a_model_that_scales_to_zero_is_woken_by_requests_for_it_that_wait() -> 
     assert not any(names.fullmatch(name) for name in ("penstock-toy", "Qwen/Qwen3-0x6B"))
     args = args_of_router(rendered("keda, to zero"))
     assert args[args.index("--shard-wait-s") + 1] == "900"
+    expected = [value for flag, value in pairwise(args) if flag == "--expect-model"]
+    assert expected == ["qwen"]
 
 
 def test_the_routers_queue_scales_a_model_that_is_alone() -> None:
     assert list(triggers_of("keda")) == ["waiting", "kv-used", "queued"]
     assert list(triggers_of("keda, to zero")) == ["waiting", "kv-used", "in-use", "held"]
     (scaler,) = of_kind(rendered("hpa"), "HorizontalPodAutoscaler")
+    targets = [next(m[k] for k in ("pods", "object") if k in m) for m in scaler["spec"]["metrics"]]
+    assert [t["target"]["averageValue"] for t in targets] == ["8", "570m", "8"]
     described = scaler["spec"]["metrics"][-1]["object"]["describedObject"]["name"]
     assert described == find(rendered("hpa"), "Service", "-router")["metadata"]["name"]
 

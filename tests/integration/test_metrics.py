@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import threading
@@ -25,6 +26,7 @@ from typing import Any
 
 import pytest
 import yaml
+from integration.manifests import read_compose
 from support.processes import Router, Shard, free_port, running, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -43,6 +45,16 @@ def program(name: str) -> str:
             pytest.fail(missing)
         pytest.skip(missing)
     return found
+
+
+def compose_arguments(folders: dict[str, Path]) -> list[str]:
+    """As compose.yaml starts it, with folders of this machine."""
+    service = read_compose(DEPLOY / "compose.yaml", {}, "monitoring")["prometheus"]
+    assert {volume.split(":")[1] for volume in service["volumes"]} == set(folders)
+    arguments = shlex.split(service["command"])
+    for inside, here in folders.items():
+        arguments = [argument.replace(f"={inside}", f"={here}") for argument in arguments]
+    return arguments
 
 
 # ---- what runs ---------------------------------------------------------------------------------
@@ -66,8 +78,7 @@ class Prometheus:
             self.process = subprocess.Popen(
                 [
                     program("prometheus"),
-                    f"--config.file={folder / 'prometheus.yml'}",
-                    f"--storage.tsdb.path={folder / 'data'}",
+                    *compose_arguments({"/etc/prometheus": folder, "/prometheus": folder / "data"}),
                     f"--web.listen-address=127.0.0.1:{port}",
                 ],
                 stdin=subprocess.DEVNULL,
@@ -268,6 +279,17 @@ def test_every_alert_is_understood_and_none_is_broken(watched: Watched) -> None:
     assert {rule["health"] for rule in group["rules"]} == {"ok"}
 
 
+def test_the_health_check_of_compose_tells_whether_it_answers(watched: Watched) -> None:
+    service = read_compose(DEPLOY / "compose.yaml", {}, "monitoring")["prometheus"]
+    _, name, *arguments = service["healthcheck"]["test"]
+    for url, status in ((watched.prometheus.url, 0), (f"http://127.0.0.1:{free_port()}", 1)):
+        command = [word.replace("http://127.0.0.1:9090", url) for word in arguments]
+        asked = [program(name), *command]
+        assert (
+            subprocess.run(asked, capture_output=True, timeout=30, check=False).returncode == status
+        )
+
+
 def test_the_alert_rules_and_the_configuration_are_valid() -> None:
     for what, name in (("rules", "alerts.yml"), ("config", "prometheus.yml")):
         command = [program("promtool"), "check", what, str(DEPLOY / "prometheus" / name)]
@@ -287,7 +309,7 @@ def test_router_and_shards_agree_on_how_many_tokens_there_were(watched: Watched)
         total(f"http://127.0.0.1:{port}/metrics", "penstock_shard_output_tokens_total")
         for port in watched.metrics_ports
     )
-    # Tokens on their way to somebody who had left are given and not taken.
+    # Tokens on their way to somebody who had left were given and never came.
     assert 0.9 * given <= taken <= given
 
 

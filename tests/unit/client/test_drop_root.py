@@ -75,13 +75,23 @@ def test_a_folder_that_cannot_be_written_does_not_keep_root(
 # ---- which GPUs there are --------------------------------------------------------------------
 
 
+def make_driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only program there is; none without a script."""
+    monkeypatch.setenv("PATH", str(folder))
+    if script:
+        tool = folder / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("value", "names"), [("", []), ("-1", []), ("0", ["0"]), ("2, GPU-a1", ["2", "GPU-a1"])]
 )
 def test_the_environment_says_which_gpus_are_to_be_used(
-    value: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+    value: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    make_driver(tmp_path, "echo GPU-z", monkeypatch)
     assert gpus.visible_gpus() == names
 
 
@@ -92,9 +102,5 @@ def test_else_the_driver_says_which_there_are(
     script: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if script:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\n{script}\n")
-        tool.chmod(0o755)
+    make_driver(tmp_path, script, monkeypatch)
     assert gpus.visible_gpus() == names

@@ -29,6 +29,13 @@ def test_flags_after_two_dashes_are_the_routers(monkeypatch: pytest.MonkeyPatch)
     assert "--max-num-seqs" not in router
 
 
+def test_the_router_gets_the_time_that_requests_may_take_and_a_little_more() -> None:
+    shard, router = children("--shutdown-timeout-s", "90")
+    assert router.command[-2:] == ["--shutdown-timeout-s", "90.0"]
+    assert router.stop_timeout_s > 90
+    assert shard.stop_timeout_s < 20
+
+
 @pytest.mark.parametrize(
     ("shards", "gpus", "seen"),
     [

@@ -287,7 +287,7 @@ def test_serve_looks_at_a_port_of_an_ipv6_host(ipv6) -> None:
 async def test_serve_waits_for_an_ipv6_router_and_prints_its_url(ipv6, capsys) -> None:
     ok = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     with _stub(ok, host="::1") as port:
-        await asyncio.wait_for(serve._greet("::1", port), 5)
+        await asyncio.wait_for(serve._greet("http://" + serve._authority("::1", port)), 5)
     out = capsys.readouterr().out
     assert f"penstock is ready at http://[::1]:{port} " in out
     # Quoted: to some shells brackets are a pattern.
@@ -307,7 +307,7 @@ from penstock_client import serve
 # Whoever runs this test may have it ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 child = serve._Child("sleeper", ["sh", "-c", "echo up; exec sleep 60"])
-sys.exit(asyncio.run(serve._serve([child], "127.0.0.1", int(sys.argv[1]))))
+sys.exit(asyncio.run(serve._serve([child], "http://127.0.0.1:" + sys.argv[1])))
 """
 
 

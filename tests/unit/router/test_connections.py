@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from penstock_router.connections import Runner
+from penstock_router.connections import Runner, _allowed
 
 REQUEST = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -161,3 +162,24 @@ async def test_who_leaves_is_forgotten_also_before_it_was_answered() -> None:
         await asyncio.sleep(0.05)
         async with _connected(port) as client:
             assert (await _answer(client)).endswith(b"done")
+
+
+@pytest.mark.parametrize(
+    ("limits", "allowed", "raised_to"),
+    [
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 10_000, None),
+        ((20_000, 20_000), 10_000, None),
+        ((1024, resource.RLIM_INFINITY), 10_000, 10_512),
+        ((1024, 1_000_000), 10_000, 10_512),
+        ((1024, 4096), 3584, 4096),
+        ((256, 256), 1, 256),
+    ],
+)
+def test_there_are_as_many_as_the_system_allows_files(
+    limits: tuple[int, int], allowed: int, raised_to: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: raised.append(pair[0]))
+    assert _allowed(10_000) == allowed
+    assert raised == ([] if raised_to is None else [raised_to])

@@ -403,6 +403,25 @@ async def test_a_choice_of_which_nothing_is_heard_fails_in_time_and_is_aborted(
     assert 0.2 <= asyncio.get_running_loop().time() - begun < 2.0
     assert fleet.cancelled == ["r1"]
     assert 'penstock_router_aborts_total{cause="timeout"} 1.0' in await shown(metrics)
+    assert 'penstock_router_wasted_tokens_total{cause="timeout"} 1.0' in await shown(metrics)
+
+
+async def test_tokens_that_came_and_that_nobody_took_are_counted_and_wasted(
+    fleet: FakeFleet, models: Models
+) -> None:
+    job, metrics = await job_of(models, max_tokens=9), Metrics()
+    fleet.step_s = 0.005
+    with pytest.raises(asyncio.CancelledError):
+        async with Generation(job, fleet, metrics, record()) as generation:
+            await asyncio.sleep(0.02)
+            # The prompt's first counts in it.
+            arrived = generation._choices[0].stream.progress - 1
+            raise asyncio.CancelledError
+    assert 0 < arrived < 9
+    text = await shown(metrics)
+    name = f'{{model="{job.model.info.model}"}}'
+    assert f"penstock_router_output_tokens_total{name} {arrived}.0" in text
+    assert f'penstock_router_wasted_tokens_total{{cause="disconnect"}} {arrived}.0' in text
 
 
 async def test_a_choice_that_goes_on_is_not_silent_nor_is_one_whose_reader_is_slow(
@@ -483,7 +502,7 @@ async def test_tokens_that_are_counted_in_batches_are_what_one_at_a_time_would_b
     gaps = [0.0001, 0.002, 0.0021, 0.03, 0.03, 4.9, 5.0, 77.0]
     for gap_s in gaps:
         batched.tokens_of("m").observe(2, gap_s, now_s=0.0)
-        plain.tokens_of("m").began(2)
+        plain.tokens_of("m").add(2)
         plain.between_tokens_seconds.labels("m").observe(gap_s)
 
     assert await shown(batched) == await shown(plain)

@@ -207,7 +207,7 @@ async def test_a_key_that_is_added_or_taken_out_counts_from_the_next_request(
     await _until(lambda: _name(keys, "psk-carol") == "carol")
     assert [_name(keys, key) for key in (ALICE, BOB)] == [None, "bob"]
     assert [record.message for record in caplog.records] == [
-        f"--api-keys-file {file}: changed, 2 keys"
+        f"--api-keys-file {file}: read again, keys: 2"
     ]
     task.cancel()
 

@@ -437,3 +437,11 @@ async def test_requests_that_are_held_take_room_in_the_queue(fleet: FakeFleet) -
     async with memory_router(fleet, shard_wait_s=1.0, **settings) as router:
         answers = await asyncio.gather(*(router.complete(max_tokens=2) for _ in range(4)))
         assert sorted(answer.status for answer in answers) == [429, 429, 503, 503]
+
+
+async def test_a_model_that_is_expected_is_away_and_not_unknown(fleet: FakeFleet) -> None:
+    body = {"prompt": "Hello", "max_tokens": 2, "model": "qwen"}
+    async with memory_router(fleet) as router:
+        assert (await router.post("/v1/completions", body)).status == 404
+    async with memory_router(fleet, expected_models=("qwen",)) as router:
+        assert (await router.post("/v1/completions", body)).status == 503

@@ -211,10 +211,13 @@ async def test_without_a_key_of_the_router_s_there_is_no_profile() -> None:
         assert "--admin-key" in answer.error["message"]
 
 
-@pytest.mark.parametrize("given", [{}, {"x-api-key": "clients"}, {"Authorization": "operator"}])
-async def test_without_the_key_there_is_no_profile(given: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [({}, 401), ({"x-api-key": "clients"}, 403), ({"Authorization": "operator"}, 401)],
+)
+async def test_without_the_key_there_is_no_profile(given: dict[str, str], status: int) -> None:
     async with memory_router(FakeFleet({}), api_key="clients", admin_key="operator") as router:
-        assert (await router.get("/debug/profile", **given)).status == 401
+        assert (await router.get("/debug/profile", **given)).status == status
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_people_read_it_in_words(caplog: pytest.LogCaptureFixture) -> None:
         log_request(failed_over())
     assert caplog.messages == [
         "POST /v1/chat/completions 200 stop 12+34 tokens 1112.0 ms ttft 112.0 ms "
-        "shard a:1 then b:2 after unavailable"
+        "shard a:1 then b:2 after unavailable request mine"
     ]
 
 

@@ -156,6 +156,18 @@ async def test_the_first_output_of_an_attempt_says_how_long_it_was_queued() -> N
     assert second.queue_s is None
 
 
+async def test_so_does_its_last_where_that_is_the_first() -> None:
+    supervisor = _Supervisor()
+    delivered: list[link.Output] = []
+    supervisor.submit(_submit("x"), delivered.append)
+    supervisor.submit(_submit("y"), delivered.append)
+    supervisor._note_started(["x"])
+    supervisor.end_all("over")
+    began, queued = delivered
+    assert began.queue_s is not None
+    assert queued.queue_s is None
+
+
 async def test_an_abort_of_a_lower_attempt_leaves_the_one_that_took_over() -> None:
     supervisor = _Supervisor()
     delivered: list[link.Output] = []

@@ -10,6 +10,14 @@
 - --shard-wait-s
 - {{ . | quote }}
 {{- end }}
+{{- range include "penstock.models" . | fromJsonArray }}
+{{- if and (eq .autoscaling.kind "keda") (lt (int .autoscaling.minReplicas) 1) }}
+{{- range .servedNames | default (list (.model | default "penstock-toy")) }}
+- --expect-model
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- with .Values.apiKeysFile }}
 {{- if .existingSecret }}
 - --api-keys-file

@@ -11,6 +11,8 @@ import { isWanted, movesOf, segmentsOf, stateOf } from "./segments.js";
 
 const FRAME_MS = 100;
 const REDUCED_FRAME_MS = 1000;
+// About a lane's width: there is nothing to draw before a bar has moved by a pixel.
+const LANE_PIXELS = 700;
 // Coordinates are seconds since this: whole unix seconds are too long for a drawing's numbers.
 const EPOCH = Math.floor(Date.now() / 1000);
 const HEIGHT = 20;
@@ -92,6 +94,11 @@ function outcome(record) {
   return stateOf(record) === "bad" && record.status >= 400 ? `${named} ${record.status}` : named;
 }
 
+// Whole seconds or whole minutes: the spans are chosen so.
+function ago(seconds) {
+  return seconds < 60 ? `−${seconds} s` : `−${seconds / 60} min`;
+}
+
 class Timeline {
   #feed;
   #rows = new Map();
@@ -99,6 +106,7 @@ class Timeline {
   #made = 0;
   #pausedAt = null;
   #active = null;
+  #pointer = "";
   #lastFrame = 0;
   #drawing = false;
   #calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -114,7 +122,7 @@ class Timeline {
     document.addEventListener("visibilitychange", () => this.#wake());
     this.#list.addEventListener("keydown", (event) => this.#onKey(event));
     this.#list.addEventListener("focusin", ({ target }) => this.#choose(target));
-    this.#list.addEventListener("pointerover", ({ target }) => this.#choose(target));
+    this.#list.addEventListener("pointerover", (event) => this.#onPointer(event));
     this.#list.addEventListener("click", ({ target }) => target.closest(".request")?.focus());
     this.#drawLegend();
     this.#refresh();
@@ -202,8 +210,9 @@ class Timeline {
 
   #drawAxis() {
     const span = this.#span;
-    const names = [4, 3, 2, 1, 0].map((quarter) =>
-      quarter ? `−${duration(span * quarter / 4).replace(" min 00 s", " min").replace(".0 s", " s").replace(".00 s", " s")}` : this.#pausedAt ? "paused" : "now");
+    const now = this.#pausedAt === null ? "now" : "paused";
+    const names = [4, 3, 2, 1].map((quarter) => ago(span * quarter / 4));
+    names.push(now);
     const axis = byId("axis");
     while (axis.childElementCount < names.length) axis.append(make("span"));
     names.forEach((name, index) => setText(axis.children[index], name));
@@ -241,7 +250,8 @@ class Timeline {
     this.#drawing = this.#isSeen && this.#pausedAt === null && this.#rows.size > 0;
     if (!this.#drawing) return;
     requestAnimationFrame((time) => {
-      const pause = this.#calm.matches ? REDUCED_FRAME_MS : FRAME_MS;
+      const least = this.#calm.matches ? REDUCED_FRAME_MS : FRAME_MS;
+      const pause = Math.max(least, 1000 * this.#span / LANE_PIXELS);
       if (time - this.#lastFrame >= pause) {
         this.#lastFrame = time;
         this.#draw();
@@ -274,11 +284,18 @@ class Timeline {
     for (const row of rows) row.tabIndex = row === reachable ? 0 : -1;
   }
 
+  // Where new rows push others below a pointer that rests, nobody has pointed at those.
+  #onPointer({ target, clientX, clientY }) {
+    const at = `${clientX},${clientY}`;
+    if (at !== this.#pointer) this.#choose(target);
+    this.#pointer = at;
+  }
+
   #choose(target) {
     const element = target.closest(".request");
     const row = element && this.#rowOf(element);
     if (!row || (row === this.#active)) return;
-    // The pointer that rests where a row comes along must not take the keyboard's choice.
+    // Nor does the pointer take the keyboard's choice.
     if (this.#list.contains(document.activeElement) && document.activeElement !== element) return;
     this.#active?.element.setAttribute("aria-selected", "false");
     this.#active = row;
