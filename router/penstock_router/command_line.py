@@ -130,8 +130,8 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a model that may be away: requests for it get 503, or are held (--shard-wait-s), also "
-        "before a shard of it was ever seen; may be given several times",
+        help="a model that may be away: requests for it get 503, or are held (--shard-wait-s), "
+        "before a shard of it was ever seen too; may be given several times",
     )
     add(
         "--tokenizer-threads",

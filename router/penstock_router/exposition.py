@@ -44,7 +44,7 @@ class Exposition:
     async def text(self) -> bytes:
         """All values in Prometheus' text format."""
         self._metrics.write_out(time.perf_counter())
-        own = self._metrics.registry.collect()
+        own: Iterable[Metric] = self._metrics.registry.collect()
         if self._merged is not None:
             own = await self._merged.families()
         pieces, turn_ends_s = [], time.perf_counter() + _TURN_S

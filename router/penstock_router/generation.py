@@ -130,7 +130,7 @@ class Generation(Deltas):
         self._on_news = nobody
         cause = _abort_cause(error)
         if self._unfinished:
-            self._record.finished(cause, "" if error is None else type(error).__name__)
+            self._record.finished(cause, type(error).__name__ if cause == "error" else "")
         for choice in self._choices:
             if not choice.finished:
                 choice.finished = True

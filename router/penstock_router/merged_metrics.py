@@ -10,6 +10,7 @@ import contextlib
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, multiprocess
@@ -37,17 +38,18 @@ class MergedMetrics:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
-    async def families(self) -> list[Metric]:
+    async def families(self) -> Iterator[Metric]:
         """Raises `Unavailable` where the process ended meanwhile; the next question starts it."""
         async with self._lock:
             try:
-                return _metrics(await self._ask())
+                data = await self._ask()
             except BaseException as error:
                 # Half of an answer may be left of it.
                 await self.close()
                 if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                     raise Unavailable("the process that adds up metrics ended") from None
                 raise
+        return _metrics(_decoder.decode(data))
 
     async def _ask(self) -> bytes:
         if self._process is None or self._has_ended(self._process):
@@ -77,14 +79,12 @@ class MergedMetrics:
             await process.wait()
 
 
-def _metrics(data: bytes) -> list[Metric]:
-    families = []
-    for found in _decoder.decode(data):
+def _metrics(families: Iterable[_Family]) -> Iterator[Metric]:
+    for found in families:
         family = Metric(found.name, found.text, found.kind)
         for name, labels, value in found.samples:
             family.add_sample(name, labels, value)
-        families.append(family)
-    return families
+        yield family
 
 
 # ---- the process -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -44,10 +44,12 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return hmac.compare_digest(given.encode(), self._expected)
 
 
-async def _refuse(requests: AsyncIterator[bytes], context: Any) -> None:
+async def _refuse(requests: object, context: Any) -> None:
     # gRPC's clients hear nothing of a status that comes while they send; a message should follow at
     # once.
-    reading = asyncio.ensure_future(anext(aiter(requests), None))
+    reading = asyncio.ensure_future(context.read())
     await asyncio.wait((reading,), timeout=_FIRST_MESSAGE_S)
     reading.cancel()
+    # gRPC keeps how a call was aborted in a circle, and with it all that is at hand here.
+    del reading
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong API key")

@@ -319,6 +319,86 @@ def total(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
 
 
+# ---- alerts ------------------------------------------------------------------------------------
+
+# An hour of samples a minute apart: for each alert one with its reason, and one where all is well.
+BUSY = 'penstock_router_requests_total{outcome="stop"}'
+TROUBLE: dict[str, dict[str, str]] = {
+    "PenstockNoShardServes": {"penstock_router_shards_serving": "0x60"},
+    "PenstockRouterGone": {"up": "0x60"},
+    "PenstockShardNotServing": {'penstock_router_shard_state{shard="s",state="gone"}': "1x60"},
+    "PenstockErrors": {
+        BUSY: "0+90x60",
+        'penstock_router_requests_total{outcome="error"}': "0+10x60",
+    },
+    "PenstockFirstTokenLate": {
+        'penstock_router_first_token_seconds_bucket{le="8"}': "0+10x60",
+        'penstock_router_first_token_seconds_bucket{le="60"}': "0+12x60",
+        'penstock_router_first_token_seconds_bucket{le="+Inf"}': "0+12x60",
+    },
+    "PenstockKvCacheFull": {
+        'penstock_router_shard_kv_used_ratio{shard="a",model="m"}': "0.97x60",
+        'penstock_router_shard_kv_used_ratio{shard="b",model="m"}': "0.99x60",
+    },
+    "PenstockQueueGrows": {
+        "penstock_router_sequences_queued": "0x60",
+        "penstock_router_shard_waiting": "0+5x60",
+    },
+    "PenstockEngineDied": {"penstock_shard_engine_restarts_total": "0+1x60"},
+    "PenstockRouterLate": {"penstock_router_loop_lag_worst_seconds": "0.7x60"},
+}
+WELL = {
+    "penstock_router_shards_serving": "2x60",
+    'penstock_router_shard_state{shard="s",state="serving"}': "1x60",
+    BUSY: "0+90x60",
+    'penstock_router_requests_total{outcome="refused"}': "0+50x60",
+    'penstock_router_requests_total{outcome="error"}': "0+1x60",
+    'penstock_router_first_token_seconds_bucket{le="8"}': "0+12x60",
+    'penstock_router_first_token_seconds_bucket{le="+Inf"}': "0+12x60",
+    'penstock_router_shard_kv_used_ratio{shard="a",model="m"}': "0.5x60",
+    'penstock_router_shard_kv_used_ratio{shard="b",model="m"}': "1x60",
+    "penstock_router_sequences_queued": "3x60",
+    # Much waits, and less and less.
+    "penstock_router_shard_waiting": "300-2x60",
+    "penstock_shard_engine_restarts_total": "0x30 1x30",
+    "penstock_router_loop_lag_worst_seconds": "0.02x60",
+}
+
+
+def test_each_alert_fires_when_it_should_and_none_when_all_is_well(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "prometheus" / "alerts.yml", tmp_path)
+    rules = yaml.safe_load((tmp_path / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules] == list(TROUBLE)
+    cases = [fires({**WELL, **series}, name) for name, series in TROUBLE.items() if name != GONE]
+    cases += [fires({"up": "0x60"}, GONE), *(silent(WELL, name) for name in TROUBLE)]
+    (tmp_path / "cases.yml").write_text(
+        yaml.safe_dump({"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": cases})
+    )
+    command = [program("promtool"), "test", "rules", str(tmp_path / "cases.yml")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, (checked.stdout + checked.stderr)[-3000:]
+
+
+GONE = "PenstockRouterGone"
+
+
+def fires(series: dict[str, str], alert: str) -> dict[str, Any]:
+    """Counted, as what an alert says is for people."""
+    query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    sample = {"labels": "{}", "value": 1}
+    return case(series, {"expr": query, "eval_time": "50m", "exp_samples": [sample]})
+
+
+def silent(series: dict[str, str], alert: str) -> dict[str, Any]:
+    query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    return case(series, {"expr": query, "eval_time": "50m", "exp_samples": []})
+
+
+def case(series: dict[str, str], expected: dict[str, Any]) -> dict[str, Any]:
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    return {"interval": "1m", "input_series": inputs, "promql_expr_test": [expected]}
+
+
 # ---- several workers, and a port that is taken -------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from prometheus_client import Counter, generate_latest
@@ -12,6 +13,7 @@ from penstock_client.types import LoadReport
 from penstock_router import exposition
 from penstock_router.exposition import Exposition
 from penstock_router.fleet_metrics import FleetCollector
+from penstock_router.merged_metrics import MergedMetrics
 from penstock_router.metrics import Metrics
 
 
@@ -62,3 +64,35 @@ async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
     assert "penstock_router_shards_serving 1.0" in text
     assert "penstock_router_shards 2.0" in text
     assert text.count("gone:1") == 1
+
+
+async def test_a_process_that_adds_up_is_replaced_when_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(exposition.MULTIPROCESS_DIR, str(tmp_path))
+    merged = MergedMetrics()
+    try:
+        assert list(await merged.families()) == []
+        first = merged._process
+        assert first is not None
+        first.kill()
+        await first.wait()
+        assert list(await merged.families()) == []
+        assert merged._process is not first
+    finally:
+        await merged.close()
+
+
+async def test_a_question_that_is_given_up_spoils_no_later_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(exposition.MULTIPROCESS_DIR, str(tmp_path))
+    merged = MergedMetrics()
+    try:
+        asking = asyncio.create_task(merged.families())
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait({asking})
+        assert list(await merged.families()) == []
+    finally:
+        await merged.close()

@@ -6,7 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request
 
-from penstock_shard import link
+from penstock_client import _wire
+from penstock_proto import shard_pb2 as pb
+from penstock_shard import link, wire
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.link import Error, Load, Output, StepOutputs, Submit
@@ -49,6 +51,26 @@ def test_a_step_is_the_difference_of_two_loads() -> None:
     assert value(metrics, "computed_tokens_total", kind="prompt") == 7
     assert value(metrics, "computed_tokens_total", kind="decode") == 2
     assert value(metrics, "output_tokens_total") == 3
+
+
+def test_routers_are_told_how_long_steps_took_and_what_they_computed() -> None:
+    load = Load(
+        steps_seconds_total=1.5, prompt_tokens_total=16, decode_tokens_total=4, steps_total=3
+    )
+    message = wire.load_report(
+        load,
+        waiting=0,
+        queued_tokens=0,
+        instance_id="i",
+        num_blocks=1,
+        step_running_s=0.0,
+        engine_beat_age_s=0.0,
+        serving=True,
+        draining=False,
+        handing_over=False,
+    )
+    told = _wire.load_report(pb.LoadReport.FromString(message.SerializeToString()))
+    assert (told.steps_seconds_total, told.computed_tokens_total) == (1.5, 20)
 
 
 def submit(request_id: str) -> Submit:
