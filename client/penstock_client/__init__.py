@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock_client.continuation import Patience
-    from penstock_client.fleet_stream import FleetStream
     from penstock_client.errors import (
         DeadlineExceeded,
         IncompatibleShard,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         Unauthenticated,
     )
     from penstock_client.fleet import Fleet
+    from penstock_client.fleet_stream import FleetStream
     from penstock_client.shard_client import ShardClient
     from penstock_client.shard_state import ShardState
     from penstock_client.stream import GenerationStream

@@ -30,9 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-async def _ask(
-    address: str, api_key: str | None, tls: Tls | None
-) -> tuple[ShardInfo, LoadReport]:
+async def _ask(address: str, api_key: str | None, tls: Tls | None) -> tuple[ShardInfo, LoadReport]:
     async with ShardClient(address, api_key=api_key, tls=tls) as client:
         info = await client.info()
         reports = client.watch_load()

@@ -25,9 +25,7 @@ _UNARY_TIMEOUT_S = 10.0
 class SyncShardClient:
     """Speaks to one shard, blocking. Usable from several threads."""
 
-    def __init__(
-        self, address: str, *, api_key: str | None = None, tls: Tls | None = None
-    ) -> None:
+    def __init__(self, address: str, *, api_key: str | None = None, tls: Tls | None = None) -> None:
         """Without `tls` in the clear. Raises `TlsFilesUnusable`."""
         self.address = address
         self._metadata = call_metadata(api_key)

@@ -192,11 +192,12 @@ class StepRates:
     def look(self, shard: ShardState, now_s: float) -> tuple[float | None, float | None]:
         """Steps a second and seconds a step; None where that is not known."""
         address, load = shard.address, shard.load
-        if self._instances.get(address) != load.instance_id:
+        looks = self._looks.setdefault(address, deque(maxlen=_RATE_LOOKS))
+        is_another = self._instances.get(address) != load.instance_id
+        if is_another or (looks and load.steps_total < looks[-1][1]):
             # Another engine counts from zero.
             self._instances[address] = load.instance_id
-            self._looks[address] = deque(maxlen=_RATE_LOOKS)
-        looks = self._looks[address]
+            looks.clear()
         looks.append((now_s, load.steps_total, load.steps_seconds_total))
         (then_s, steps_before, seconds_before), elapsed_s = looks[0], now_s - looks[0][0]
         if not load.instance_id or elapsed_s <= 0:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from penstock_router.deltas import Usage
 
 logger = logging.getLogger(__name__)
 
-# Of those that have ended, for the console.
-_NUM_ENDED = 200
 # Of one request's sequences so many are followed; there may be thousands.
 _NUM_SEQUENCES = 16
 
@@ -109,11 +106,10 @@ def _outcome_of(status: int) -> str:
 
 
 class Records:
-    """Requests that run, and the last ones that have ended."""
+    """Requests that run, and who is told of their ends."""
 
     def __init__(self) -> None:
         self.running: dict[RequestRecord, None] = {}
-        self.ended: deque[RequestRecord] = deque(maxlen=_NUM_ENDED)
         # Each is told of every record that has ended; they must be quick.
         self.on_end: list[Callable[[RequestRecord], None]] = []
 
@@ -133,6 +129,5 @@ class Records:
         del self.running[record]
         record.ended_s = time.perf_counter()
         record.finished(_outcome_of(record.status))
-        self.ended.append(record)
         for listener in self.on_end:
             listener(record)
