@@ -47,14 +47,16 @@ _MODEL = {"model": "model_name"}
 _SHARD = {**_MODEL, "shard": "engine"}
 _CUT_SHORT = ("disconnect", "slow_reader", "timeout", "shutdown", "abandoned", "aborted")
 _FINISHED = {"stop": "stop", "length": "length", **dict.fromkeys(_CUT_SHORT, "abort")}
+# Pages and probes at the same paths are none.
+_ASKED = dict.fromkeys((*_FINISHED, "refused", "error"), "")
 _SUCCESS = {"outcome": {"stop": "", "length": ""}}
-# The route's requests that ask for tokens are those whose model is known, and those refused.
 _FAILURES = {
     **dict.fromkeys(("400", "413", "422"), "validation"),
     **dict.fromkeys(("429",), "overloaded"),
     **dict.fromkeys(("424", "500", "502", "503", "504"), "generation"),
     "499": "dropped",
 }
+# Others are no requests to it: probes, and what is asked about models.
 _GENERATE_ROUTES = dict.fromkeys(
     (
         *("/", "/generate", "/generate_stream", "/invocations"),
@@ -113,13 +115,17 @@ VLLM = (
 )
 
 TGI = (
-    Name("tgi_request_count", _router("requests"), values={"route": _GENERATE_ROUTES}),
+    Name(
+        "tgi_request_count",
+        _router("requests"),
+        values={"route": _GENERATE_ROUTES, "outcome": _ASKED},
+    ),
     Name("tgi_request_success", _router("requests"), values=_SUCCESS),
     Name(
         "tgi_request_failure",
         _router("requests"),
         {"status": "err"},
-        {"status": _FAILURES, "route": _GENERATE_ROUTES},
+        {"status": _FAILURES, "route": _GENERATE_ROUTES, "outcome": _ASKED},
     ),
     Name("tgi_request_duration", _either("generation_seconds", "request_seconds")),
     Name("tgi_request_validation_duration", _router("prepare_seconds")),

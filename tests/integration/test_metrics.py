@@ -406,15 +406,21 @@ def test_several_workers_count_together_and_each_shard_once(tmp_path: Path) -> N
     shard = Shard(tmp_path / "shard", "--step-ms", "1")
     router = Router(tmp_path / "router", [shard.address], "--workers", "2")
     with running(shard, router):
+        # One answers for itself only, and each connection meets another.
+        wait_until(
+            lambda: all(router.status("/ready") == 200 for _ in range(10)),
+            timeout_s=_START_S,
+            what="both workers are ready",
+        )
         for _ in range(12):
             assert ask(router, max_tokens=3) == 200
         url = router.url + "/metrics"
         wait_until(
-            lambda: total(url, "penstock_router_output_tokens_total") == 36,
-            timeout_s=10,
-            what="both workers' tokens are counted",
+            lambda: total(url, "penstock_router_generation_seconds_count") == 12,
+            timeout_s=20,
+            what="both workers' requests are counted",
         )
-        assert total(url, "penstock_router_generation_seconds_count") == 12
+        assert total(url, "penstock_router_output_tokens_total") == 36
         assert total(url, "penstock_router_shards") == 1
         assert total(url, "penstock_router_shard_state") == 1
 

@@ -82,6 +82,7 @@ def test_what_has_a_label_that_they_lack_is_summed_over_it() -> None:
     ours.add_metric(["/v1/chat/completions", "499", "timeout", "m"], 7)
     ours.add_metric(["/v1/chat/completions", "400", "refused", ""], 11)
     ours.add_metric(["/health", "200", "probe", ""], 13)
+    ours.add_metric(["/", "200", "probe", ""], 17)
     families = list(translated([ours], ["vllm", "tgi"]))
     name = "vllm:request_success_total"
     assert values(one(families, "vllm:request_success")) == {

@@ -160,7 +160,8 @@ TOO_SMALL = ("0", "-0.0", "1e-320", "0.0000001")
 
 
 def _is_a_number(action: argparse.Action) -> bool:
-    return action.type is not None and action.dest not in ("model_aliases", "cors_origins")
+    lists = ("model_aliases", "cors_origins", "metrics_names")
+    return action.type is not None and action.dest not in lists
 
 
 def test_every_flag_that_is_a_number_is_in_the_table() -> None:
@@ -309,3 +310,14 @@ def test_the_router_imports_neither_torch_nor_the_shard_nor_transformers() -> No
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_metrics_have_the_names_of_other_servers_where_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert parse_config(["--shards", "a:1"]).metrics_names == ()
+    given = ["--shards", "a:1", "--metrics-names", "vllm, tgi"]
+    assert parse_config(given).metrics_names == ("vllm", "tgi")
+    with pytest.raises(SystemExit):
+        parse_config(["--shards", "a:1", "--metrics-names", "vllm,other"])
+    assert "--metrics-names: 'other' is none of vllm, tgi" in capsys.readouterr().err

@@ -366,9 +366,10 @@ async def test_a_file_without_a_key_lets_nobody_in(file: Path, served: FakeFleet
 
 async def test_the_records_say_whose_request_it_was(file: Path, served: FakeFleet) -> None:
     async with memory_router(served, **_all_keys(file)) as router:
+        names: list[str] = []
+        router.app[ROUTER].records.on_end.append(lambda record: names.append(record.key_name))
         await router.post("/v1/completions", {"prompt": "x"}, **_bearer(ALICE))
         await router.post("/v1/completions", {"prompt": "x"}, **_bearer("psk-wrong"))
-        names = [record.key_name for record in router.app[ROUTER].records.ended]
         assert names == ["alice", ""]
 
 

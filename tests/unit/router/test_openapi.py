@@ -62,13 +62,17 @@ def operation(route: Route) -> JsonObject:
     return described
 
 
+# The operator's, and what the console's own page fetches.
+UNDOCUMENTED = ("/admin", "/debug", "/console")
+
+
 def gaps(routes: tuple[Route, ...], served: set[tuple[str, str]]) -> list[str]:
     """Routes and fields that the document does not have or does not explain."""
     paths = describe(routes)["paths"]
     found = [
         f"{method} {path}"
         for method, path in served
-        if method.lower() not in paths.get(path, {}) and not path.startswith(("/admin", "/debug"))
+        if method.lower() not in paths.get(path, {}) and not path.startswith(UNDOCUMENTED)
     ]
     for route in routes:
         tables = [route.fields or {}, *route.bodies, route.query, route.headers]
