@@ -98,28 +98,23 @@ __all__ = [
 ]
 
 _OTHER_HOMES = {
-    "Fleet": "fleet",
-    "FleetStream": "fleet_stream",
-    "Patience": "continuation",
-    "ShardState": "shard_state",
-    "ShardClient": "shard_client",
-    "GenerationStream": "stream",
-    "SyncShardClient": "sync",
+    "Fleet": "penstock_client.fleet",
+    "FleetStream": "penstock_client.fleet_stream",
+    "Patience": "penstock_client.continuation",
+    "ShardState": "penstock_client.shard_state",
+    "ShardClient": "penstock_client.shard_client",
+    "GenerationStream": "penstock_client.stream",
+    "SyncShardClient": "penstock_client.sync",
+    "Tls": "penstock_proto.tls",
+    "TlsFilesUnusable": "penstock_proto.tls",
 }
-_HOMES_IN_PROTO = {"Tls": "tls", "TlsFilesUnusable": "tls"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_home(name)), name)
+    errors = import_module("penstock_client.errors")
+    other = "penstock_client.errors" if hasattr(errors, name) else "penstock_client.types"
+    value = getattr(import_module(_OTHER_HOMES.get(name, other)), name)
     globals()[name] = value
     return value
-
-
-def _home(name: str) -> str:
-    if name in _HOMES_IN_PROTO:
-        return f"penstock_proto.{_HOMES_IN_PROTO[name]}"
-    errors = import_module("penstock_client.errors")
-    home = _OTHER_HOMES.get(name, "errors" if hasattr(errors, name) else "types")
-    return f"penstock_client.{home}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -43,6 +42,7 @@ from penstock_client.types import (
     Output,
     random_seed,
 )
+from penstock_proto.tracing import SpanContext
 
 _MAX_BACK_OFF_S = 1.0
 # After so much sending the event loop gets a turn.
@@ -338,10 +338,11 @@ class Continuations:
         now_s = time.monotonic()
         record = AttemptRecord(shard.address, reason, time.perf_counter())
         request = _request_now(stream, now_s)
-        if self._traces_attempts and request.traceparent.count("-") == 3:
-            record.span_id = f"{random.getrandbits(64):016x}"
-            traceparent = _with_span(request.traceparent, record.span_id)
-            request = dataclasses.replace(request, traceparent=traceparent)
+        context = SpanContext.parse(request.traceparent) if self._traces_attempts else None
+        if context is not None:
+            context = context.child()
+            record.span_id = context.span_id
+            request = dataclasses.replace(request, traceparent=context.traceparent)
         stream.attempt += 1
         attempt = Attempt(
             number=stream.attempt,
@@ -493,12 +494,6 @@ def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
     output_token_ids = [*request.output_token_ids, *stream.token_ids]
     request = complete_request(request, made_by)
     return dataclasses.replace(request, output_token_ids=output_token_ids)
-
-
-def _with_span(traceparent: str, span_id: str) -> str:
-    """The same trace (W3C: version-trace-span-flags), from this span on."""
-    version, trace_id, _, flags = traceparent.split("-", 3)
-    return f"{version}-{trace_id}-{span_id}-{flags}"
 
 
 def _cause(error: PenstockError) -> str:

@@ -61,9 +61,9 @@ class Fleet:
         A shard reports at least once a second; after `stall_timeout_s` without a word its requests
         go on elsewhere. `observe` is told of what happens to requests, for metrics. `audit` gets a
         record of each that has ended; the caller closes it. A share of them is computed once more
-        on a second shard, and compared. `traces_attempts`: a
-        request's traceparent reaches each shard with a span id of that attempt's own, which
-        `FleetStream.attempts` tells; without, as it was given.
+        on a second shard, and compared. `traces_attempts`: a request's traceparent reaches
+        each shard with a span id of that attempt's own, which `FleetStream.attempts` tells;
+        without, as it was given.
 
         Raises `ValueError` without addresses, with one twice or malformed, for an unknown policy
         or a share that is none, and `TlsFilesUnusable`.

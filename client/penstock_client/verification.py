@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 from penstock_client.compatibility import complete_request
 from penstock_client.continuation import Observe
-from penstock_client.fleet_stream import FleetStream
 from penstock_client.errors import PenstockError
+from penstock_client.fleet_stream import FleetStream
 from penstock_client.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective
 

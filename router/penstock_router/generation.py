@@ -115,13 +115,10 @@ class Generation(Deltas):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._abandon(exc)
+        self.abandon(exc)
 
     def abandon(self, error: BaseException | None) -> None:
         """Abort what is unfinished; `error` says why. Whoever swallows an error says it here."""
-        self._abandon(error)
-
-    def _abandon(self, error: BaseException | None) -> None:
         # Nothing in here waits: a handler that is being cancelled gets all of it done.
         if self._next_look is not None:
             self._next_look.cancel()

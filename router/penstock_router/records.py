@@ -9,7 +9,6 @@ no HTTP, and of texts and tokens their number only.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from dataclasses import dataclass, field
 
 from penstock_client.types import AttemptRecord
 from penstock_router.deltas import Usage
-
-logger = logging.getLogger(__name__)
 
 # Of one request's sequences so many are followed; there may be thousands.
 _NUM_SEQUENCES = 16

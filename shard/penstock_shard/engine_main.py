@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import queue
 import signal
@@ -40,8 +39,6 @@ from penstock_shard.loading import LoadedModel, ModelError, load_model
 from penstock_shard.request import NO_OBJECTIVE, Request
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.tokenizer_files import tokenizer_hash
-
-logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
 # A beat that is later than this was held up by something that held up the step too.

@@ -15,9 +15,8 @@ _NS = 1_000_000_000
 
 
 def trace_request(sink: SpanSink, record: ShardRecord) -> None:
-    """Told of each request that has ended."""
-    if record.context is not None and record.context.sampled:
-        sink.add(spans_of(record))
+    """Told of each sampled request that has ended."""
+    sink.add(spans_of(record))
 
 
 def spans_of(record: ShardRecord) -> list[Span]:

@@ -39,7 +39,7 @@ export function movesOf(record) {
 }
 
 /** Attempts of the first of its sequences, in order. */
-export function firstSequence(record) {
+function firstSequence(record) {
   return record.attempts.filter((attempt) => !attempt.sequence);
 }
 
@@ -47,7 +47,7 @@ export function sequencesOf(record) {
   return 1 + Math.max(0, ...record.attempts.map((attempt) => attempt.sequence ?? 0));
 }
 
-const GOOD = new Set(["stop", "length", "stop_string", "ok"]);
+const GOOD = new Set(["stop", "length", "ok"]);
 const CUT = new Set(["disconnect", "abandoned", "shutdown"]);
 
 /** running, good, cut (nobody wanted more) or bad. */
