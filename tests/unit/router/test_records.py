@@ -122,7 +122,8 @@ async def test_the_clients_own_id_names_the_record(
 
 
 def test_a_record_ends_once_when_its_last_holder_lets_go() -> None:
-    records, ended = Records(), []
+    records = Records()
+    ended: list[RequestRecord] = []
     records.on_end.append(ended.append)
     record = new_record()
     with records.held(record):

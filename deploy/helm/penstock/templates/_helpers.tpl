@@ -20,13 +20,13 @@ it (20 characters at most) it fits into the labels that Kubernetes makes of it. 
 {{/* Labels that never change, for selectors. Called with "root" and, to say which pods, "component"
 (router, shard or shard-worker), "model" or both. */}}
 {{- define "penstock.selector" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- with .model }}
-model: {{ . }}
+model: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -44,8 +44,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 - name: {{ .name }}
   valueFrom:
     secretKeyRef:
-      name: {{ .secret.existingSecret }}
-      key: {{ .secret.key }}
+      name: {{ .secret.existingSecret | quote }}
+      key: {{ .secret.key | quote }}
 {{- end }}
 {{- end -}}
 

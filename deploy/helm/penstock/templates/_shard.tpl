@@ -19,7 +19,7 @@ spec:
   # more. There is nothing to wait for before it.
   terminationGracePeriodSeconds: {{ add $model.drainTimeoutSeconds 15 }}
   {{- with $model.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets:
@@ -90,13 +90,13 @@ spec:
     {{- else if eq .type "existing" }}
     - name: cache
       persistentVolumeClaim:
-        claimName: {{ .existingClaim }}
+        claimName: {{ .existingClaim | quote }}
     {{- end }}
     {{- end }}
     {{- with $values.shardTls.existingSecret }}
     - name: tls
       secret:
-        secretName: {{ . }}
+        secretName: {{ . | quote }}
         defaultMode: 0440
     {{- end }}
     {{- with $model.extraVolumes }}
@@ -172,7 +172,7 @@ exec:
     - --tls-ca-file
     - /etc/penstock/tls/ca.crt
     - --tls-server-name
-    - {{ include "penstock.shardServerName" .root }}
+    - {{ include "penstock.shardServerName" .root | quote }}
     {{- if $tls.mutual }}
     - --tls-cert-file
     - /etc/penstock/tls/tls.crt
@@ -190,7 +190,7 @@ grpc:
 {{- end -}}
 
 {{- define "penstock.shardResources" -}}
-{{- $resources := deepCopy .model.resources -}}
+{{- $resources := deepCopy (.model.resources | default dict) -}}
 {{- if gt (int .model.gpus) 0 -}}
 {{- $resources = mergeOverwrite $resources (dict "limits" (dict .model.gpuResource (int .model.gpus))) -}}
 {{- end -}}
