@@ -7,22 +7,15 @@ import contextlib
 import http.client
 import math
 import os
-from typing import NoReturn
 from urllib.parse import urlsplit
 
+from penstock_proto.flags import OneLineParser
 from penstock_proto.tls import Tls, TlsFilesUnusable
 
 CUT_OFF = "the answer was cut off"
 NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
 MAX_PORT = 65535
 _DAY_S = 86400
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, without the whole usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def parser_for(command: str, description: str) -> argparse.ArgumentParser:

@@ -124,4 +124,4 @@ def _port(value: str) -> tuple[str, str, str]:
     match = re.fullmatch(r"(?:(.*):)?([^:]*):([^:/]+)(?:/tcp)?", value)
     if match is None:
         return "", value, value
-    return match[1] or "", match[2], match[3]
+    return (match[1] or "").strip("[]"), match[2], match[3]

@@ -44,6 +44,9 @@ def drop_root(folder: Path) -> str:
 def _roots_own(folder: Path) -> Iterator[Path]:
     for name in _HUB_FOLDERS:
         top = folder / name
+        if top.is_symlink():
+            # Whoever owns the folder made it, and might have what it leads to.
+            continue
         top.mkdir(exist_ok=True)
         yield from (path for path in (top, *_below(top)) if path.lstat().st_uid == 0)
 

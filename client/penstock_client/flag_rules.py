@@ -134,7 +134,9 @@ def readable_int(text: str) -> str:
     if match is None:
         raise ValueError(f"{text!r} is not a whole number")
     base = 1024 if match[2].isupper() else 1000
-    return str(int(float(match[1]) * base ** _POWERS[match[2].lower()])) if match[2] else match[1]
+    if not match[2]:
+        return str(int(match[1]))
+    return str(int(float(match[1]) * base ** _POWERS[match[2].lower()]))
 
 
 def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST) -> Convert:

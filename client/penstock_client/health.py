@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         problem = _router_problem(args.target + path, args.timeout)
     else:
         tls = shard_tls(parser, args)
-        problem = _shard_problem(args.target, args.timeout, tls, live=args.live)
+        problem = shard_problem(args.target, args.timeout, tls, live=args.live)
     print(f"{args.target}: {problem or 'healthy'}")
     return 1 if problem else 0
 
@@ -71,7 +71,7 @@ def _router_problem(url: str, timeout_s: float) -> str:
         return f"no answer ({one_line(error)})"
 
 
-def _shard_problem(
+def shard_problem(
     address: str, timeout_s: float, tls: Tls | None = None, *, live: bool = False
 ) -> str:
     """Empty when healthy."""

@@ -109,6 +109,9 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
     except tomllib.TOMLDecodeError as error:
         # Names line and column, and of the text one character at most.
         raise KeyFileError(f"not TOML: {error}") from None
+    except ValueError:
+        # Python's own limit of a number's digits.
+        raise KeyFileError("not TOML: it has a number that is too long") from None
     except RecursionError:
         raise KeyFileError("not TOML: it is nested too deeply") from None
     unknown = sorted(document.keys() - {"keys"})

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 
 from penstock_client import key_file
-from penstock_client.arguments import OneLineParser, parser_for
+from penstock_client.arguments import parser_for
 from penstock_client.key_file import KeyEntry, KeyFileError
+from penstock_proto.flags import OneLineParser
 
 PREFIX = "psk-"
 _KEY_BYTES = 32

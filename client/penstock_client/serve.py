@@ -49,8 +49,8 @@ _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 class _Child:
     name: str
     command: list[str]
-    # The one it is to see; empty: whatever there is.
-    gpu: str = ""
+    # Beside our own: also what lists of processes must not show.
+    environment: dict[str, str] = field(default_factory=dict)
     # How long it may take to end.
     stop_timeout_s: float = _STOP_TIMEOUT_S
     process: asyncio.subprocess.Process | None = None
@@ -130,23 +130,30 @@ def _children(
     router = _python("penstock_router", "--shards", ",".join(addresses), "--host", args.host,
                      "--port", str(args.port), "--workers", str(args.workers),
                      "--shutdown-timeout-s", str(args.shutdown_timeout_s))  # fmt: skip
-    if args.api_key:
-        router += ["--api-key", args.api_key]
     if args.tls_cert_file:
         router += ["--tls-cert-file", args.tls_cert_file]
     if args.tls_key_file:
         router += ["--tls-key-file", args.tls_key_file]
-    gpus = itertools.cycle(visible_gpus() if args.shards > 1 else [])
+    gpus = itertools.cycle(
+        [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in (visible_gpus() if args.shards > 1 else [])]
+    )
     shards = [
         _Child(
             name=f"shard {address}",
             command=_python("penstock_shard", "--port", port, *shard_flags),
-            gpu=next(gpus, ""),
+            environment=next(gpus, {}),
         )
         for address, port in zip(addresses, ports, strict=True)
     ]
-    stop_timeout_s = args.shutdown_timeout_s + _STOP_TIMEOUT_S
-    return [*shards, _Child("router", [*router, *router_flags], stop_timeout_s=stop_timeout_s)]
+    return [
+        *shards,
+        _Child(
+            "router",
+            [*router, *router_flags],
+            environment={} if args.api_key is None else {"PENSTOCK_API_KEY": args.api_key},
+            stop_timeout_s=args.shutdown_timeout_s + _STOP_TIMEOUT_S,
+        ),
+    ]
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
@@ -222,7 +229,7 @@ async def _keep(child: _Child) -> None:
             *child.command,
             start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": child.gpu} if child.gpu else None,
+            env={**os.environ, **child.environment},
         )
         child.started_s = time.monotonic()
         status = await child.process.wait()

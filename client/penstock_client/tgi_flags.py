@@ -11,6 +11,7 @@ from penstock_client.flag_rules import (
     Part,
     Rule,
     Table,
+    at_least,
     becomes,
     lost,
     named,
@@ -47,7 +48,7 @@ FLAGS: Table = {
     **same("revision trust-remote-code! dtype"),
     **becomes("hostname", "--host", Part.SERVE),
     **same("port", Part.SERVE),
-    **becomes("num-shard", "--shards", Part.COPIES),
+    **becomes("num-shard", "--shards", Part.COPIES, at_least(1, "one GPU at least")),
     **named(
         "sharded",
         Rule(
@@ -129,7 +130,7 @@ ENVIRONMENT: Table = {
     **becomes("HF_API_TOKEN", "HF_TOKEN", Part.ENVIRONMENT),
     **becomes("HF_MODEL_ID", "MODEL", Part.MODEL),
     **becomes("HF_MODEL_REVISION", "--revision"),
-    **becomes("SM_NUM_GPUS", "--shards", Part.COPIES),
+    **becomes("SM_NUM_GPUS", "--shards", Part.COPIES, at_least(1, "one GPU at least")),
     **refused("HF_MODEL_QUANTIZE", _QUANTIZED),
     **lost("HF_MODEL_TRUST_REMOTE_CODE", "give --trust-remote-code", "false 0"),
     **becomes(

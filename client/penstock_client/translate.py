@@ -58,10 +58,10 @@ def main(arguments: Sequence[str]) -> int:
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     args, added = parser.parse_known_args(arguments[:split])
     words = arguments[split + 1 :]
-    if len(words) == 1:
-        # As one word, in quotes.
-        words = shlex.split(words[0])
     try:
+        if len(words) == 1:
+            # As one word, in quotes.
+            words = _split(words[0])
         result = read(words, os.environ, gpus=len(visible_gpus()), ambient=args.run)
     except (UnknownCommand, DockerError) as error:
         print(f"penstock translate: {error}", file=sys.stderr)
@@ -72,6 +72,13 @@ def main(arguments: Sequence[str]) -> int:
         return _run(result, args.drop_root)
     print(pretty(result))
     return 1 if result.refused else 0
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UnknownCommand(f"{text!r} is no command line ({error})") from None
 
 
 def read(

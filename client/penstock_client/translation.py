@@ -133,13 +133,16 @@ def translate(
         _apply(peer.flags[given.name], given, result)
     for name, value in {**around, **variables}.items():
         rule = peer.environment.get(name)
+        if rule is not None and not value and rule.to != name:
+            # As compose files pass on what may be set.
+            continue
         if rule is not None and not (name in around and _goes_without_saying(rule, name)):
             _apply(rule, Given(name, name, (value,)), result)
         elif rule is None and name in variables and not _is_flag(peer, name):
             result.environment[name] = value
     if result.copies > 1:
-        text = "each gets a shard with the whole model, which has to fit into one"
-        result.remark(f"{result.copies} GPUs", Loss.NONE, text)
+        text = "no model is split: each gets a shard with the whole one, which has to fit there"
+        result.remark(f"{result.copies} GPUs", Loss.LOST, text)
     return result
 
 
@@ -272,7 +275,7 @@ def _flags_of(peer: Peer, variables: Mapping[str, str]) -> Iterator[Given]:
     """Flags that variables of the environment stand for."""
     for name, rule in peer.flags.items():
         variable = _variable(name)
-        if variable not in variables or not _is_flag(peer, variable):
+        if not variables.get(variable) or not _is_flag(peer, variable):
             continue
         value = variables[variable]
         if rule.takes is Takes.NOTHING:
@@ -323,7 +326,9 @@ def _apply(rule: Rule, given: Given, result: Translation) -> None:
         if not (asks_for_nothing and rule.loss is not Loss.NONE):
             result.remark(given.subject, rule.loss, rule.why)
         return
-    if rule.takes in (Takes.VALUE, Takes.VALUES) and not given.values:
+    # A variable may be empty: that of the GPUs means none of them.
+    empty = not given.values if rule.part is Part.ENVIRONMENT else not any(given.values)
+    if rule.takes in (Takes.VALUE, Takes.VALUES) and empty:
         result.remark(given.subject, Loss.REFUSED, "has no value")
         return
     try:

@@ -150,10 +150,11 @@ FLAGS: Table = {
         ),
     ),
     **becomes("hf-token?", "HF_TOKEN", Part.ENVIRONMENT),
-    **becomes(
+    **lost(
         "convert",
-        "--embeddings",
-        convert=one_of({"auto": None, "none": None, "embed": "last"}, "no classes are served"),
+        "embeddings are those that the model's modules.json describes; where it has none, give "
+        "--embeddings last or mean. Classes are not served",
+        "auto none",
     ),
     **lost("runner", "embeddings are served beside text, if the model has any", "auto generate"),
     **refused(
@@ -194,7 +195,11 @@ FLAGS: Table = {
     ),
     **refused("disable-sliding-window!", "windows are as the model has them"),
     **refused("watermark-config diffusion-config engram-config", "is not served"),
-    **lost("pooler-config", "--embeddings last or mean; dimensions are the request's", "{}"),
+    **refused(
+        "pooler-config",
+        "pooling is as the model's modules.json says, or give --embeddings last or mean",
+        "{}",
+    ),
     **lost("enable-prompt-embeds!", "prompts are text or token ids"),
     **needless("skip-tokenizer-init! tokens-only!", "shards take token ids over gRPC"),
     **needless("safetensors-load-strategy use-tqdm-on-load!", "files are mapped and read once"),
@@ -267,7 +272,7 @@ FLAGS: Table = {
     **lost("allow-credentials!", "pages send a key in a header, and no cookies"),
     **lost("middleware", f"no code of others runs in the router; {_PROXY}"),
     **needless("h11-max-incomplete-event-size h11-max-header-count", "a header may have 8 kB"),
-    **lost(
+    **refused(
         "config",
         "files of flags are not read; write its lines as flags and translate again",
     ),
@@ -309,7 +314,10 @@ FLAGS: Table = {
     ),
     **becomes("device-ids", "CUDA_VISIBLE_DEVICES", Part.ENVIRONMENT),
     **becomes(
-        "tensor-parallel-size pipeline-parallel-size data-parallel-size", "--shards", Part.COPIES
+        "tensor-parallel-size pipeline-parallel-size data-parallel-size",
+        "--shards",
+        Part.COPIES,
+        at_least(1, "one GPU at least"),
     ),
     **needless("enable-chunked-prefill!", "long prompts are always computed in chunks"),
     **needless("scheduling-policy", "`priority` of requests is always heeded"),

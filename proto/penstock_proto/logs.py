@@ -12,10 +12,11 @@ import json
 import logging
 import queue
 import re
+import select
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TextIO
@@ -26,6 +27,8 @@ FORMATS = ("auto", "text", "json")
 _ENCODER = json.JSONEncoder(default=str)
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
 # About a megabyte.
 _MAX_WAITING_LINES = 5_000
 _GATHER_S = 0.02
@@ -64,6 +67,9 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's name
+        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
 
 
 class JsonFormatter(logging.Formatter):
@@ -131,7 +137,9 @@ class _Writer(logging.Handler):
                 lines.append(self._lines.get())
             # Nobody will ever read it: that must not end what works.
             with contextlib.suppress(OSError, ValueError):
-                self._stream.write("".join(f"{line}\n" for line in lines if line is not None))
+                for piece in _pieces(line for line in lines if line is not None):
+                    self._stream.write(piece)
+                    self._stream.flush()
                 self._report_dropped()
                 self._stream.flush()
 
@@ -141,6 +149,20 @@ class _Writer(logging.Handler):
             fields["msg"] = "%d lines of this log were dropped: nobody read it"
             self._num_dropped = 0
             self._stream.write(self.format(logging.makeLogRecord(fields)) + "\n")
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """Lines, as many at once as a pipe takes as a whole: other processes write to it, too."""
+    piece, num_bytes = "", 0
+    for line in lines:
+        line_bytes = len(line.encode(errors="backslashreplace")) + 1
+        if piece and num_bytes + line_bytes > select.PIPE_BUF:
+            yield piece
+            piece, num_bytes = "", 0
+        piece += f"{line}\n"
+        num_bytes += line_bytes
+    if piece:
+        yield piece
 
 
 def _log_uncaught(

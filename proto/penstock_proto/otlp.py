@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from importlib.metadata import version
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.sdk import trace as sdk
@@ -47,7 +48,9 @@ class OtlpSink:
         """`exporter` stands in for OpenTelemetry's in tests."""
         # It tells of each failure: once a minute is often enough, our own count says the rest.
         logging.getLogger(trace_exporter.__name__).addFilter(_OnceInAWhile())
-        self._url = url
+        # For lines of the log: what else a URL has may be a secret.
+        parts = urlsplit(url)
+        self._where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self._exporter = exporter or trace_exporter.OTLPSpanExporter(endpoint=url)
         self._resource = _resource(service)
         self._scope = InstrumentationScope("penstock", version("penstock"))
@@ -98,7 +101,7 @@ class OtlpSink:
         if num_lost and now_s - self._reported_s >= _REPORT_EVERY_S:
             self._num_reported += num_lost
             self._reported_s = now_s
-            logger.warning("%d spans were lost: %s does not take them", num_lost, self._url)
+            logger.warning("%d spans were lost: %s does not take them", num_lost, self._where)
 
     def _exportable(self, span: Span) -> sdk.ReadableSpan:
         context = span.context

@@ -253,19 +253,18 @@ class Admission:
         """Let a request of so many sequences in, or raise; `param` is the field that asks for them.
 
         Its time limit is the server's or its own `timeout_s`, from its arrival `waited_s` ago.
-        `max_concurrent` is this key's own bound, instead of that of all keys, and `rates` what it
-        may ask for in a minute.
+        `max_concurrent` is this key's own bound, instead of that of all keys, and `rates` has the
+        tokens that it may ask for in a minute.
         """
         if self.stopping:
             raise Unavailable(_STOPPING)
         account = self._accounts.get(key) or _Account(key=key)
         self._bound(account, max_concurrent)
         self._check_width(account, sequences, param)
-        charge = Charge(rates, self._metrics)
-        charge.take_request()
         self._check_room(account, sequences)
         limits_s = [s for s in (timeout_s, self._config.request_timeout_s) if s is not None]
         limit = TimeLimit(min(limits_s) - waited_s if limits_s else None)
+        charge = Charge(rates, self._metrics)
         ticket = Ticket(self, account, sequences, limit, charge)
         if not self._accounts:
             self._pace.begin(time.monotonic())

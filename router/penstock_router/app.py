@@ -7,8 +7,9 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -113,12 +114,7 @@ def build_app(
         background=Background(responses),
         keys=Keys(config),
     )
-    app[_TRACES] = RequestTraces(spans, 1.0 if config.tracing is None else config.tracing.share)
-    app[_REQUEST_METRICS] = RequestMetrics(metrics.registry)
-    app[ROUTER].records.on_end.append(app[_REQUEST_METRICS].ended)
-    app[ROUTER].records.on_end.append(app[_TRACES].ended)
-    if config.log_requests:
-        app[ROUTER].records.on_end.append(log_request)
+    _tell_of_requests(app, spans)
     app[docs.DOCUMENT] = msgspec.json.encode(openapi.describe(ROUTES))
     for route in ROUTES:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
@@ -130,17 +126,27 @@ def build_app(
         console.add_routes(app)
     app[console.CONSOLE] = _console(app[ROUTER])
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
-    app.cleanup_ctx.append(_watch_loop)
-    app.cleanup_ctx.append(_follow_changes)
-    app.cleanup_ctx.append(_follow_keys)
-    app.cleanup_ctx.append(_end_processes)
-    app.cleanup_ctx.append(_load_models)
+    app.cleanup_ctx.append(_meanwhile(lambda: watch_loop(metrics.loop_was_late)))
+    app.cleanup_ctx.append(_meanwhile(app[admin.CHANGES].follow))
+    app.cleanup_ctx.append(_meanwhile(app[ROUTER].keys.follow))
+    app.cleanup_ctx.append(_close_parts)
+    app.cleanup_ctx.append(_meanwhile(models.keep_loading))
     app.cleanup_ctx.append(_store_responses)
     # Watchers first: they would stay for ever.
     app.on_shutdown.append(_end_console)
     app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(response_headers.complete)
     return app
+
+
+def _tell_of_requests(app: web.Application, spans: SpanSink | None) -> None:
+    router = app[ROUTER]
+    tracing = router.config.tracing
+    app[_TRACES] = RequestTraces(spans, 1.0 if tracing is None else tracing.share)
+    app[_REQUEST_METRICS] = RequestMetrics(router.metrics.registry)
+    router.records.on_end += [app[_REQUEST_METRICS].ended, app[_TRACES].ended]
+    if router.config.log_requests:
+        router.records.on_end.append(log_request)
 
 
 def _console(router: Router) -> Console:
@@ -160,40 +166,25 @@ async def _end_console(app: web.Application) -> None:
     app[console.CONSOLE].close()
 
 
-async def _load_models(app: web.Application) -> AsyncIterator[None]:
-    models = app[ROUTER].models
-    task = asyncio.create_task(models.keep_loading())
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await models.close()
+def _meanwhile(
+    work: Callable[[], Coroutine[Any, Any, None]],
+) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Work that goes on for as long as the application runs."""
+
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(work())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    return context
 
 
-async def _end_processes(app: web.Application) -> AsyncIterator[None]:
+async def _close_parts(app: web.Application) -> AsyncIterator[None]:
     yield
+    await app[ROUTER].models.close()
     await app[ROUTER].bodies.pool.close()
     await app[ROUTER].exposition.close()
-
-
-async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(watch_loop(app[ROUTER].metrics.loop_was_late))
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def _follow_changes(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[admin.CHANGES].follow())
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def _follow_keys(app: web.Application) -> AsyncIterator[None]:
-    task = asyncio.create_task(app[ROUTER].keys.follow())
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _store_responses(app: web.Application) -> AsyncIterator[None]:
@@ -232,9 +223,9 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     record = request[RECORD] = _begin_record(request)
     records = request.app[ROUTER].records
     # Probes and the like are nobody's requests.
-    is_probe = route is not None and route.is_open
+    is_probe = record.route == console.FILES or (route is not None and route.is_open)
     with contextlib.nullcontext() if is_probe else records.held(record):
-        # What is counted when the client left before there was an answer.
+        # What is counted when the client left before the answer's end.
         record.status = 499
         try:
             response = await _answer(request, handler)

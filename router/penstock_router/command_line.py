@@ -7,16 +7,14 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from penstock_client import key_file
 from penstock_client.audit import read_key
 from penstock_client.key_file import KeyFileError
 from penstock_client.membership import parse_source
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
-from penstock_proto.logs import FORMATS
+from penstock_proto.flags import OneLineParser, add_observing_flags, tracing_of
 from penstock_proto.tls import Tls, TlsFilesUnusable
-from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 from penstock_router import flag_values as values
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.config import RouterConfig
@@ -27,7 +25,7 @@ _REPORTS_EVERY_S = 1.0
 
 def parse_config(argv: Sequence[str]) -> RouterConfig:
     """Parse a router's command line; exits with status 2 and one line on a bad value."""
-    parser = _build_parser()
+    parser = build_parser()
     args = parser.parse_args(argv)
     api_key = _key(parser, "--api-key", args.api_key, "PENSTOCK_API_KEY")
     resume_key = _key(parser, "--resume-key", args.resume_key, "PENSTOCK_RESUME_KEY")
@@ -56,7 +54,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
         "chat_template": _chat_template(parser, args.chat_template),
         "model_aliases": tuple(args.model_aliases),
         "expected_models": tuple(args.expected_models),
-        "tracing": _tracing(parser, args.otlp_endpoint),
+        "tracing": tracing_of(parser, args.otlp_endpoint),
     }
     del given["audit_key_file"], given["otlp_endpoint"]
     _check_tls(parser, args)
@@ -65,21 +63,21 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     return RouterConfig(**given)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line, without the whole usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
         prog="penstock router",
         description="Serve the HTTP API in front of penstock shards.",
         allow_abbrev=False,
     )
     _add_serving_flags(parser.add_argument_group("serving"))
-    _add_observing_flags(parser.add_argument_group("metrics, logs and traces"))
+    observing = parser.add_argument_group("metrics, logs and traces")
+    levels = ("debug", "info", "warning", "error")
+    observing.add_argument("--log-level", choices=levels, default="info", help=_DEFAULT)
+    add_observing_flags(
+        observing,
+        log_requests=True,
+        log_requests_help="a line for each request, without its texts",
+    )
     _add_key_flags(parser.add_argument_group("keys, and who else may call"))
     _add_fleet_flags(parser.add_argument_group("shards"))
     _add_recording_flags(parser.add_argument_group("resuming, recording and verifying answers"))
@@ -150,36 +148,6 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         dest="console",
         action="store_false",
         help="serve no page at /, and nothing of what it is fed",
-    )
-
-
-def _add_observing_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--metrics-names",
-        type=values.metrics_names,
-        default=(),
-        metavar="NAMES",
-        help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
-    )
-    levels = ("debug", "info", "warning", "error")
-    add("--log-level", choices=levels, default="info", help=_DEFAULT)
-    add(
-        "--log-format",
-        choices=FORMATS,
-        default="auto",
-        help="auto: text on a terminal, a JSON object a line elsewhere",
-    )
-    add(
-        "--log-requests",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="a line for each request, without its texts",
-    )
-    add(
-        "--otlp-endpoint",
-        metavar="URL",
-        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
     )
 
 
@@ -501,13 +469,6 @@ def _chat_template(parser: argparse.ArgumentParser, path: str | None) -> str | N
     return text
 
 
-def _tracing(parser: argparse.ArgumentParser, endpoint: str | None) -> TracingConfig | None:
-    try:
-        return read_tracing(endpoint, os.environ)
-    except ValueError as error:
-        parser.error(str(error))
-
-
 def _audit_key(parser: argparse.ArgumentParser, args: argparse.Namespace) -> bytes | None:
     path = args.audit_key_file
     if args.audit_log is None and (path is not None or args.audit_prompts):
@@ -524,7 +485,10 @@ def _audit_key(parser: argparse.ArgumentParser, args: argparse.Namespace) -> byt
 
 
 def _keys_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    path: str | None = args.api_keys_file or os.environ.get("PENSTOCK_API_KEYS_FILE")
+    path: str | None = args.api_keys_file
+    if path is None:
+        path = os.environ.get("PENSTOCK_API_KEYS_FILE")
+    # An empty one is a mistake: it would ask for no key at all.
     if path is not None:
         try:
             key_file.read(path, args.workers)

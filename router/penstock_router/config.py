@@ -8,9 +8,6 @@ from penstock_client.policies import DEFAULT_POLICY
 from penstock_proto.tls import Tls
 from penstock_proto.trace_export import TracingConfig
 
-# Servers whose names metrics may have besides their own.
-METRIC_NAMES = ("vllm", "tgi")
-
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:

@@ -135,10 +135,10 @@ class Console:
         return itertools.islice(filter(_is_shown, self._records.running), _MAX_RUNNING)
 
     def _changed(self) -> list[dict[str, Any]]:
-        ended = [*self._ended_unsaid]
+        # However many end at once: who was shown a request is told of its end.
+        shown = (record for record in self._progress if record.ended_s is not None)
+        ended = dict.fromkeys((*shown, *self._ended_unsaid))
         self._ended_unsaid.clear()
-        for record in ended:
-            self._progress.pop(record, None)
         # What has not changed is not described: there may be many.
         progress = {record: _progress_of(record) for record in self._running()}
         moved = [

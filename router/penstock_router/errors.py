@@ -174,7 +174,10 @@ def noted(error: Exception, request_id: str) -> ApiError:
     elif type(answer) is ApiError:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
-        logger.debug("request %s: %d %s", request_id, answer.status, answer.message)
+        # Its words may quote the request.
+        logger.debug(
+            "request %s: %d %s %s", request_id, answer.status, answer.type, answer.param or ""
+        )
     return answer
 
 

@@ -10,7 +10,6 @@ import math
 import re
 from typing import Any
 
-from penstock_router.config import METRIC_NAMES
 from penstock_router.request import MAX_TIMEOUT_S
 from penstock_router.response_store import MIN_BYTES
 
@@ -32,15 +31,6 @@ def alias(text: str) -> tuple[str, str]:
     if not (name and model):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL")
     return name, model
-
-
-def metrics_names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in METRIC_NAMES:
-            known = ", ".join(METRIC_NAMES)
-            raise argparse.ArgumentTypeError(f"{_short(name)} is none of {known}")
-    return names
 
 
 def origin(text: str) -> str:

@@ -28,10 +28,10 @@ from penstock_client.types import GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
 from penstock_router.deltas import Deltas, Usage, nobody
-from penstock_router.errors import SlowReader, TimedOut, Unavailable
+from penstock_router.errors import SlowReader, TimedOut, Unavailable, as_api_error
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
-from penstock_router.records import RequestRecord
+from penstock_router.records import RequestRecord, outcome_of
 
 # A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides. After about
 # half a millisecond of it the event loop gets a turn.
@@ -126,8 +126,12 @@ class Generation(Deltas):
         # process's memory is searched for such circles.
         self._on_news = nobody
         cause = _abort_cause(error)
-        if self._unfinished:
-            self._record.finished(cause, type(error).__name__ if cause == "error" else "")
+        if self._unfinished and cause == "error" and isinstance(error, Exception):
+            # Not all that a request fails with is a failure: shards refuse some.
+            outcome = outcome_of(as_api_error(error).status)
+            self._record.finished(outcome, type(error).__name__)
+        elif self._unfinished:
+            self._record.finished(cause)
         for choice in self._choices:
             if not choice.finished:
                 choice.finished = True

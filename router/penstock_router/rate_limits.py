@@ -1,13 +1,13 @@
 """How much a key may ask for in a minute: requests, and tokens of prompts and outputs.
 
 Token buckets (Turner, New directions in communications, 1986): full at first, refilled steadily,
-never over full. A request takes one from the first as it arrives. Of the second it takes, once its
-prompt is tokenized, the prompt's tokens and what it may put out, of that an eighth of a minute's at
-most: many answers have no other bound than the model's context, and most are far shorter. When it
-is over, what it took in vain goes back, and what it put out beyond is taken, also below zero. So
-every token counts, an overdraft is paid back before anything else is let in, and only as many
-answers may overdraw at once as an eighth goes into what there was. A full bucket lets any request
-in, however long its prompt is.
+never over full. A request with a body takes one from the first as it arrives, whatever it says. Of
+the second it takes, once its prompt is tokenized, the prompt's tokens and what it may put out, of
+that an eighth of a minute's at most: many answers have no other bound than the model's context, and
+most are far shorter. When it is over, what it took in vain goes back, and what it put out beyond is
+taken, also below zero. So every token counts, an overdraft is paid back before anything else is let
+in, and only as many answers may overdraw at once as an eighth goes into what there was. A full
+bucket lets any request in, however long its prompt is.
 
 Knows numbers and times only: no HTTP and no keys.
 """

@@ -9,6 +9,7 @@ no HTTP, and of texts and tokens their number only.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 
 from penstock_client.types import AttemptRecord
 from penstock_router.deltas import Usage
+
+logger = logging.getLogger(__name__)
 
 # Of one request's sequences so many are followed; there may be thousands.
 _NUM_SEQUENCES = 16
@@ -57,7 +60,7 @@ class RequestRecord:
     failover_gaps_s: list[float] = field(default_factory=list)
 
     # The status of its answer; of a stream that failed midway still 200. 499: the client left
-    # before there was one.
+    # before its end.
     status: int = 0
     # stop, length; disconnect, slow_reader, timeout, shutdown, abandoned: why it was cut short;
     # refused, error; ok where there are no tokens to tell of. "": still runs.
@@ -91,7 +94,7 @@ class RequestRecord:
             self.outcome, self.error = outcome, self.error or error
 
 
-def _outcome_of(status: int) -> str:
+def outcome_of(status: int) -> str:
     """Where nothing but its answer tells."""
     if status < 400:
         return "ok"
@@ -125,6 +128,10 @@ class Records:
     def _end(self, record: RequestRecord) -> None:
         del self.running[record]
         record.ended_s = time.perf_counter()
-        record.finished(_outcome_of(record.status))
+        record.finished(outcome_of(record.status))
         for listener in self.on_end:
-            listener(record)
+            try:
+                listener(record)
+            except Exception:
+                # What only tells of requests must not cost one.
+                logger.exception("request %s: its end could not be told", record.request_id)

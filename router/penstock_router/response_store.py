@@ -1,7 +1,8 @@
 """Responses that are kept, for all workers of a router: one SQLite file that each of them opens.
 
-Knows documents of bytes, their ids and statuses, and which worker makes which; no HTTP, no JSON and
-no tokens. SQLite runs in one thread of each worker: the event loop waits for no disk.
+Knows documents of bytes, their ids and statuses, whose they are, and which worker makes which; no
+HTTP, no JSON and no tokens. SQLite runs in one thread of each worker: the event loop waits for no
+disk.
 
 What bounds the file: it holds `max_bytes` of pages in use. Where a put goes beyond, the oldest
 are evicted in its transaction, finished ones first. Finished ones are absent once they are `ttl_s`
@@ -57,6 +58,7 @@ BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
     id BLOB NOT NULL PRIMARY KEY,
     owner TEXT NOT NULL,
+    key_name TEXT NOT NULL DEFAULT '',
     status TEXT NOT NULL,
     running INTEGER NOT NULL,
     cancel INTEGER NOT NULL DEFAULT 0,
@@ -71,6 +73,9 @@ PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
+
+# Its readers: :reader is NULL for one who may read all. What has no key is anybody's.
+_IS_THEIRS = "(:reader IS NULL OR key_name IN ('', :reader))"
 
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
@@ -185,6 +190,15 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
     connection.execute("PRAGMA synchronous = NORMAL")
     if not tables:
         connection.executescript(_SCHEMA)
+    _add_key_names(connection)
+
+
+def _add_key_names(connection: sqlite3.Connection) -> None:
+    """To a file from before they were noted; who notes none can use it after that too."""
+    with _writing(connection):
+        columns = connection.execute("SELECT name FROM pragma_table_info('responses')").fetchall()
+        if ("key_name",) not in columns:
+            connection.execute("ALTER TABLE responses ADD COLUMN key_name TEXT NOT NULL DEFAULT ''")
 
 
 @contextlib.contextmanager
@@ -290,41 +304,50 @@ class _Database:
         finally:
             self._connection.close()
 
-    def put(self, key: bytes, response: bytes, messages: bytes, status: str) -> None:
+    def put(
+        self, key: bytes, response: bytes, messages: bytes, status: str, key_name: str
+    ) -> None:
         with _writing(self._connection):
             # One that finishes need not be cancelled; one that goes on is not forgotten about.
             self._connection.execute(
-                "INSERT INTO responses (id, owner, status, running, stored_s, response, messages)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+                "INSERT INTO responses"
+                " (id, owner, key_name, status, running, stored_s, response, messages)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
                 " owner = excluded.owner, status = excluded.status, running = excluded.running,"
                 " cancel = cancel AND excluded.running, stored_s = excluded.stored_s,"
                 " response = excluded.response, messages = excluded.messages"
                 f" WHERE status != '{_DELETED}'",
-                (key, self._owner, status, status in UNFINISHED, self._clock(), response, messages),
+                (
+                    *(key, self._owner, key_name, status, status in UNFINISHED, self._clock()),
+                    *(response, messages),
+                ),
             )
             self._space.trim(key)
         self._space.shrink()
 
-    def get(self, key: bytes) -> Stored | None:
+    def get(self, key: bytes, reader: str | None) -> Stored | None:
         row = self._connection.execute(
-            "SELECT response, messages, status FROM responses"
-            f" WHERE id = ? AND status != '{_DELETED}' AND (running OR stored_s > ?)",
-            (key, self._expired_s),
+            f"SELECT response, messages, status FROM responses WHERE id = :id AND {_IS_THEIRS}"
+            f" AND status != '{_DELETED}' AND (running OR stored_s > :expired_s)",
+            {"id": key, "reader": reader, "expired_s": self._expired_s},
         ).fetchone()
         return None if row is None else Stored(*row)
 
-    def delete(self, key: bytes) -> bool:
+    def delete(self, key: bytes, reader: str | None) -> bool:
+        which = {"id": key, "reader": reader}
         with _writing(self._connection):
             marked = self._connection.execute(
                 f"UPDATE responses SET status = '{_DELETED}', running = 0, cancel = 1,"
-                " stored_s = ?, response = x'', messages = x'' WHERE id = ? AND running",
-                (self._clock(), key),
+                " stored_s = :now_s, response = x'', messages = x''"
+                f" WHERE id = :id AND running AND {_IS_THEIRS}",
+                {**which, "now_s": self._clock()},
             )
             if marked.rowcount:
                 return True
             deleted = self._connection.execute(
-                f"DELETE FROM responses WHERE id = ? AND status != '{_DELETED}' AND stored_s > ?",
-                (key, self._expired_s),
+                f"DELETE FROM responses WHERE id = :id AND {_IS_THEIRS}"
+                f" AND status != '{_DELETED}' AND stored_s > :expired_s",
+                {**which, "expired_s": self._expired_s},
             )
             return deleted.rowcount > 0
 
@@ -435,10 +458,19 @@ class ResponseStore:
         finally:
             self._thread.shutdown()
 
-    async def put(self, response_id: str, response: bytes, messages: bytes, *, status: str) -> None:
+    async def put(
+        self,
+        response_id: str,
+        response: bytes,
+        messages: bytes,
+        *,
+        status: str,
+        key_name: str = "",
+    ) -> None:
         """Keep a response, over what is there under its id; nothing where that was deleted.
 
-        `messages` is the conversation up to and with this answer. Raises `ResponseTooLarge`.
+        `messages` is the conversation up to and with this answer, `key_name` says whose it is: ""
+        anybody's. Raises `ResponseTooLarge`.
         """
         key = _key(response_id)
         size_bytes = len(key) + len(response) + len(messages)
@@ -447,15 +479,19 @@ class ResponseStore:
                 f"the response and its conversation take {size_bytes} bytes; at most "
                 f"{self._max_document_bytes} can be stored; send store: false, or a shorter input"
             )
-        await self._call(self._database.put, key, response, messages, status)
+        await self._call(self._database.put, key, response, messages, status, key_name)
 
-    async def get(self, response_id: str) -> Stored | None:
-        """None for one that is unknown, deleted, expired or evicted."""
-        return await self._call(self._database.get, _key(response_id))
+    async def get(self, response_id: str, reader: str | None = None) -> Stored | None:
+        """None for one that is unknown, deleted, expired, evicted or of another key than the
+        reader's; a reader that is None may read all.
+        """
+        return await self._call(self._database.get, _key(response_id), reader)
 
-    async def delete(self, response_id: str) -> bool:
-        """Whether it was there. One that is being made is to be cancelled, and does not return."""
-        return await self._call(self._database.delete, _key(response_id))
+    async def delete(self, response_id: str, reader: str | None = None) -> bool:
+        """Whether it was there for this reader. One that is being made is to be cancelled, and does
+        not return.
+        """
+        return await self._call(self._database.delete, _key(response_id), reader)
 
     async def request_cancel(self, response_id: str) -> bool:
         """Ask the worker that makes it to stop; False where nobody is making it."""

@@ -8,17 +8,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
-from penstock_proto.logs import FORMATS
+from penstock_proto.flags import OneLineParser, add_observing_flags, tracing_of
 from penstock_proto.tls import TlsFilesUnusable, check_server_files
-from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
-from penstock_shard.config import METRIC_NAMES, ShardConfig
+from penstock_shard.config import ShardConfig
 
 
 def parse_config(argv: Sequence[str]) -> ShardConfig:
     """Parse the command line of a shard; exits with status 2 and one line on a bad value."""
-    parser = _build_parser()
+    parser = build_parser()
     args = parser.parse_args(argv)
     if args.runner == "fake" and args.enforce_eager:
         parser.error("--enforce-eager: the fake runner has no eager mode")
@@ -87,7 +85,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         drain_timeout_s=args.drain_timeout,
         log_format=args.log_format,
         log_requests=args.log_requests,
-        tracing=_tracing(parser, args.otlp_endpoint),
+        tracing=tracing_of(parser, args.otlp_endpoint),
         step_ms=args.step_ms,
         fake_eos_rate=args.fake_eos_rate,
         fake_weights=args.fake_weights,
@@ -95,28 +93,25 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
     )
 
 
-def _tracing(parser: argparse.ArgumentParser, endpoint: str | None) -> TracingConfig | None:
-    try:
-        return read_tracing(endpoint, os.environ)
-    except ValueError as error:
-        parser.error(str(error))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line, without the whole usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
         prog="penstock shard",
         description="Serve one model over gRPC: token ids in, token ids out.",
     )
     _add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"))
-    _add_observing_flags(parser.add_argument_group("logs and traces"))
+    observing = parser.add_argument_group("metrics, logs and traces")
+    observing.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="serve Prometheus metrics over HTTP on this port of --host (default: nowhere)",
+    )
+    add_observing_flags(
+        observing,
+        log_requests=False,
+        log_requests_help="a line for each request; the router's log has one too",
+    )
     _add_engine_flags(parser.add_argument_group("engine"))
     _add_scheduling_flags(parser.add_argument_group("scheduling"))
     _add_cache_flags(parser.add_argument_group("KV cache"))
@@ -210,19 +205,6 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="refuse clients without a certificate of these authorities (mutual TLS)",
     )
     group.add_argument(
-        "--metrics-port",
-        type=_port,
-        metavar="PORT",
-        help="serve Prometheus metrics over HTTP on this port of --host (default: nowhere)",
-    )
-    group.add_argument(
-        "--metrics-names",
-        type=_metrics_names,
-        default=(),
-        metavar="NAMES",
-        help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
-    )
-    group.add_argument(
         "--stall-timeout",
         type=_non_negative_float,
         default=10.0,
@@ -250,26 +232,6 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         default=30.0,
         metavar="S",
         help="on SIGTERM, how long that may take (default: %(default)s)",
-    )
-
-
-def _add_observing_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--log-format",
-        choices=FORMATS,
-        default="auto",
-        help="auto: text on a terminal, a JSON object a line elsewhere",
-    )
-    group.add_argument(
-        "--log-requests",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="a line for each request; the router's log has one too",
-    )
-    group.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help=f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
     )
 
 
@@ -458,15 +420,6 @@ def _non_negative_int(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
     return value
-
-
-def _metrics_names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in METRIC_NAMES]
-    if unknown:
-        known = ", ".join(METRIC_NAMES)
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {known}")
-    return names
 
 
 def _port(text: str) -> int:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from penstock_proto.trace_export import TracingConfig
 
-# Servers whose names metrics may have besides their own.
-METRIC_NAMES = ("vllm", "tgi")
-
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:

@@ -5,6 +5,8 @@ looks.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from itertools import chain
@@ -26,6 +28,8 @@ from penstock_proto.metric_names import translated
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output, Ready
 from penstock_shard.request import FinishReason
+
+logger = logging.getLogger(__name__)
 
 _STEP_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -266,3 +270,10 @@ def serve_metrics(metrics: ShardMetrics, engine: EngineState, config: ShardConfi
     server, _ = start_http_server(config.metrics_port, config.host, everything)
     handler = cast(type[WSGIRequestHandler], server.RequestHandlerClass)
     handler.timeout = _CALLER_TIMEOUT_S
+    server.handle_error = _caller_failed  # type: ignore[method-assign]
+
+
+def _caller_failed(request: object, client_address: object) -> None:
+    """Within the handler of an exception: who left or said nothing is not worth a traceback."""
+    if not isinstance(sys.exc_info()[1], OSError):
+        logger.exception("a question for metrics failed")

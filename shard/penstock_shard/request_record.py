@@ -6,6 +6,7 @@ followed. Knows neither, and of tokens their number only.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from penstock_proto.tracing import SpanContext, begin
 from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason
 from penstock_shard.validation import MAX_ID_CHARACTERS, IncomingRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -106,9 +109,17 @@ class Follower:
             deliver(output)
             if output.is_last:
                 for listener in listeners:
-                    listener(record)
+                    _tell(listener, record)
 
         return take
+
+
+def _tell(listener: OnEnd, record: ShardRecord) -> None:
+    try:
+        listener(record)
+    except Exception:
+        # What only tells of requests must not end what takes in the engine's messages.
+        logger.exception("request %s: its end could not be told", record.request_id)
 
 
 def _note(record: ShardRecord, output: Output, load: Callable[[], Load]) -> None:

@@ -92,6 +92,19 @@ def test_stopping_an_answer_frees_the_shard(page: Page) -> None:
     page.wait_for_selector(".request[data-state=cut] .mark.end-cut", state="attached")
 
 
+def test_a_conversation_that_is_cleared_in_the_middle_leaves_nothing_behind(page: Page) -> None:
+    go_to_chat(page, max_tokens="2000")
+    say(page, "Go on and on")
+    page.wait_for_selector(f"{TOKENS} >> nth=3", state="attached")
+    page.click("#clear")
+    page.wait_for_selector("#send:enabled")
+    page.fill("#set-max_tokens", "3")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Anew")
+    assert roles(asked.value) == ["user"]
+    wait_for_end(page)
+
+
 def test_alternatives_show_when_a_token_is_pointed_at_and_when_it_has_the_focus(page: Page) -> None:
     go_to_chat(page, max_tokens="6", top_logprobs="4")
     say(page, "Which word?")

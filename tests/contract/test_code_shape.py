@@ -20,8 +20,10 @@ MAX_MODULE_LINES = 600
 EDGES = {
     "penstock_router.tokenizer": "the tokenizers library raises bare Exception",
     "penstock_router.deltas": "what fails where deltas arrive is handed to who waits for them",
+    "penstock_router.records": "a defect of who tells of requests must not cost one",
     "penstock_router.sse": "the status line is sent: an error event is the last resort",
     "penstock_router.text_process": "a defect costs the body it shows on, not the process",
+    "penstock_shard.request_record": "a defect of who tells of requests must not cost the shard",
     "penstock_router.app": "the edge of the process: a bug is answered with 500",
 }
 

@@ -24,7 +24,7 @@ ALLOWED_PACKAGES = {
 # And of what is not the wire, these modules.
 ALLOWED_MODULES = {
     "penstock_router": (
-        *("penstock_proto.logs", "penstock_proto.metric_names"),
+        *("penstock_proto.flags", "penstock_proto.logs", "penstock_proto.metric_names"),
         *("penstock_proto.tls", "penstock_proto.trace_export", "penstock_proto.tracing"),
     )
 }

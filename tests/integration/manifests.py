@@ -217,8 +217,10 @@ def _files(
         name, (kind,) = volume["name"], volume.keys() - {"name"}
         assert kind in ("emptyDir", "secret"), f"{name}: a volume of kind {kind} not known here"
         if kind == "secret":
-            for key, text in secrets[volume["secret"]["secretName"]].items():
-                yield f"{paths[name]}/{key}", text
+            secret = secrets[volume["secret"]["secretName"]]
+            named = {item["key"]: item["path"] for item in volume["secret"].get("items", ())}
+            for key, path in (named or {key: key for key in secret}).items():
+                yield f"{paths[name]}/{path}", secret[key]
 
 
 def _variable(entry: Mapping[str, Any], secrets: Secrets) -> tuple[str, str]:

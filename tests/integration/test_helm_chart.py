@@ -121,6 +121,29 @@ CASES: dict[str, Values] = {
         "router": {"shutdownTimeoutSeconds": 100, "preStopSeconds": 7},
         "shard": {"drainTimeoutSeconds": 200, "startupSeconds": 600},
     },
+    # YAML reads such words as numbers and truths.
+    "names that look like something else": {
+        "nameOverride": "on",
+        "models": [
+            {"name": "123", "runtimeClassName": "1", "servedNames": ["a: b #c"]},
+            {"name": "true", "servedNames": ["x: y"], "autoscaling": TO_ZERO},
+        ],
+        "shard": {"cache": {"type": "perPod", "storageClass": "1"}, "hubToken": {"key": "yes"}},
+        "router": {"tls": {"existingSecret": "1"}, "shardWaitSeconds": 1},
+        "shardTls": {"existingSecret": "2", "mutual": True, "serverName": "123"},
+        "apiKey": {"existingSecret": "3", "key": "yes"},
+    },
+    "defaults taken away": {
+        "shard": {"resources": None, "affinity": None},
+        "router": {"resources": None, "topologySpreadConstraints": None},
+        "ingress": {"enabled": True, "hosts": ["a.example.com"], "annotations": None},
+    },
+    "fewer shards after two hours": {
+        "models": [
+            {"name": "a", "autoscaling": {"kind": "hpa", "cooldownSeconds": 7200}},
+            {"name": "b", "autoscaling": {"kind": "keda", "cooldownSeconds": 7200}},
+        ]
+    },
     "everything more": {
         part: {
             "extraArgs": ["--log-level", "debug"] if part == "router" else ["--max-num-seqs", "8"],
@@ -291,6 +314,8 @@ WRONG: list[tuple[Values, str]] = [
     ({"shardTls": {"mutual": "yes"}}, "'/shardTls/mutual': got string, want boolean"),
     ({"ingress": {"enabled": True}}, "'/ingress/hosts': minItems: got 0, want 1"),
     ({"httpRoute": {"enabled": True}}, "'/httpRoute/parentRefs': minItems: got 0, want 1"),
+    ({"fullnameOverride": "LLM"}, "'/fullnameOverride': 'LLM' does not match pattern"),
+    ({"nameOverride": "1st"}, "'/nameOverride': '1st' does not match pattern"),
     ({"httpRoute": {**ROUTE, "timeout": "an hour"}}, "'/httpRoute/timeout': 'an hour' does not"),
     ({"monitoring": {"interval": 15}}, "'/monitoring/interval': got number, want string"),
     ({"monitoring": {"prometheusUrl": "prom:9090"}}, "'/monitoring/prometheusUrl': 'prom:9090'"),
@@ -318,6 +343,10 @@ CONTRADICTIONS: list[tuple[Values, str]] = [
     ),
     ({"shard": {"autoscaling": {**TO_ZERO, "kind": "hpa"}}}, "minReplicas 0 needs autoscaling.kin"),
     ({"shard": {"autoscaling": TO_ZERO}}, "minReplicas 0 needs router.shardWaitSeconds"),
+    (
+        {"router": {"autoscaling": {"enabled": True, "minReplicas": 10}}},
+        "router.autoscaling.maxReplicas 8 is below minReplicas 10",
+    ),
 ]
 
 
@@ -464,7 +493,7 @@ def test_flags_exist(case: str) -> None:
     for template in templates_of(rendered(case)):
         of_router = template["metadata"]["labels"]["app.kubernetes.io/component"] == "router"
         command_line = router_command_line if of_router else shard_command_line
-        command_line._build_parser().parse_args(container_of(template)["args"])
+        command_line.build_parser().parse_args(container_of(template)["args"])
 
 
 @every_case
@@ -712,6 +741,22 @@ def test_the_routers_queue_scales_a_model_that_is_alone() -> None:
     assert described == find(rendered("hpa"), "Service", "-router")["metadata"]["name"]
 
 
+def test_shards_go_when_they_were_not_needed_for_so_long() -> None:
+    (scaler,) = of_kind(rendered("keda"), "ScaledObject")
+    hpa = scaler["spec"]["advanced"]["horizontalPodAutoscalerConfig"]
+    # For the last shard, and for the others.
+    assert scaler["spec"]["cooldownPeriod"] == 300
+    assert hpa["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 300
+    resources = rendered("fewer shards after two hours")
+    (scaler,) = of_kind(resources, "ScaledObject")
+    assert scaler["spec"]["cooldownPeriod"] == 7200
+    (by_cluster,) = of_kind(resources, "HorizontalPodAutoscaler")
+    of_keda = scaler["spec"]["advanced"]["horizontalPodAutoscalerConfig"]
+    for hpa in (by_cluster["spec"], of_keda):
+        # Kubernetes refuses more.
+        assert hpa["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 3600
+
+
 def test_scalers_look_at_the_pods_of_their_model_and_no_others() -> None:
     queries = triggers_of("keda")
     assert queries["queued"] == (
@@ -738,3 +783,17 @@ def test_the_notes_say_how_to_ask_and_what_to_expect() -> None:
     assert "wait for up to 900 s" in render_notes(CASES["keda, to zero"], "demo")
     assert "Bearer $KEY" in render_notes(CASES["a file of keys"], "demo")
     assert "curl --insecure https://" in render_notes(CASES["https"], "demo")
+
+
+def test_the_router_sees_no_key_that_is_the_shards_alone() -> None:
+    def mounted(name: str) -> Resource:
+        (deployment,) = of_kind(rendered(name), "Deployment")
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        (volume,) = [volume["secret"] for volume in volumes if volume["name"] == "shard-tls"]
+        found: Resource = volume
+        return found
+
+    one_sided = next(name for name, values in CASES.items() if values.get("shardTls") == SHARD_TLS)
+    assert mounted(one_sided)["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+    mutual = next(name for name, v in CASES.items() if v.get("shardTls", {}).get("mutual"))
+    assert "items" not in mounted(mutual)

@@ -140,9 +140,9 @@ class Shard(Service):
         super().__init__("penstock_shard", arguments, port, log_file, python_path)
 
     def healthy(self) -> bool:
-        from penstock_client.health import _shard_problem
+        from penstock_client.health import shard_problem
 
-        return not _shard_problem(self.address, 1.0, self.tls)
+        return not shard_problem(self.address, 1.0, self.tls)
 
 
 class Router(Service):

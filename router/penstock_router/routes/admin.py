@@ -165,6 +165,6 @@ def _shown(shard: ShardState) -> dict[str, Any]:
         "running": load.running,
         "waiting": load.waiting,
         "kv_blocks": load.num_blocks,
-        "kv_blocks_in_use": load.referenced_blocks,
+        "kv_used_blocks": load.referenced_blocks,
         "in_flight_from_here": shard.in_flight,
     }

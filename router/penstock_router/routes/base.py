@@ -28,6 +28,7 @@ from penstock_router.fields import Field, JsonObject, Table, decode_object, shor
 from penstock_router.keys import Key, Keys
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.rate_limits import Charge
 from penstock_router.records import Records, RequestRecord
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
@@ -210,7 +211,11 @@ def with_body(
     """A handler that reads a body of this kind first."""
 
     async def read_and_handle(request: web.Request) -> web.StreamResponse:
-        bodies = request.app[ROUTER].bodies
+        router, key = request.app[ROUTER], request.get(KEY)
+        if key is not None:
+            # Before its body is read: one that is wrong takes as long.
+            Charge(key.rates, router.metrics).take_request()
+        bodies = router.bodies
         with_digest = request.headers.get("x-penstock-resumable") == "1"
         with bodies.incoming() as incoming:
             async with asyncio.timeout(_left_s(request)):

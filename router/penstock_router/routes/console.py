@@ -17,10 +17,12 @@ from aiohttp import web
 from penstock_router.console import Console
 from penstock_router.errors import NotFound
 from penstock_router.routes import info
-from penstock_router.routes.base import ROUTER, check_admin
+from penstock_router.routes.base import ROUTER, check_admin, shown_key
 from penstock_router.sse import EventStream
 
 CONSOLE = web.AppKey("console", Console)
+# The path of the page's files.
+FILES = "/console/{name}"
 
 # A reader that takes nothing for so long is cut off: there is nothing here that must arrive.
 _WRITE_TIMEOUT_S = 10.0
@@ -30,8 +32,6 @@ _POLICY = (
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
     # Kept by browsers, and asked about each time: an upgraded router has other files.
     "Cache-Control": "no-cache",
 }
@@ -69,7 +69,7 @@ _FILES = _read_files()
 def add_routes(app: web.Application) -> None:
     """All of /console; the page itself is one of the table of routes."""
     app.router.add_get("/console/feed", feed, allow_head=False)
-    app.router.add_get("/console/{name}", file)
+    app.router.add_get(FILES, file)
 
 
 async def page(request: web.Request) -> web.Response:
@@ -97,13 +97,18 @@ def _answer(request: web.Request, name: str) -> web.Response:
 async def feed(request: web.Request) -> web.StreamResponse:
     """GET /console/feed: events named fleet and requests, until the client leaves."""
     config, keys = request.app[ROUTER].config, request.app[ROUTER].keys
-    if keys.are_asked_for or keys.has_admins:
+    is_closed = keys.are_asked_for or keys.has_admins
+    if is_closed:
         check_admin(request)
     with request.app[CONSOLE].watched() as frames:
         async with EventStream(
             request, keep_alive_s=config.keep_alive_s, write_timeout_s=_WRITE_TIMEOUT_S
         ) as events:
             while (frame := await frames.get()) is not None:
+                key = keys.find(shown_key(request)) if is_closed else None
+                if is_closed and (key is None or not key.is_admin):
+                    # Revoked, or expired.
+                    break
                 await events.send(frame)
             await events.end()
             return events.response

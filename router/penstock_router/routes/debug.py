@@ -22,9 +22,6 @@ _HEADERS = {
         f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
 }
 
 # Held while a profile is taken.

@@ -34,8 +34,6 @@ def _policy(page: bytes) -> str:
 
 _PAGE_HEADERS = {
     "Content-Security-Policy": _policy(_PAGE),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 

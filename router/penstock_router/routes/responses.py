@@ -2,7 +2,8 @@
 
 What is kept of a response is its answer, and the conversation up to and with it. An answer that
 cannot be kept still goes out, and says `store: false`. One that fails, or whose client leaves, is
-not kept unless it is made in the background.
+not kept unless it is made in the background. What was asked for with a key is there for that key,
+by its name, and for admins'; to others it is unknown.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from penstock_router.response_store import (
     Stored,
     StoreUnavailable,
 )
-from penstock_router.routes.base import REQUEST_ID, ROUTER, json_response
+from penstock_router.routes.base import KEY, REQUEST_ID, ROUTER, json_response
 from penstock_router.routes.generate import (
     Call,
     answer,
@@ -111,11 +112,13 @@ async def _keep(call: Call[ResponsesRequest], shape: Shape) -> None:
 
 
 async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> None:
+    key = call.request.get(KEY)
     await call.request.app[ROUTER].responses.put(
         call.response_id,
         msgspec.json.encode(shape.answer),
         shape.conversation,
         status=shape.answer["status"],
+        key_name="" if key is None else key.name,
     )
 
 
@@ -194,7 +197,7 @@ async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/responses/{id}; what is being made is cancelled."""
     response_id = request.match_info["id"]
     with _store_errors():
-        if not await request.app[ROUTER].responses.delete(response_id):
+        if not await request.app[ROUTER].responses.delete(response_id, _reader(request)):
             raise _not_found(response_id)
     deleted: DeletedAnswer = {"id": response_id, "object": "response", "deleted": True}
     return json_response(deleted)
@@ -264,7 +267,15 @@ async def _get(request: web.Request) -> Stored:
 
 async def _find(request: web.Request, response_id: str) -> Stored | None:
     with _store_errors():
-        return await request.app[ROUTER].responses.get(response_id)
+        return await request.app[ROUTER].responses.get(response_id, _reader(request))
+
+
+def _reader(request: web.Request) -> str | None:
+    """Whose responses it may have to do with, beside those that are anybody's; None: all."""
+    key = request.get(KEY)
+    if key is None:
+        return ""
+    return None if key.is_admin else key.name
 
 
 def _not_found(response_id: str) -> NotFound:

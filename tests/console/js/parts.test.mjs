@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { curlOf } from "./console/curl.js";
+import { Feed } from "./console/feed.js";
 import { bytes, count, duration, percent, rate, visible } from "./console/format.js";
 import { Samples } from "./console/samples.js";
 import { firstTokenAfter, isWanted, movesOf, segmentsOf, stateOf, tokenRate } from "./console/segments.js";
@@ -18,6 +19,26 @@ test("events are whole whatever pieces they come in", () => {
     assert.deepEqual(found.map(({ event, data }) => [event, data]),
       [["fleet", '{"a":1}'], ["message", "one\ntwo"], ["message", "x"]], `in pieces of ${size}`);
   }
+});
+
+test("of a feed that is taken up again, requests that its router does not know run no longer", async (context) => {
+  context.mock.timers.enable({ apis: ["setTimeout"] });
+  const one = (id, ended_at) => ({ id, arrived_at: 100, ended_at, output_tokens: 1, attempts: [] });
+  const connections = [
+    [[one("lost", null), one("kept", null), one("done", 101)], [one("later", null)]],
+    [[one("kept", null)], [one("new", null)]],
+  ];
+  context.mock.method(globalThis, "fetch", async () => new Response(
+    connections.shift().map((records) => `event: requests\ndata: ${JSON.stringify(records)}\n\n`).join("")));
+  const feed = new Feed("console/feed", () => ({}));
+  const ids = async () => {
+    feed.connect();
+    await new Promise((resolve) => { feed.addEventListener("state", resolve, { once: true }); });
+    return [...feed.requests.values()].map((record) => record.id);
+  };
+  assert.deepEqual(await ids(), ["lost", "kept", "done", "later"]);
+  feed.state = "live";
+  assert.deepEqual(await ids(), ["kept", "done", "new"]);
 });
 
 const attempt = (shard, sent_at, first_token_at, ended_at, ended_because = "", sequence = 0) =>

@@ -46,6 +46,25 @@ def test_root_becomes_the_owner_and_gives_it_only_what_is_roots(tmp_path: Path, 
     }
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
+def test_a_folder_that_leads_elsewhere_gives_nobody_what_is_there(tmp_path: Path) -> None:
+    # The host's user made it, who is to get no file of root's by that.
+    models, elsewhere = tmp_path / "models", tmp_path / "elsewhere"
+    for folder in (models, elsewhere):
+        folder.mkdir()
+    (elsewhere / "secret").touch()
+    (models / "hub").symlink_to(elsewhere)
+    os.chown(models, 1234, 1234)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from penstock_client.drop_root import drop_root\n"
+        "assert drop_root(Path(sys.argv[1])) == ''"
+    )
+    subprocess.run([sys.executable, "-c", code, str(models)], check=True)
+    assert (elsewhere / "secret").stat().st_uid == 0
+    assert (models / "xet").stat().st_uid == 1234
+
+
 def test_who_is_not_root_stays_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert drop_root.drop_root(tmp_path) == ""

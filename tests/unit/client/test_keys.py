@@ -64,6 +64,7 @@ def test_a_file_without_keys_is_a_file_with_no_keys() -> None:
     [
         ("[[keys]\n", "not TOML: .*at line 1"),
         ("a = " + "[" * 5000, "not TOML"),
+        ("a = " + "1" * 5000, "not TOML: it has a number that is too long"),
         ("keys = 1\n", "keys must be tables"),
         ("keys = [1]\n", "keys must be tables"),
         ("[other]\n", "'other' is unknown"),

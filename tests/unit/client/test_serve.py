@@ -50,5 +50,16 @@ def test_several_shards_take_the_gpus_in_turn(
 ) -> None:
     monkeypatch.setattr(serve, "visible_gpus", lambda: gpus)
     *found, router = children("--shards", str(shards))
-    assert [child.gpu for child in found] == seen
-    assert router.gpu == ""
+    assert [child.environment.get("CUDA_VISIBLE_DEVICES", "") for child in found] == seen
+    assert router.environment == {}
+
+
+def test_a_key_is_in_the_routers_environment_and_on_no_command_line() -> None:
+    shard, router = children("--api-key", "sk-5ecret")
+    assert router.environment == {"PENSTOCK_API_KEY": "sk-5ecret"}
+    assert shard.environment == {}
+    assert "5ecret" not in " ".join([*shard.command, *router.command])
+
+
+def test_an_empty_key_is_the_routers_to_refuse() -> None:
+    assert children("--api-key", "")[-1].environment == {"PENSTOCK_API_KEY": ""}

@@ -25,7 +25,6 @@ OF_TGI = "-- --metrics-names tgi"
 VALUES = {
     "dtype": "bfloat16",
     "load-format": "dummy",
-    "convert": "embed",
     "kv-cache-dtype": "float16",
     "max-model-len": "4k",
     "attention-backend": "TORCH_SDPA",
@@ -205,6 +204,14 @@ def test_short_names_and_keys_of_objects_are_known(flag: str) -> None:
         ("vllm serve m --chat-template {{x}}", "--chat-template", "into a file"),
         ("vllm serve m --reasoning-parser qwen3", "--reasoning-parser", "stays in the text"),
         ("QUANTIZE=eetq text-generation-launcher", "QUANTIZE", "as precise as"),
+        ("vllm serve m -tp two", "-tp", "'two' is no value"),
+        ("vllm serve m -tp 1.5", "-tp", "'1.5' is no value"),
+        ("NUM_SHARD=all text-generation-launcher", "NUM_SHARD", "'all' is no value"),
+        ("vllm serve m --max-model-len 4000.5", "--max-model-len", "'4000.5' is no value"),
+        ("text-generation-launcher --model-id ''", "--model-id", "has no value"),
+        # The model may be in it.
+        ("vllm serve --config config.yaml", "--config", "files of flags are not read"),
+        ("vllm serve m --pooler-config '{}x'", "--pooler-config", "as the model's modules.json"),
     ],
 )
 def test_what_would_change_answers_is_refused(command: str, subject: str, text: str) -> None:
@@ -225,6 +232,13 @@ def test_a_value_that_asks_for_nothing_is_no_loss(command: str) -> None:
     assert read(command).remarks == []
 
 
+def test_embeddings_are_not_pooled_in_another_way_than_the_model_says() -> None:
+    # vLLM, too, asks the model first.
+    result = read("vllm serve m --runner pooling --convert embed")
+    assert "--embeddings" not in result.shard
+    assert of(result, "--convert")[0] is Loss.LOST
+
+
 # ---- TGI -------------------------------------------------------------------------------------
 
 
@@ -234,6 +248,16 @@ def test_tgis_flags_are_variables_too_and_the_command_line_goes_first() -> None:
     assert result.arguments == shlex.split(
         f"a --host 0.0.0.0 --port 82 --trust-remote-code --max-model-len 100 {OF_TGI}"
     )
+
+
+def test_a_variable_that_is_empty_asks_for_nothing() -> None:
+    # As compose files pass on what may be set: `MODEL_ID: ${MODEL_ID:-}`.
+    result = read("MODEL_ID= QUANTIZE= API_KEY= CUDA_VISIBLE_DEVICES= text-generation-launcher")
+    assert result.model == "bigscience/bloom-560m"
+    assert result.remarks == []
+    assert result.environment == {"CUDA_VISIBLE_DEVICES": ""}
+    result = read("VLLM_API_KEY= VLLM_LOGGING_LEVEL= VLLM_USE_MODELSCOPE= vllm serve m")
+    assert (result.environment, result.remarks) == ({}, [])
 
 
 def test_the_environment_around_counts_only_where_it_is_run() -> None:
@@ -265,7 +289,7 @@ def test_what_merely_is_there_is_not_spoken_of_unless_something_is_lost() -> Non
 def test_each_gpu_gets_a_shard(command: str, gpus: int, copies: int) -> None:
     result = read(command, gpus=gpus)
     assert result.copies == copies
-    assert any("whole model" in remark.text for remark in result.remarks) == (copies > 1)
+    assert any("no model is split" in remark.text for remark in result.remarks) == (copies > 1)
 
 
 # ---- docker ----------------------------------------------------------------------------------
@@ -330,6 +354,18 @@ def test_what_is_no_such_command_is_refused_in_a_line(
         read(command)
     assert translate.main(["--", *shlex.split(command)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_quote_that_is_not_closed_is_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert translate.main(["--", "vllm serve 'm"]) == 2
+    assert capsys.readouterr().err.endswith("is no command line (No closing quotation)\n")
+
+
+def test_an_address_of_ipv6_is_listened_on_without_its_brackets() -> None:
+    result = read("docker run -p [::1]:9000:8000 vllm/vllm-openai m")
+    assert result.serve == ["--host", "::1", "--port", "9000"]
 
 
 # ---- the command -----------------------------------------------------------------------------

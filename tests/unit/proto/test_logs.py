@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import select
 import subprocess
 import sys
 import threading
@@ -70,6 +71,19 @@ def test_whatever_a_message_holds_stays_on_its_line(text: str) -> None:
     assert json.loads(JsonFormatter().format(record))["model"] == text
 
 
+def test_a_traceback_on_a_terminal_moves_no_cursor() -> None:
+    try:
+        raise ValueError("of a client: \x1b[2J\rall is well")
+    except ValueError:
+        record = logging.getLogger("test").makeRecord(
+            "test", logging.ERROR, "file.py", 1, "it failed", (), sys.exc_info()
+        )
+    text = TextFormatter().format(record)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert text.splitlines()[-1] == "ValueError: of a client: \\u001b[2J\\u000dall is well"
+
+
 def test_control_characters_are_written_out() -> None:
     assert escaped("a\nb\x1b[31m\u2028é") == "a\\u000ab\\u001b[31m\\u2028é"
 
@@ -81,6 +95,33 @@ def test_lines_are_written_by_a_thread_and_all_by_the_end() -> None:
         writer.emit(record_of("line %d", number))
     writer.close()
     assert stream.getvalue().splitlines() == [f"line {number}" for number in range(100)]
+
+
+def test_processes_that_share_a_pipe_do_not_break_one_anothers_lines() -> None:
+    """A pipe takes no more than `PIPE_BUF` bytes as a whole."""
+
+    class Pieces(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pieces: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.pieces.append(text)
+            return len(text)
+
+    stream = Pieces()
+    writer = logs._Writer(stream)
+    lengths = [300] * 100 + [10_000, 5] + [select.PIPE_BUF - 1, 1]
+    for length in lengths:
+        writer._lines.put("é" * (length // 2) + "x" * (length % 2))
+    writer.close()
+    assert "".join(stream.pieces).count("\n") == len(lengths)
+    assert all(piece.endswith("\n") for piece in stream.pieces)
+    longer = [piece for piece in stream.pieces if len(piece.encode()) > select.PIPE_BUF]
+    # Of a line that is longer by itself there is no help.
+    assert [piece.count("\n") for piece in longer] == [1]
+    # Nor is each written by itself.
+    assert len(stream.pieces) < len(lengths) / 5
 
 
 class Blocked(io.StringIO):

@@ -125,6 +125,16 @@ def test_a_receiver_that_takes_nothing_costs_bounded_memory_and_a_line_a_minute(
     assert "spans were lost: http://gone does not take them" in caplog.text
 
 
+def test_a_url_s_credentials_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = Exporter(SpanExportResult.FAILURE)
+    sink = OtlpSink("https://ann:secret@host:4318/v1/traces?key=secret", "test", exporter)
+    sink.add([span()])
+    with caplog.at_level(logging.WARNING, otlp.__name__):
+        sink.close()
+    assert "1 spans were lost: https://host:4318/v1/traces does not take them" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_what_the_exporter_says_of_failures_is_one_line_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_router.command_line import _build_parser, parse_config
+from penstock_router.command_line import build_parser, parse_config
 from penstock_router.config import RouterConfig
 
 
@@ -165,9 +165,7 @@ def _is_a_number(action: argparse.Action) -> bool:
 
 
 def test_every_flag_that_is_a_number_is_in_the_table() -> None:
-    flags = {
-        action.option_strings[0] for action in _build_parser()._actions if _is_a_number(action)
-    }
+    flags = {action.option_strings[0] for action in build_parser()._actions if _is_a_number(action)}
     assert flags == set(NUMBERS)
 
 
@@ -247,6 +245,18 @@ def test_the_file_of_keys_is_the_flag_or_the_environment_and_is_read_at_the_star
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"--api-keys-file {bad}: key a: hash: must be" in line
+
+
+@pytest.mark.parametrize("environment", [None, ""])
+def test_an_empty_name_of_a_keys_file_is_refused_and_not_taken_for_none(
+    environment: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--api-keys-file", ""] if environment is None else []
+    if environment is not None:
+        monkeypatch.setenv("PENSTOCK_API_KEYS_FILE", environment)
+    with pytest.raises(SystemExit):
+        parse_config(["--shards", "a:1", *flags])
+    assert "--api-keys-file : No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from penstock_client.types import AttemptRecord, LoadReport
 from penstock_router import console
 from penstock_router.console import StepRates, shown_request
 from penstock_router.records import RequestRecord
+from penstock_router.routes.base import ROUTER
 from penstock_router.routes.console import CONSOLE
 
 SECRET = "the weather in Atlantis"
@@ -32,13 +33,14 @@ SECRET = "the weather in Atlantis"
 class Watcher:
     """One reader of the feed."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, headers: dict[str, str] | None = None) -> None:
         self.connection = connection
+        self._headers = headers or {}
         self._events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self) -> int:
-        self.connection.send("GET", "/console/feed", b"", {})
+        self.connection.send("GET", "/console/feed", b"", self._headers)
         status, headers = await self.connection.read_head()
         self._task = asyncio.create_task(self._read(headers))
         return status
@@ -81,6 +83,12 @@ async def watching(router: MemoryRouter) -> AsyncIterator[Watcher]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(console, "_TELL_EVERY_S", 0.03)
+
+
+def new_record(request_id: str) -> RequestRecord:
+    return RequestRecord(
+        request_id=request_id, method="POST", route="/v1/completions", arrived_s=0.0
+    )
 
 
 def fleet() -> FakeFleet:
@@ -207,6 +215,21 @@ async def test_who_comes_later_is_told_of_what_was_but_not_of_reads_and_probes()
             assert [record["status"] for record in seen] == [200, 400]
 
 
+async def test_the_end_of_a_request_that_was_shown_is_told_however_many_end_beside_it() -> None:
+    async with memory_router(fleet()) as router:
+        looks, records = router.app[CONSOLE], router.app[ROUTER].records
+        shown = new_record("shown")
+        with looks.watched():
+            with records.held(shown):
+                looks._news(0.0)
+            for number in range(2 * console._MAX_ENDED):
+                with records.held(new_record(f"refused-{number}")):
+                    pass
+            frame = looks._news(0.25).decode()
+        told = json.loads(frame.split("event: requests\ndata: ")[1])
+        assert [each["ended_at"] is not None for each in told if each["id"] == "shown"] == [True]
+
+
 @pytest.mark.usefixtures("quick")
 async def test_a_fleet_at_rest_is_still_told_of_and_nobody_looks_when_nobody_watches() -> None:
     async with memory_router(fleet()) as router:
@@ -285,6 +308,18 @@ async def test_where_there_are_keys_the_feed_is_the_operator_s(
         connection.close()
         # The files say nothing of this router.
         assert (await router.get("/")).status == 200
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_feed_of_a_key_that_is_revoked_ends() -> None:
+    async with memory_router(fleet(), admin_key="boss") as router:
+        watcher = Watcher(router.connect(), {"Authorization": "Bearer boss"})
+        assert await watcher.begin() == 200
+        await watcher.next("fleet")
+        # As when the file of keys is read again without it.
+        router.app[ROUTER].keys._by_digest = {}
+        await watcher.next("end")
+        await watcher.leave()
 
 
 # ---- what it is made of ------------------------------------------------------------------------

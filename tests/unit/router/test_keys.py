@@ -373,6 +373,44 @@ async def test_the_records_say_whose_request_it_was(file: Path, served: FakeFlee
         assert names == ["alice", ""]
 
 
+async def test_a_stored_response_is_there_for_the_name_that_asked_and_for_admins_only(
+    file: Path, served: FakeFleet
+) -> None:
+    async with memory_router(served, **_all_keys(file)) as router:
+        body = {"input": "x", "max_output_tokens": 1}
+        made = await router.post("/v1/responses", body, **_bearer(ALICE))
+        path = f"/v1/responses/{made.json()['id']}"
+        follow = {**body, "previous_response_id": made.json()["id"]}
+        for method, of in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+            unknown = await router.request(method, f"/v1/responses/resp_1{of}", b"", _bearer(BOB))
+            answer = await router.request(method, path + of, b"", _bearer(BOB))
+            assert (unknown.status, answer.status) == (404, 404)
+        assert (await router.post("/v1/responses", follow, **_bearer(BOB))).status == 404
+        assert (await router.request("DELETE", path, b"", _bearer(BOB))).status == 404
+        for key in (ALICE, ROOT):
+            assert (await router.get(path, **_bearer(key))).status == 200
+            assert (await router.post("/v1/responses", follow, **_bearer(key))).status == 200
+        # Another key of the same name, as after it was lost.
+        router.app[ROUTER].keys._replace(key_file.parse(entry("alice", "psk-new")))
+        assert (await router.request("DELETE", path, b"", _bearer("psk-new"))).status == 200
+
+
+async def test_nobody_cancels_what_is_made_in_the_background_for_another_key(
+    file: Path, served: FakeFleet
+) -> None:
+    served.script = lambda request: [5] * 100_000
+    async with memory_router(served, **_all_keys(file)) as router:
+        body = {"input": "x", "background": True, "max_output_tokens": 300}
+        served.step_s = 0.01
+        made = await router.post("/v1/responses", body, **_bearer(ALICE))
+        path = f"/v1/responses/{made.json()['id']}"
+        assert (await router.post(f"{path}/cancel", {}, **_bearer(BOB))).status == 404
+        assert (await router.request("DELETE", path, b"", _bearer(BOB))).status == 404
+        assert (await router.get(path, **_bearer(ALICE))).json()["status"] == "in_progress"
+        answer = await router.post(f"{path}/cancel", {}, **_bearer(ALICE))
+        assert (answer.status, answer.json()["status"]) == (200, "cancelled")
+
+
 # ---- Its limits --------------------------------------------------------------------------------
 
 
@@ -435,6 +473,14 @@ async def test_requests_over_a_keys_rate_are_429_in_each_apis_form_and_say_when_
         assert not any(name.startswith("x-ratelimit") for name in answer.headers)
         metrics = (await router.get("/metrics")).body
         assert b'penstock_router_refused_total{reason="key_requests_per_minute"} 3.0' in metrics
+
+
+async def test_requests_that_are_wrong_count_too(file: Path, served: FakeFleet) -> None:
+    _write(file, entry("alice", ALICE, requests_per_minute=3))
+    async with memory_router(served, **_all_keys(file)) as router:
+        bodies = (b"[", b'{"prompt": "x", "n": -1}', b'{"prompt": "x"}', b"[")
+        answers = [await router.post("/v1/completions", each, **_bearer(ALICE)) for each in bodies]
+        assert [answer.status for answer in answers] == [400, 400, 200, 429]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,7 +7,14 @@ import asyncio
 import pytest
 from router_doubles import MemoryRouter
 
-from penstock_client.errors import ShardFailed
+from penstock_client.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NoShardAvailable,
+    Overloaded,
+    PenstockError,
+    ShardFailed,
+)
 from penstock_client.types import AttemptRecord
 from penstock_router.records import Records, RequestRecord
 from penstock_router.routes.base import ROUTER
@@ -77,6 +84,29 @@ async def test_a_failed_answer_has_the_type_of_its_error(
     assert record.status == (200 if stream else 500)
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "outcome"),
+    [
+        (Overloaded("full"), 429, "refused"),
+        (InvalidRequest("its own limit", field="max_tokens"), 400, "refused"),
+        (DeadlineExceeded("late"), 504, "timeout"),
+        (NoShardAvailable("none"), 503, "error"),
+    ],
+)
+async def test_what_a_shard_refuses_is_refused_and_no_failure(
+    router: MemoryRouter,
+    ended: list[RequestRecord],
+    error: PenstockError,
+    status: int,
+    outcome: str,
+) -> None:
+    router.fleet.script = lambda request: [error]
+    assert (await router.complete(max_tokens=5)).status == status
+    record = await last_record(router, ended)
+    assert (record.status, record.outcome) == (status, outcome)
+    assert record.error == type(error).__name__
+
+
 async def test_a_client_that_leaves_ends_its_record_as_disconnect(
     router: MemoryRouter, ended: list[RequestRecord]
 ) -> None:
@@ -132,6 +162,22 @@ def test_a_record_ends_once_when_its_last_holder_lets_go() -> None:
         assert not ended
     assert ended == [record]
     assert not records.running
+
+
+def test_a_listener_that_fails_costs_neither_the_others_nor_the_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(record: RequestRecord) -> None:
+        raise RuntimeError("a defect")
+
+    records = Records()
+    ended: list[RequestRecord] = []
+    records.on_end += [fail, ended.append]
+    record = new_record()
+    with records.held(record):
+        pass
+    assert ended == [record]
+    assert "a defect" in caplog.text
 
 
 def test_what_is_said_first_of_an_end_counts() -> None:

@@ -196,3 +196,14 @@ async def test_no_lines_where_none_are_wanted(
     async with memory_router(fleet, log_requests=False) as router:
         await router.complete(max_tokens=1)
     assert [record for record in caplog.records if record.name == LOGGER] == []
+
+
+async def test_a_refusal_quotes_to_its_client_what_no_log_has(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with memory_router(fleet) as router:
+        answer = await router.post("/v1/chat/completions", {"messages": "a private prompt"})
+    assert "private" in answer.error["message"]
+    assert "private" not in caplog.text
+    assert "400 BadRequestError messages" in caplog.text

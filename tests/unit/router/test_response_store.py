@@ -599,6 +599,39 @@ def last_beat(path: str) -> float:
 # ---- the file ------------------------------------------------------------------------------------
 
 
+async def test_a_response_is_there_for_its_key_and_for_those_who_may_read_all(
+    store: ResponseStore, other: ResponseStore
+) -> None:
+    for name, status in (("done", "completed"), ("running", "in_progress")):
+        await store.put(name, b"", b"", status=status, key_name="alice")
+        # Also where another worker, or nobody's request, has put its end.
+        await other.put(name, b"end", b"", status=status)
+        for reader, there in (("alice", True), ("bob", False), ("", False), (None, True)):
+            assert (await other.get(name, reader) is not None) == there
+        for reader in ("bob", ""):
+            assert not await other.delete(name, reader)
+        assert await store.get(name, "alice") == Stored(b"end", b"", status)
+        assert await other.delete(name, "alice")
+        assert await store.get(name) is None
+    await put(store, "anybodys")
+    assert await store.get("anybodys", "bob") is not None
+    assert await store.delete("anybodys", "")
+
+
+async def test_a_file_from_before_keys_were_noted_is_used_and_what_it_holds_is_anybodys(
+    path: str,
+) -> None:
+    await fill(Path(path))
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE responses DROP COLUMN key_name")
+    with store_file(path, max_bytes=LARGE_BYTES):
+        async with make_store(path) as store, make_store(path, "b") as other:
+            assert await store.get("5", "bob") is not None
+            await store.put("new", b"", b"", status="completed", key_name="alice")
+            assert await other.get("new", "bob") is None
+            assert await other.get("new", "alice") is not None
+
+
 async def test_only_the_user_can_read_the_files(path: str) -> None:
     umask = os.umask(0)
     try:
@@ -636,14 +669,15 @@ async def test_a_name_means_nothing_to_sqlite(
             assert (tmp_path / name).is_file()
 
 
+async def fill(path: Path) -> None:
+    """With some responses."""
+    async with make_store(str(path)) as store:
+        await put(store, *(f"{number}" for number in range(100)), size=3000)
+
+
 def filled(path: Path) -> bytearray:
     """The bytes of a store with some responses in it."""
-
-    async def main() -> None:
-        async with make_store(str(path)) as store:
-            await put(store, *(f"{number}" for number in range(100)), size=3000)
-
-    asyncio.run(main())
+    asyncio.run(fill(path))
     return bytearray(path.read_bytes())
 
 

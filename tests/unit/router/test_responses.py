@@ -762,9 +762,9 @@ async def test_a_client_that_leaves_while_it_is_begun_leaves_nothing_in_progress
 ) -> None:
     put, ids = ResponseStore.put, []
 
-    async def put_slowly(self: ResponseStore, response_id: str, *rest: Any, status: str) -> None:
+    async def put_slowly(self: ResponseStore, response_id: str, *rest: Any, **more: Any) -> None:
         ids.append(response_id)
-        await put(self, response_id, *rest, status=status)
+        await put(self, response_id, *rest, **more)
         await asyncio.sleep(0.1)
 
     monkeypatch.setattr(ResponseStore, "put", put_slowly)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+import urllib.request
+
 import pytest
 from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request
@@ -12,12 +16,33 @@ from penstock_shard import link, wire
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.link import Error, Load, Output, StepOutputs, Submit
-from penstock_shard.metrics import EngineCollector, ShardMetrics
+from penstock_shard.metrics import EngineCollector, ShardMetrics, serve_metrics
 from penstock_shard.request import FinishReason, SamplingParams
 
 
 def value(metrics: ShardMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"penstock_shard_{name}", labels)
+
+
+def test_a_caller_that_says_nothing_or_leaves_is_no_trouble_and_no_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_shard.metrics._CALLER_TIMEOUT_S", 0.05)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = ShardConfig(runner="fake", metrics_port=port)
+    engine = EngineSupervisor(config)
+    serve_metrics(engine.metrics, engine, config)
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        assert silent.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", port)) as rude:
+        # Its end is a reset.
+        rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        rude.sendall(b"GET /met")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        assert b"penstock_shard_serving 0.0" in answer.read()
+    assert capfd.readouterr().err == ""
 
 
 def test_the_engine_counts_its_steps_their_sequences_and_their_tokens() -> None:

@@ -77,6 +77,20 @@ def test_a_request_is_followed_from_its_arrival_to_its_last_output() -> None:
     assert record.arrived_s <= record.first_token_s <= record.last_token_s <= record.ended_s
 
 
+def test_a_listener_that_fails_costs_neither_the_others_nor_the_engine_s_messages(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(record: ShardRecord) -> None:
+        raise RuntimeError("a defect")
+
+    traced: list[ShardRecord] = []
+    follower = Follower(fail, traced.append, 1.0, Load)
+    take = follower.outlet(incoming(), "engine-1", lambda output: None)
+    take(Output("r", 1, 3, [7], finish=FinishReason.STOP))
+    assert len(traced) == 1
+    assert "a defect" in caplog.text
+
+
 def test_its_spans_are_children_of_the_callers_attempt() -> None:
     whole, queue, prefill, decode = spans_of(Followed().finish())
     assert (whole.name, whole.kind, whole.context.trace_id, whole.parent_id) == (

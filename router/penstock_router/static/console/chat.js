@@ -78,7 +78,8 @@ class Chat {
       else answer.end("failed", error instanceof Refusal ? error.message : `The router cannot be reached: ${error.message}`);
     }
     this.#running = null;
-    if (answer.content) this.#messages.push({ role: "assistant", content: answer.content });
+    // It may have been cleared away meanwhile.
+    if (answer.content && answer === this.#answer) this.#messages.push({ role: "assistant", content: answer.content });
     announce(`The answer is ${answer.element.dataset.state}`);
     this.#showButtons();
     this.#toEnd();

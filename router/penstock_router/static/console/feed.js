@@ -26,6 +26,8 @@ export class Feed extends EventTarget {
   #timer = 0;
   #clockOffset = null;
   #tokens = [];
+  // No requests came by this connection yet.
+  #isFirst = true;
 
   constructor(url, headers) {
     super();
@@ -65,6 +67,7 @@ export class Feed extends EventTarget {
         headers: this.#headers(), signal: connection.signal, cache: "no-store",
       });
       if (!response.ok) return await this.#refused(response);
+      this.#isFirst = true;
       for await (const event of eventsOf(response)) {
         heard();
         this.#take(event);
@@ -97,9 +100,11 @@ export class Feed extends EventTarget {
   }
 
   #takeRequests(records) {
+    // Clients choose ids, and may choose one twice.
+    for (const record of records) record.key_of_row = `${record.id}@${record.arrived_at}`;
+    if (this.#isFirst) this.#forgetUnknown(records);
+    this.#isFirst = false;
     for (const record of records) {
-      // Clients choose ids, and may choose one twice.
-      record.key_of_row = `${record.id}@${record.arrived_at}`;
       const before = this.requests.get(record.key_of_row);
       const tokens = record.output_tokens - (before?.output_tokens ?? 0);
       if (before && tokens > 0) this.#tokens.push([performance.now(), tokens]);
@@ -107,6 +112,15 @@ export class Feed extends EventTarget {
     }
     this.#forgetOldest();
     this.dispatchEvent(new CustomEvent("requests", { detail: records }));
+  }
+
+  // A connection begins with all that its router knows. What ran and is not in it ended unseen, or
+  // with its router, or is another worker's: nobody will tell its end.
+  #forgetUnknown(records) {
+    const known = new Set(records.map((record) => record.key_of_row));
+    for (const [key, record] of this.requests) {
+      if (record.ended_at === null && !known.has(key)) this.requests.delete(key);
+    }
   }
 
   #forgetOldest() {
