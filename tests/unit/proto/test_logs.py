@@ -13,11 +13,14 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock_proto import logs
 from penstock_proto.logs import JsonFormatter, TextFormatter, escaped
+
+# How long examples take says more of the machine than of the code.
+ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 def record_of(message: str, *args: object, extra: dict[str, Any] | None = None) -> Any:
@@ -62,6 +65,7 @@ def test_as_text_a_traceback_follows_its_line() -> None:
     assert second == "Traceback (most recent call last):"
 
 
+@ANY_PACE
 @given(st.text())
 def test_whatever_a_message_holds_stays_on_its_line(text: str) -> None:
     record = record_of("request %s", text, extra={"model": text})

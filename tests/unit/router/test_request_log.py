@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_doubles import FakeFleet, memory_router
 
@@ -19,6 +19,9 @@ from penstock_proto.logs import JsonFormatter, TextFormatter
 from penstock_router.deltas import Usage
 from penstock_router.records import RequestRecord
 from penstock_router.request_log import fields_of, log_request
+
+# How long examples take says more of the machine than of the code.
+ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 LOGGER = "penstock.requests"
 OBSERVABILITY = Path(__file__).parents[3] / "docs" / "observability.md"
@@ -108,6 +111,7 @@ def test_the_document_has_each_field_and_no_other() -> None:
     assert documented == {*fields_of(failed_over()), "error"}
 
 
+@ANY_PACE
 @given(st.text(), st.text(), st.text(), st.text())
 def test_nothing_that_a_client_chose_leaves_its_line_or_its_bounds(
     request_id: str, method: str, model: str, error: str
