@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--abort-rate", type=float, default=1000.0, help="aborts a second")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument(
-        "--stall-timeout", type=float, default=1.0, help="of the shards, in seconds"
+        "--stall-timeout-s", type=float, default=1.0, help="of the shards, in seconds"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -116,7 +116,7 @@ def start_shards(args: argparse.Namespace, folder: Path, count: int, *more: str)
 def start_shard(
     args: argparse.Namespace, folder: Path, index: int, port: int | None, *more: str
 ) -> Shard:
-    flags = ["--stall-timeout", str(args.stall_timeout), *more]
+    flags = ["--stall-timeout-s", str(args.stall_timeout_s), *more]
     if args.model is not None:
         flags += ["--model", str(args.model), "--threads", "1"]
     else:
@@ -157,7 +157,9 @@ async def strike(args: argparse.Namespace, folder: Path) -> int:
     shards = start_shards(args, folder, 2)
     calm_gaps, first_tokens, gaps, wrong = [], [], [], 0
     with running(*shards):
-        async with Fleet([s.address for s in shards], stall_timeout_s=args.stall_timeout) as fleet:
+        async with Fleet(
+            [s.address for s in shards], stall_timeout_s=args.stall_timeout_s
+        ) as fleet:
             for number in range(args.rounds):
                 await all_ready(fleet)
                 requests = make_requests(args, rng, args.streams)

@@ -9,7 +9,7 @@ import math
 import os
 from urllib.parse import urlsplit
 
-from penstock_proto.flags import OneLineParser
+from penstock_proto.flags import OneLineParser, add_api_key
 from penstock_proto.tls import Tls, TlsFilesUnusable
 
 CUT_OFF = "the answer was cut off"
@@ -32,18 +32,7 @@ def add_url(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="address of the router (default: %(default)s)",
     )
-    add_api_key(parser)
-
-
-def add_api_key(parser: argparse.ArgumentParser) -> None:
-    """The key to show; one from the environment is checked as one that is given."""
-    parser.add_argument(
-        "--api-key",
-        default=os.getenv("PENSTOCK_API_KEY"),
-        type=api_key,
-        metavar="KEY",
-        help="API key to show (default: PENSTOCK_API_KEY)",
-    )
+    add_api_key(parser, "API key to show")
 
 
 def add_shard_tls(parser: argparse.ArgumentParser) -> None:
@@ -79,13 +68,6 @@ def shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls 
     except (ValueError, TlsFilesUnusable) as error:
         parser.error(f"--tls-ca-file, --tls-cert-file and --tls-key-file: {error}")
     return tls
-
-
-def api_key(text: str) -> str:
-    """A key that fits into a header; a wrong one is not repeated, it may be a secret."""
-    if not (text.isascii() and text.isprintable()):
-        raise argparse.ArgumentTypeError("a key (or PENSTOCK_API_KEY) must be printable ASCII")
-    return text
 
 
 def http_url(text: str) -> str:

@@ -78,8 +78,9 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _run_tool(module: str, arguments: Sequence[str]) -> int:
-    # Before gRPC is imported: by itself it writes a line for each handshake that fails.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from penstock_proto.flags import quiet_grpc
+
+    quiet_grpc()
     try:
         tool = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -6,17 +6,18 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from penstock_client.arguments import add_api_key, add_shard_tls, parser_for, shard_tls
+from penstock_client.arguments import add_shard_tls, parser_for, shard_tls
 from penstock_client.errors import PenstockError
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
+from penstock_proto.flags import add_api_key
 from penstock_proto.tls import Tls
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = parser_for("info", "Show what a shard serves, and how busy it is.")
     parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
-    add_api_key(parser)
+    add_api_key(parser, "API key to show")
     add_shard_tls(parser)
     args = parser.parse_args(arguments)
     tls = shard_tls(parser, args)

@@ -107,8 +107,9 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # Names line and column, and of the text one character at most.
-        raise KeyFileError(f"not TOML: {error}") from None
+        # Its words may quote a name, and that may be a key.
+        where = str(error).rpartition("(at ")[2].rstrip(")")
+        raise KeyFileError(f"not TOML: it is wrong at {where}") from None
     except ValueError:
         # Python's own limit of a number's digits.
         raise KeyFileError("not TOML: it has a number that is too long") from None
@@ -194,7 +195,8 @@ def _wrong(where: str, name: str, rule: str) -> NoReturn:
 
 
 def _shown(name: str) -> str:
-    return repr(name if len(name) <= 40 else f"{name[:37]}...")
+    """Long enough to be found, and too short for a key."""
+    return repr(name if len(name) <= 23 else f"{name[:20]}...")
 
 
 # ---- Writing -----------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def entry_text(entry: KeyEntry) -> str:
     """The entry as the file has it."""
     lines = [
         "[[keys]]",
-        f'name = "{entry.name}"',
+        f"name = {json.dumps(entry.name)}",
         f'hash = "{hash_of(entry.digest)}"',
         f"scopes = {json.dumps(entry.scopes)}",
     ]

@@ -168,7 +168,9 @@ def _expiry(text: str) -> datetime.datetime:
     else:
         try:
             until = datetime.datetime.fromisoformat(text)
-        except ValueError:
+            # A time of the last day there is, elsewhere.
+            until.astimezone(datetime.UTC)
+        except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(
                 f"must be as 90d, 12h, 2027-01-01 or 2027-01-01T12:00Z, not {text[:40]!r}"
             ) from None

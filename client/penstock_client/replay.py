@@ -15,19 +15,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock_client.arguments import (
-    add_api_key,
-    add_shard_tls,
-    parser_for,
-    positive_int,
-    shard_tls,
-)
+from penstock_client.arguments import add_shard_tls, parser_for, positive_int, shard_tls
 from penstock_client.audit import AuditRecord, read_audit, read_key
 from penstock_client.errors import PenstockError
 from penstock_client.fleet import Fleet
 from penstock_client.membership import check_address
 from penstock_client.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
+from penstock_proto.flags import add_api_key
 
 _DESCRIPTION = """\
 Generate again what an audit log recorded, and compare token by token. Exit status: 0 when every
@@ -95,7 +90,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shards", required=True, type=_addresses, metavar="HOST:PORT,...", help="where to do it"
     )
-    add_api_key(parser)
+    add_api_key(parser, "API key to show")
     add_shard_tls(parser)
     parser.add_argument("--key-file", metavar="FILE", help="the log's key, if it has one")
     parser.add_argument(

@@ -21,15 +21,9 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_client.arguments import (
-    MAX_PORT,
-    api_key,
-    parser_for,
-    port_number,
-    positive_int,
-    seconds,
-)
+from penstock_client.arguments import MAX_PORT, parser_for, port_number, positive_int, seconds
 from penstock_client.gpus import visible_gpus
+from penstock_proto.flags import usable_key
 
 _POLL_S = 0.2
 # Of a router beyond what requests may take to finish.
@@ -101,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
     add("--port", default=8000, type=port_number, help="of the router (default: 8000)")
     add("--workers", default=1, type=positive_int, help="of the router")
-    add("--api-key", type=api_key, metavar="KEY", help="that clients of the router must send")
+    add("--api-key", type=usable_key, metavar="KEY", help="that clients of the router must send")
     add(
         "--tls-cert-file",
         "--ssl-certfile",

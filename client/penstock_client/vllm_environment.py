@@ -108,8 +108,8 @@ ENVIRONMENT: Table = {
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_ENGINE_READY_TIMEOUT_S "
         "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS "
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
-        "times are --stall-timeout, --drain-timeout and --max-restarts of shards, and those that "
-        "`penstock router --help` lists",
+        "times are --stall-timeout-s, --drain-timeout-s and --max-restarts of shards, and those "
+        "that `penstock router --help` lists",
     ),
     **lost(
         "VLLM_MAX_N_SEQUENCES VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_STOP_STRINGS "

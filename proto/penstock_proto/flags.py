@@ -1,12 +1,14 @@
-"""What the command lines of routers, shards and tools have in common: how they complain, and the
-flags that say what a server tells of itself. Knows argparse; nothing of what is told.
+"""What the command lines of routers, shards and tools have in common: how they complain, what a key
+is, how they keep gRPC quiet, and the flags that say what a server tells of itself. Knows argparse;
+imports no gRPC, and knows nothing of what is told.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock_proto.logs import FORMATS
 from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
@@ -16,10 +18,46 @@ METRIC_NAMES = ("vllm", "tgi")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, without the whole usage before it."""
+    """Complains in one line, without the whole usage before it, and takes no shortened flag: what
+    it is short for may change with every flag that is added.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, **given)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def quiet_grpc() -> None:
+    """To be called before gRPC is imported: by itself it writes a line for each handshake that
+    fails.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def add_api_key(group: argparse._ActionsContainer, about: str) -> None:
+    """--api-key; one from the environment is checked as one that is given."""
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get("PENSTOCK_API_KEY"),
+        type=functools.partial(usable_key, source="a key (or PENSTOCK_API_KEY)"),
+        metavar="KEY",
+        help=f"{about} (default: PENSTOCK_API_KEY)",
+    )
+
+
+def usable_key(text: str, source: str = "a key") -> str:
+    """A key that a header can carry; a wrong one is not repeated, it may be a secret.
+
+    An empty one is a mistake: it would ask for no key at all.
+    """
+    if not (text and text.isascii() and text.isprintable() and text == text.strip()):
+        raise argparse.ArgumentTypeError(
+            f"{source} is printable ASCII, not empty, without spaces around it; "
+            "leave it out to do without"
+        )
+    return text
 
 
 def add_observing_flags(

@@ -3,7 +3,6 @@
 The version is checked before anything that an older Python could not even read is imported.
 """
 
-import os
 import sys
 
 
@@ -13,8 +12,9 @@ def main():  # type: () -> int
         found = ".".join(str(part) for part in sys.version_info[:3])
         print("penstock router: needs Python 3.11 to 3.13; this is " + found, file=sys.stderr)
         return 2
-    # Before gRPC is imported: by itself it writes a line for each handshake that fails.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from penstock_proto.flags import quiet_grpc
+
+    quiet_grpc()
     from penstock_router import workers
     from penstock_router.command_line import parse_config
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -37,7 +36,7 @@ from penstock_router.keys import Keys
 from penstock_router.loop_lag import watch_loop
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
-from penstock_router.records import RequestRecord
+from penstock_router.records import Records, RequestRecord
 from penstock_router.request_log import log_request
 from penstock_router.request_metrics import RequestMetrics
 from penstock_router.response_store import ResponseStore
@@ -69,7 +68,7 @@ logger = logging.getLogger(__name__)
 _THREAD_WORK_OF_ITS_OWN = 64
 
 _TRACES = web.AppKey("traces", RequestTraces)
-_REQUEST_METRICS = web.AppKey("request_metrics", RequestMetrics)
+_PROBES = web.AppKey("probes", Records)
 # By (method, path), as aiohttp names a path.
 _BY_PATH = {(route.method, route.canonical_path): route for route in ROUTES}
 
@@ -143,8 +142,10 @@ def _tell_of_requests(app: web.Application, spans: SpanSink | None) -> None:
     router = app[ROUTER]
     tracing = router.config.tracing
     app[_TRACES] = RequestTraces(spans, 1.0 if tracing is None else tracing.share)
-    app[_REQUEST_METRICS] = RequestMetrics(router.metrics.registry)
-    router.records.on_end += [app[_REQUEST_METRICS].ended, app[_TRACES].ended]
+    request_metrics = RequestMetrics(router.metrics.registry)
+    app[_PROBES] = Records()
+    app[_PROBES].on_end.append(request_metrics.ended)
+    router.records.on_end += [request_metrics.ended, app[_TRACES].ended]
     if router.config.log_requests:
         router.records.on_end.append(log_request)
 
@@ -222,18 +223,16 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     request[ERROR_FORM] = ERRORS if route is None else route.errors
     record = request[RECORD] = _begin_record(request)
     records = request.app[ROUTER].records
-    # Probes and the like are nobody's requests.
-    is_probe = record.route == console.FILES or (route is not None and route.is_open)
-    with contextlib.nullcontext() if is_probe else records.held(record):
+    if record.route == console.FILES or (route is not None and route.is_open):
+        # Nobody's request: it is counted, and nothing else is told of it.
+        records = request.app[_PROBES]
+        record.finished("probe")
+    with records.held(record):
         # What is counted when the client left before the answer's end.
         record.status = 499
-        try:
-            response = await _answer(request, handler)
-            record.status = response.status
-            return response
-        finally:
-            if is_probe:
-                request.app[_REQUEST_METRICS].ended(record)
+        response = await _answer(request, handler)
+        record.status = response.status
+        return response
 
 
 def _begin_record(request: web.Request) -> RequestRecord:

@@ -6,7 +6,7 @@ Knows no text and no HTTP. It is a protocol so that tests run the whole router a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock_client.types import (
     AttemptRecord,
@@ -80,6 +80,22 @@ def state_of(shard: ShardState) -> str:
     if shard.load.draining or shard.leaving:
         return "draining"
     return "serving" if shard.ready else "loading"
+
+
+def shown_shard(shard: ShardState) -> dict[str, Any]:
+    """As everybody is shown it who asks about shards; None is not known yet."""
+    info, load = shard.info, shard.load
+    return {
+        "address": shard.address,
+        "state": state_of(shard),
+        "problem": shard.problem,
+        "model": None if info is None else info.model,
+        "instance_id": None if info is None else info.instance_id,
+        "running": load.running,
+        "waiting": load.waiting,
+        "kv_blocks": load.num_blocks,
+        "kv_used_blocks": load.referenced_blocks,
+    }
 
 
 class Fleet(Protocol):

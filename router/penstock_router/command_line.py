@@ -13,7 +13,7 @@ from penstock_client.audit import read_key
 from penstock_client.key_file import KeyFileError
 from penstock_client.membership import parse_source
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
-from penstock_proto.flags import OneLineParser, add_observing_flags, tracing_of
+from penstock_proto.flags import OneLineParser, add_observing_flags, tracing_of, usable_key
 from penstock_proto.tls import Tls, TlsFilesUnusable
 from penstock_router import flag_values as values
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
@@ -67,7 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="penstock router",
         description="Serve the HTTP API in front of penstock shards.",
-        allow_abbrev=False,
     )
     _add_serving_flags(parser.add_argument_group("serving"))
     observing = parser.add_argument_group("metrics, logs and traces")
@@ -500,15 +499,10 @@ def _keys_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str
 def _key(
     parser: argparse.ArgumentParser, source: str, key: str | None, variable: str = ""
 ) -> str | None:
-    """A key that a header can carry, given or else of a variable of the environment.
-
-    An empty one is a mistake: it would ask for no key at all.
-    """
+    """One that is usable, given or else of a variable of the environment."""
     if key is None and variable:
         source, key = variable, os.environ.get(variable)
-    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
-        parser.error(
-            f"{source}: a key is printable ASCII, not empty, without spaces around it; "
-            "leave it out to serve without"
-        )
-    return key
+    try:
+        return None if key is None else usable_key(key)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"{source}: {error}")

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock_client.types import AttemptRecord
 from penstock_router.admission import Admission
-from penstock_router.backend import Fleet, ShardState, state_of
+from penstock_router.backend import Fleet, ShardState, shown_shard
 from penstock_router.errors import TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.records import Records, RequestRecord
@@ -153,6 +153,8 @@ class Console:
             "queued": self._admission.queued,
             "loop_lag_worst_s": self._metrics.loop_lag_worst_s,
             "requests_running": len(self._records.running),
+            # Of those, at most.
+            "followed": _MAX_RUNNING,
         }
         shards = [self._shown_shard(shard, now_s) for shard in self._fleet.shards]
         return {**self._about, "router": router, "shards": shards}
@@ -161,19 +163,11 @@ class Console:
         info, load = shard.info, shard.load
         steps_per_s, step_s = self._rates.look(shard, now_s)
         return {
-            "address": shard.address,
-            "state": state_of(shard),
-            "problem": shard.problem,
-            "model": None if info is None else info.model,
+            **shown_shard(shard),
             "device": None if info is None else info.device,
             "dtype": None if info is None else info.dtype,
-            "instance_id": load.instance_id,
-            "running": load.running,
-            "waiting": load.waiting,
             "queued_prompt_tokens": load.queued_prompt_tokens,
             "max_num_seqs": None if info is None else info.limits.max_num_seqs,
-            "kv_used_blocks": load.referenced_blocks,
-            "kv_blocks": load.num_blocks,
             "block_size": None if info is None else info.block_size,
             "step_s": step_s,
             "steps_per_s": steps_per_s,

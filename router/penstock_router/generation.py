@@ -265,7 +265,6 @@ class Generation(Deltas):
             self._meter.observe(count, gap_s / count, now)
             if len(choice.stream.attempts) > choice.num_attempts:
                 self._record.failover_gaps_s.append(gap_s)
-                self._metrics.failover_gap_seconds.labels(self._model).observe(gap_s)
         choice.num_attempts = len(choice.stream.attempts)
         choice.last_arrival_s = now
 

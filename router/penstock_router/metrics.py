@@ -133,12 +133,6 @@ class Metrics:
         self.first_token_seconds = self._histogram(
             "first_token_seconds", "From a request's arrival to its first token.", "model"
         )
-        self.failover_gap_seconds = self._histogram(
-            "failover_gap_seconds",
-            "Of sequences that went on at another shard: from the last token of one to the first "
-            "of the next.",
-            "model",
-        )
 
     def _add_streams(self) -> None:
         self.in_flight = self._gauge(

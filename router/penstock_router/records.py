@@ -63,7 +63,8 @@ class RequestRecord:
     # before its end.
     status: int = 0
     # stop, length; disconnect, slow_reader, timeout, shutdown, abandoned: why it was cut short;
-    # refused, error; ok where there are no tokens to tell of. "": still runs.
+    # refused, error; ok where there are no tokens to tell of; probe of what anybody may ask, as
+    # often as they like. "": still runs.
     outcome: str = ""
     # The type of the error that it ended in, and the field at fault; never a value from a request.
     error: str = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -15,8 +14,6 @@ _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160
 _TOKEN_BUCKETS = tuple(float(2**power) for power in range(18))
 
 _FINISHED = ("stop", "length")
-# What anybody may ask, as often as they like, ends without an outcome.
-_PROBE = "probe"
 
 
 class RequestMetrics:
@@ -86,6 +83,11 @@ class RequestMetrics:
             "Of each request: from its first token to its end, divided by its further tokens.",
             BETWEEN_BUCKETS_S,
         )
+        self._failover_gap_seconds = add(
+            "failover_gap_seconds",
+            "Of sequences that went on at another shard: from the last token of one to the first "
+            "of the next. Counted at the request's end.",
+        )
 
     def _add_tokens(self) -> None:
         self._cached_tokens = self._counter(
@@ -102,9 +104,10 @@ class RequestMetrics:
 
     def ended(self, record: RequestRecord) -> None:
         """A request, whatever it was."""
-        ended_s = record.ended_s or time.perf_counter()
-        outcome = record.outcome or _PROBE
-        self._requests.labels(record.route, str(record.status), outcome, record.model).inc()
+        ended_s = record.ended_s
+        assert ended_s is not None
+        status = str(record.status)
+        self._requests.labels(record.route, status, record.outcome, record.model).inc()
         self._request_seconds.labels(record.route).observe(ended_s - record.arrived_s)
         if record.model and record.usage is not None:
             self._count_times(record, record.usage, ended_s)
@@ -114,6 +117,8 @@ class RequestMetrics:
         model, prepared_s, placed_s = record.model, record.prepared_s, record.placed_s
         if record.outcome in _FINISHED:
             self._generation_seconds.labels(model).observe(ended_s - record.arrived_s)
+        for gap_s in record.failover_gaps_s:
+            self._failover_gap_seconds.labels(model).observe(gap_s)
         if prepared_s is None or placed_s is None:
             return
         begun_s = placed_s + (usage.queue_s or 0.0)

@@ -304,9 +304,7 @@ class _Database:
         finally:
             self._connection.close()
 
-    def put(
-        self, key: bytes, response: bytes, messages: bytes, status: str, key_name: str
-    ) -> None:
+    def put(self, key: bytes, response: bytes, messages: bytes, status: str, key_name: str) -> None:
         with _writing(self._connection):
             # One that finishes need not be cancelled; one that goes on is not forgotten about.
             self._connection.execute(

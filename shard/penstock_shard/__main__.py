@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 
+from penstock_proto.flags import quiet_grpc
 from penstock_proto.logs import set_up_logging
 from penstock_shard.command_line import parse_config
 
@@ -17,8 +17,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = parse_config(sys.argv[1:])
     set_up_logging(config.log_format)
-    # Before gRPC is imported: by itself it writes a line for each handshake that fails.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    quiet_grpc()
     # After parsing, so that --help and bad flags answer at once.
     from penstock_shard.server import serve
 

@@ -6,10 +6,9 @@ Flags that mean the same as vLLM's are named the same: habits are an interface.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 
-from penstock_proto.flags import OneLineParser, add_observing_flags, tracing_of
+from penstock_proto.flags import OneLineParser, add_api_key, add_observing_flags, tracing_of
 from penstock_proto.tls import TlsFilesUnusable, check_server_files
 from penstock_shard.config import ShardConfig
 
@@ -25,11 +24,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
             f"--tensor-parallel-size {args.tensor_parallel_size}: "
             "only 1 is served; start one shard a device"
         )
-    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
-        parser.error("--api-key: must be printable ASCII")
     _check_tls(parser, args)
-    if args.api_key == "":
-        parser.error("--api-key: is empty; leave it out (and PENSTOCK_API_KEY) to serve without")
     if not args.enable_chunked_prefill:
         parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
     if args.kv_blocks is not None and args.kv_memory is not None:
@@ -71,7 +66,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_tokens=args.max_prefill_tokens,
-        aging_s=args.aging,
+        aging_s=args.aging_s,
         block_size=args.block_size,
         kv_blocks=args.kv_blocks,
         kv_memory_bytes=args.kv_memory,
@@ -79,10 +74,10 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         max_logprobs=args.max_logprobs,
-        stall_timeout_s=args.stall_timeout,
+        stall_timeout_s=args.stall_timeout_s,
         max_restarts=args.max_restarts,
         drain=args.drain,
-        drain_timeout_s=args.drain_timeout,
+        drain_timeout_s=args.drain_timeout_s,
         log_format=args.log_format,
         log_requests=args.log_requests,
         tracing=tracing_of(parser, args.otlp_endpoint),
@@ -185,12 +180,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
     group.add_argument("--port", type=_port, default=50051, help="port (default: %(default)s)")
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        default=os.environ.get("PENSTOCK_API_KEY"),
-        help="refuse calls without it (default: PENSTOCK_API_KEY)",
-    )
+    add_api_key(group, "refuse calls without it")
     group.add_argument(
         "--tls-cert-file",
         "--ssl-certfile",
@@ -205,7 +195,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="refuse clients without a certificate of these authorities (mutual TLS)",
     )
     group.add_argument(
-        "--stall-timeout",
+        "--stall-timeout-s",
         type=_non_negative_float,
         default=10.0,
         metavar="S",
@@ -227,7 +217,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "them finish here; those that no other shard can go on with finish (default: %(default)s)",
     )
     group.add_argument(
-        "--drain-timeout",
+        "--drain-timeout-s",
         type=_non_negative_float,
         default=30.0,
         metavar="S",
@@ -327,7 +317,7 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
         "than takes as long as the decodes (default: half of --max-num-batched-tokens)",
     )
     group.add_argument(
-        "--aging",
+        "--aging-s",
         type=_positive_float,
         default=30.0,
         metavar="S",

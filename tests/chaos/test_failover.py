@@ -28,7 +28,7 @@ from penstock_client import (
 
 STREAMS = 64
 VOCAB = 1000
-FAKE = ("--step-ms", "4", "--max-num-batched-tokens", "512", "--stall-timeout", "1")
+FAKE = ("--step-ms", "4", "--max-num-batched-tokens", "512", "--stall-timeout-s", "1")
 
 
 def _shards(folder: Path, count: int, *flags: str) -> list[Shard]:

@@ -108,7 +108,7 @@ def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(
 
 
 def test_a_stopped_engine_is_killed_and_another_serves(tmp_path: Path) -> None:
-    service = Shard(tmp_path / "log", "--stall-timeout", "1")
+    service = Shard(tmp_path / "log", "--stall-timeout-s", "1")
     with running(service):
         stopped = service.engine
         stopped.send_signal(signal.SIGSTOP)
@@ -122,7 +122,7 @@ def test_a_stopped_engine_is_killed_and_another_serves(tmp_path: Path) -> None:
 
 
 def test_a_long_step_is_not_a_stall(tmp_path: Path) -> None:
-    service = Shard(tmp_path / "log", "--stall-timeout", "1", "--step-ms", "2500")
+    service = Shard(tmp_path / "log", "--stall-timeout-s", "1", "--step-ms", "2500")
     with running(service):
 
         async def one_token() -> int:
@@ -229,7 +229,7 @@ async def test_a_slow_reader_gets_its_answers_while_the_shard_goes_down(tmp_path
 async def test_a_server_that_was_stopped_does_not_kill_its_healthy_engine(
     tmp_path: Path, engine_too: bool
 ) -> None:
-    service = Shard(tmp_path / "log", "--stall-timeout", "1", "--step-ms", "20")
+    service = Shard(tmp_path / "log", "--stall-timeout-s", "1", "--step-ms", "20")
     with running(service):
         engine = service.engine
         stopped: list[Any] = [service.process, *([engine] if engine_too else [])]

@@ -577,7 +577,7 @@ def test_pods_get_longer_to_end_than_their_requests_get_to_finish(case: str) -> 
     for template in templates_of(rendered(case)):
         container = container_of(template)
         args = container["args"]
-        flag = "--shutdown-timeout-s" if "--shards" in args else "--drain-timeout"
+        flag = "--shutdown-timeout-s" if "--shards" in args else "--drain-timeout-s"
         before_s = 0
         if "lifecycle" in container:
             command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from penstock_client.errors import PenstockError
 from penstock_client.membership import check_address
-from penstock_router.backend import Fleet, ShardState
+from penstock_router.backend import Fleet, ShardState, shown_shard
 from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.routes.base import ROUTER, check_admin, json_response, read_object
 
@@ -150,21 +150,14 @@ def _checked(address: str) -> str:
 
 
 def _shown(shard: ShardState) -> dict[str, Any]:
-    info, load = shard.info, shard.load
+    info = shard.info
     return {
-        "address": shard.address,
+        **shown_shard(shard),
         "ready": shard.ready,
-        "problem": shard.problem,
-        "draining": load.draining,
+        "draining": shard.load.draining,
         "leaving": shard.leaving,
-        "model": None if info is None else info.model,
         "weights_hash": None if info is None else info.weights_hash,
         "numerics_fingerprint": None if info is None else info.numerics_fingerprint,
-        "instance_id": None if info is None else info.instance_id,
         "version": None if info is None else info.version,
-        "running": load.running,
-        "waiting": load.waiting,
-        "kv_blocks": load.num_blocks,
-        "kv_used_blocks": load.referenced_blocks,
         "in_flight_from_here": shard.in_flight,
     }

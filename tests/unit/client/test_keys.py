@@ -97,10 +97,15 @@ def test_what_is_wrong_is_one_line_that_names_the_key_and_the_field(text: str, w
     assert "\n" not in str(raised.value)
 
 
-def test_a_key_that_stands_where_its_hash_belongs_is_not_repeated() -> None:
+@pytest.mark.parametrize(
+    "text", [_table(hash='"{0}"'), '{0} = "alice"', "[{0}]\n[{0}]", "keys = {{{0} = 1, {0} = 2}}"]
+)
+def test_a_key_that_stands_where_something_else_belongs_is_not_repeated(text: str) -> None:
+    key = "psk-" + "Q" * 43
     with pytest.raises(KeyFileError) as raised:
-        key_file.parse(_table(hash='"psk-secret"'))
-    assert "psk-secret" not in str(raised.value)
+        key_file.parse(text.format(key))
+    # What is left out takes more than a guess.
+    assert "Q" * 20 not in str(raised.value)
 
 
 def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
@@ -292,6 +297,7 @@ def test_what_could_be_guessed_or_sent_by_nobody_is_not_hashed(
         (["new", "x", "--scope", "root"], "--scope"),
         (["new", "x", "--expires", "2020-01-01"], "is past"),
         (["new", "x", "--expires", "soon"], "must be as 90d"),
+        (["new", "x", "--expires", "9999-12-31T23:59-14:00"], "must be as 90d"),
         (["new", "x", "--expires", "2999-01-01T10:00"], "no time zone"),
         (["new", "x", "--requests-per-minute", "0"], "whole number from 1"),
         (["new", "x", "--tokens-per-minute", "\u0665"], "whole number from 1"),
@@ -328,5 +334,7 @@ def test_a_name_that_is_taken_or_unusable_makes_no_key(
     assert main(["new", "alice", "--file", str(file)]) == 2
     said = capsys.readouterr()
     assert ("there is a key alice already" in said.err, said.out) == (True, "")
-    assert main(["new", "a b"]) == 2
-    assert capsys.readouterr().out == ""
+    for name in ("a b", 'a"b', "a\nb"):
+        assert main(["new", name]) == 2
+        said = capsys.readouterr()
+        assert ("name: must be 1 to 64 letters" in said.err, said.out) == (True, "")

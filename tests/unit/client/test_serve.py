@@ -61,5 +61,14 @@ def test_a_key_is_in_the_routers_environment_and_on_no_command_line() -> None:
     assert "5ecret" not in " ".join([*shard.command, *router.command])
 
 
-def test_an_empty_key_is_the_routers_to_refuse() -> None:
-    assert children("--api-key", "")[-1].environment == {"PENSTOCK_API_KEY": ""}
+def test_an_empty_key_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        children("--api-key", "")
+    assert ended.value.code == 2
+    assert "--api-key: a key is printable ASCII, not empty" in capsys.readouterr().err
+
+
+def test_a_shortened_flag_is_none_of_ours_and_goes_to_the_shards_which_refuse_it() -> None:
+    shard, router = children("--work", "2")
+    assert shard.command[-2:] == ["--work", "2"]
+    assert router.command[router.command.index("--workers") + 1] == "1"

@@ -140,7 +140,7 @@ def test_health_of_a_url_that_cannot_be_is_one_line_and_status_2(target, capsys)
 
 
 @pytest.mark.parametrize("tool", [serve, chat, bench, info])
-@pytest.mark.parametrize("key", ["schlüssel", "two\nlines", "k\udce9y"])
+@pytest.mark.parametrize("key", ["schlüssel", "two\nlines", "k\udce9y", " around "])
 def test_a_key_that_fits_no_header_is_one_line_that_does_not_tell_it(tool, key, capsys) -> None:
     assert _status(tool.main, "--api-key", key) == 2
     line = _complaint(capsys)
@@ -150,9 +150,23 @@ def test_a_key_that_fits_no_header_is_one_line_that_does_not_tell_it(tool, key, 
 
 @pytest.mark.parametrize("tool", [chat, bench, info])
 def test_a_key_from_the_environment_is_checked_too(tool, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("PENSTOCK_API_KEY", "schlüssel")
-    assert _status(tool.main) == 2
-    assert "PENSTOCK_API_KEY" in _complaint(capsys)
+    for key in ("schlüssel", ""):
+        monkeypatch.setenv("PENSTOCK_API_KEY", key)
+        assert _status(tool.main) == 2
+        assert "PENSTOCK_API_KEY" in _complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("tool", "flags"),
+    [(chat, ["--api", "k"]), (bench, ["--request", "1"]), (keys, ["list", "--f"])],
+)
+def test_a_shortened_flag_is_refused(tool, flags, monkeypatch, capsys) -> None:
+    # Else the flags above would be too few.
+    monkeypatch.setenv("PENSTOCK_API_KEYS_FILE", "keys.toml")
+    assert _status(tool.main, *flags) == 2
+    assert f"unrecognized arguments: {' '.join(flags[-2:]).removeprefix('list ')}" in (
+        _complaint(capsys)
+    )
 
 
 @pytest.mark.parametrize("value", ["many", "1.5", "0", "-1"])

@@ -58,6 +58,7 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", "a:1", "--keep-alive-s", "nan"], "'nan' is not a number of seconds from"),
         (["--shards", "a:1", "--chat-template", "/no/such/file"], "No such file"),
         (["--shards", "a:1", "--unknown"], "--unknown"),
+        (["--shards", "a:1", "--work", "2"], "unrecognized arguments: --work 2"),
         (["--shards", "::1:5"], "IPv6 as [::1]:50051"),
         (["--shards", "a:1", "--api-key", ""], "--api-key: a key is printable ASCII, not empty"),
         (["--shards", "a:1", "--api-key", "schlüssel"], "printable ASCII"),

@@ -173,6 +173,7 @@ async def test_a_watcher_is_told_of_the_fleet_at_once() -> None:
     ):
         seen = await watcher.next("fleet")
         assert (seen["worker"], seen["workers"]) == (2, 4)
+        assert seen["router"]["followed"] == console._MAX_RUNNING
         assert [shard["state"] for shard in seen["shards"]] == [
             *("serving", "gone", "loading", "draining")
         ]

@@ -356,20 +356,6 @@ async def test_what_is_the_operators_wants_an_admins_key(
         connection.close()
 
 
-async def test_the_feed_ends_with_the_key_that_opened_it(file: Path, served: FakeFleet) -> None:
-    async with memory_router(served, **_all_keys(file)) as router:
-        connection = router.connect()
-        connection.send("GET", "/console/feed", b"", _bearer(ROOT))
-        _, headers = await connection.read_head()
-        chunks = connection.chunks(headers)
-        await anext(chunks)
-        router.app[ROUTER].keys._replace(key_file.parse(entry("root", ROOT)))
-        async with asyncio.timeout(5):
-            async for _ in chunks:
-                pass
-        connection.close()
-
-
 async def test_a_file_without_a_key_lets_nobody_in(file: Path, served: FakeFleet) -> None:
     _write(file, "")
     async with memory_router(served, **_all_keys(file)) as router:

@@ -137,10 +137,17 @@ async def test_a_response_in_the_background_outlives_the_request_that_asked_for_
     assert record.outcome in ("stop", "length")
 
 
-async def test_probes_have_no_records(router: MemoryRouter, ended: list[RequestRecord]) -> None:
+async def test_probes_are_counted_as_such_and_nothing_else_is_told_of_them(
+    router: MemoryRouter, ended: list[RequestRecord]
+) -> None:
     await router.get("/health")
-    await router.get("/metrics")
+    await router.get("/ready")
     assert not ended
+    assert not records_of(router).running
+    page = (await router.get("/metrics")).body.decode()
+    for route in ("/health", "/ready"):
+        labels = f'model="",outcome="probe",route="{route}",status="200"'
+        assert f"penstock_router_requests_total{{{labels}}} 1.0" in page
 
 
 async def test_the_clients_own_id_names_the_record(

@@ -60,8 +60,19 @@ def test_a_requests_time_is_told_by_its_parts(name: str, seconds: float) -> None
     assert registry.get_sample_value(f"{name}_sum", MODEL) == pytest.approx(seconds)
 
 
+def test_each_wait_between_two_shards_is_counted_whatever_the_request_ended_in() -> None:
+    registry = counted(
+        record(failover_gaps_s=[0.2, 0.3]),
+        record(),
+        record(failover_gaps_s=[0.5], outcome="disconnect", status=499),
+    )
+    name = "penstock_router_failover_gap_seconds"
+    assert registry.get_sample_value(f"{name}_count", MODEL) == 3
+    assert registry.get_sample_value(f"{name}_sum", MODEL) == pytest.approx(1.0)
+
+
 def test_requests_are_counted_by_route_status_outcome_and_model() -> None:
-    probe = record(route="/health", outcome="", model="", usage=None)
+    probe = record(route="/health", outcome="probe", model="", usage=None)
     registry = counted(record(), record(), record(outcome="length"), probe)
     name = "penstock_router_requests_total"
     labels = {"route": "/v1/completions", "status": "200", "outcome": "stop", "model": "m"}

@@ -32,6 +32,16 @@ def test_the_key_comes_from_the_environment_when_no_flag_gives_it(
     assert parse_config(["--api-key", "flag"]).api_key == "flag"
 
 
+def test_an_empty_key_in_the_environment_does_not_serve_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "")
+    with pytest.raises(SystemExit) as ended:
+        parse_config([])
+    assert ended.value.code == 2
+    assert "a key (or PENSTOCK_API_KEY) is printable ASCII, not empty" in capsys.readouterr().err
+
+
 def test_the_model_is_served_under_its_first_name() -> None:
     assert parse_config([]).model_name == "penstock-toy"
     assert parse_config(["--model", "org/m"]).model_name == "org/m"
@@ -61,6 +71,9 @@ def test_quantization_has_two_spellings(flag: str) -> None:
         ("--quantize int3", ["--quantize", "int3", "int8"]),
         ("--kv-cache-dtype fp8", ["--kv-cache-dtype", "fp8", "float16"]),
         ("--no-such-flag", ["--no-such-flag"]),
+        ("--max-num-s 4", ["unrecognized arguments: --max-num-s 4"]),
+        ("--api-key schlüssel", ["--api-key", "PENSTOCK_API_KEY", "printable ASCII"]),
+        ("--api-key=", ["--api-key", "not empty"]),
     ],
 )
 def test_a_bad_flag_is_one_line_that_names_it(

@@ -113,7 +113,7 @@ spec:
 
 {{- define "penstock.shardArgs" -}}
 {{- $tls := .root.Values.shardTls -}}
-- --drain-timeout
+- --drain-timeout-s
 - {{ .model.drainTimeoutSeconds | quote }}
 - --metrics-port
 - "9464"
