@@ -91,7 +91,7 @@ class _Shard:
 
     address = _ADDRESS
     load = LoadReport(serving=True)
-    ready = True
+    connected = ready = True
     in_flight = 0
     problem = ""
     leaving = False

@@ -124,6 +124,9 @@ class Service(ABC):
 class Shard(Service):
     """A shard process; `--runner fake` unless flags say otherwise."""
 
+    # How to ask it where it speaks TLS.
+    tls: Tls | None = None
+
     def __init__(
         self,
         log_file: Path,
@@ -148,13 +151,15 @@ class Shard(Service):
 class Router(Service):
     """A router process in front of shards."""
 
+    # How to ask it where it speaks TLS.
+    _context: ssl.SSLContext | None = None
+
     def __init__(self, log_file: Path, shards: list[str], *flags: str) -> None:
         port = free_port()
         arguments = ["--shards", ",".join(shards), "--port", str(port), *flags]
         super().__init__("penstock_router", arguments, port, log_file)
-        # Of its own certificate nothing is asked here.
-        self._context = None
         if "--tls-cert-file" in flags:
+            # Of its certificate nothing is asked here.
             self.url = f"https://{self.address}"
             self._context = ssl.create_default_context()
             self._context.check_hostname, self._context.verify_mode = False, ssl.CERT_NONE

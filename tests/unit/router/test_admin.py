@@ -50,7 +50,7 @@ async def test_shards_are_shown_added_drained_and_removed() -> None:
     async with memory_router(FakeFleet({}), admin_key="operator") as router:
         (shown,) = (await router.get("/admin/shards", **KEY)).json()["shards"]
         assert (shown["address"], shown["ready"]) == ("fake:1", True)
-        assert (shown["state"], shown["kv_blocks"]) == ("serving", 100)
+        assert (shown["state"], shown["model"]) == ("serving", "fake-model")
         assert (await router.post("/admin/shards", {"address": "B:2"}, **KEY)).status == 202
         assert _shards(router.fleet) == ["fake:1", "b:2"]
         answer = await router.request("POST", "/admin/shards/b:2/drain", headers=KEY)

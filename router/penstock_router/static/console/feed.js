@@ -12,12 +12,17 @@ const MAX_REQUESTS = 400;
 // Over so long a rate of tokens is taken.
 const RATE_MS = 3000;
 
+/** What tells a record from all others. Clients choose ids, and may choose one twice. */
+export function keyOf(record) {
+  return `${record.id}@${record.arrived_at}`;
+}
+
 export class Feed extends EventTarget {
   state = "connecting";
   /** Why it is lost or refused, in words. */
   reason = "";
   fleet = null;
-  /** By key, in the order of their arrival here. */
+  /** By `keyOf`, in the order of their arrival here. */
   requests = new Map();
   #headers;
   #url;
@@ -100,15 +105,14 @@ export class Feed extends EventTarget {
   }
 
   #takeRequests(records) {
-    // Clients choose ids, and may choose one twice.
-    for (const record of records) record.key_of_row = `${record.id}@${record.arrived_at}`;
     if (this.#isFirst) this.#forgetUnknown(records);
     this.#isFirst = false;
     for (const record of records) {
-      const before = this.requests.get(record.key_of_row);
+      const key = keyOf(record);
+      const before = this.requests.get(key);
       const tokens = record.output_tokens - (before?.output_tokens ?? 0);
       if (before && tokens > 0) this.#tokens.push([performance.now(), tokens]);
-      this.requests.set(record.key_of_row, record);
+      this.requests.set(key, record);
     }
     this.#forgetOldest();
     this.dispatchEvent(new CustomEvent("requests", { detail: records }));
@@ -117,7 +121,7 @@ export class Feed extends EventTarget {
   // A connection begins with all that its router knows. What ran and is not in it ended unseen, or
   // with its router, or is another worker's: nobody will tell its end.
   #forgetUnknown(records) {
-    const known = new Set(records.map((record) => record.key_of_row));
+    const known = new Set(records.map(keyOf));
     for (const [key, record] of this.requests) {
       if (record.ended_at === null && !known.has(key)) this.requests.delete(key);
     }

@@ -5,6 +5,7 @@
 
 import { colourOf } from "./colours.js";
 import { announce, byId, make, makeSvg, setAttributes, setText } from "./dom.js";
+import { keyOf } from "./feed.js";
 import { duration, words } from "./format.js";
 import { describe, showDetails } from "./request_details.js";
 import { isWanted, movesOf, segmentsOf, stateOf } from "./segments.js";
@@ -142,7 +143,7 @@ class Timeline {
     for (const record of records) this.#tellMoves(record);
     if (this.#pausedAt !== null) return;
     for (const record of records) {
-      const row = this.#rows.get(record.key_of_row) ?? this.#insert(record);
+      const row = this.#rows.get(keyOf(record)) ?? this.#insert(record);
       row.show(record, this.#now);
       if (row === this.#active) showDetails(record, this.#now);
     }
@@ -150,7 +151,7 @@ class Timeline {
   }
 
   #tellMoves(record) {
-    const shown = this.#rows.get(record.key_of_row)?.record;
+    const shown = this.#rows.get(keyOf(record))?.record;
     const moves = movesOf(record);
     if (shown && moves.length > movesOf(shown).length) {
       const { to, why } = moves.at(-1);
@@ -161,13 +162,13 @@ class Timeline {
   #insert(record) {
     const row = new Row(this.#made++);
     row.record = record;
-    this.#rows.set(record.key_of_row, row);
+    this.#rows.set(keyOf(record), row);
     const after = [...this.#list.children].find((other) => {
       const found = this.#rowOf(other)?.record;
       return found && found.arrived_at <= record.arrived_at;
     });
     this.#list.insertBefore(row.element, after ?? null);
-    row.element.dataset.key = record.key_of_row;
+    row.element.dataset.key = keyOf(record);
     return row;
   }
 
@@ -199,7 +200,8 @@ class Timeline {
 
   #note(shown) {
     const known = this.#rows.size;
-    const unseen = (this.#feed.fleet?.router.requests_running ?? 0) > 200 ? "; of those that run the first 200" : "";
+    const { requests_running: running = 0, followed = 0 } = this.#feed.fleet?.router ?? {};
+    const unseen = running > followed ? `; of those that run the first ${followed}` : "";
     setText(byId("requests-note"), known ? `${shown} of the last ${known}${unseen}` : "");
     const empty = byId("requests-empty");
     empty.hidden = shown > 0;
