@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os, grpc
+import os
 from typing import Any, NoReturn
 
 from penstock_proto.logs import FORMATS
@@ -33,7 +33,7 @@ def quiet_grpc() -> None:
     """To be called before gRPC is imported: by itself it writes a line for each handshake that
     fails.
     """
-    os.environ.setdefault("GRPC_X", "NONE")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def add_api_key(group: argparse._ActionsContainer, about: str) -> None:
@@ -52,7 +52,7 @@ def usable_key(text: str, source: str = "a key") -> str:
 
     An empty one is a mistake: it would ask for no key at all.
     """
-    if not text.isascii():
+    if not (text and text.isascii() and text.isprintable() and text == text.strip()):
         raise argparse.ArgumentTypeError(
             f"{source} is printable ASCII, not empty, without spaces around it; "
             "leave it out to do without"

@@ -55,7 +55,7 @@ _RESTART_DELAY_S = 1.0
 # So many starts in a row of a worker that never gets to serve, and there is no more.
 _MAX_FAILED_STARTS = 3
 # How long a worker that is not the only one may take until it can serve.
-_READY_S = 5.0
+_READY_S = 20.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Of a body that nobody takes, about so much is read: of many long ones at once there is less to do
 # in one turn of the event loop. It has no part in how fast one is read.

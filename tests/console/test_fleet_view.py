@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 import threading
-import urllib.request
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from console.conftest import Fleet, Opened, until
 from support import processes
 from support.processes import Router, running
+
+from console.conftest import Fleet, Opened, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
 
 def complete(fleet: Fleet, request_id: str, max_tokens: int, prompt: str = "Hello") -> None:
     body = {"prompt": prompt, "max_tokens": max_tokens}
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-    url = f"{fleet.url}v1/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        answer.read()
+    status, answer = fleet.router.ask("/v1/completions", body, {"X-Request-Id": request_id})
+    assert status == 200, answer
 
 
 @contextmanager
@@ -110,6 +108,28 @@ def test_a_filter_hides_other_requests_and_a_pause_holds_the_line(page: Page, fl
     page.click("#pause")
     bar(page, "while-paused").wait_for()
     until(page, lambda: lane.get_attribute("viewBox") != before)
+
+
+def test_where_more_requests_run_than_are_followed_this_is_said(page: Page) -> None:
+    router = {"in_flight": 7, "queued": 0, "loop_lag_worst_s": 0.0}
+    told: dict[str, Any] = {
+        "fleet": {
+            **{"version": "", "worker": 0, "workers": 1, "now": time.time(), "shards": []},
+            "router": {**router, "requests_running": 7, "followed": 3},
+        },
+        "requests": [
+            {
+                **{"id": "one", "route": "/", "model": "", "key": "", "outcome": "", "error": ""},
+                **{"status": 0, "attempts": [], "arrived_at": time.time(), "placed_at": None},
+                **{"first_token_at": None, "ended_at": None, "output_tokens": 0},
+            }
+        ],
+    }
+    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in told.items())
+    page.route("**/console/feed", lambda route: route.fulfill(body=body))
+    page.reload()
+    bar(page, "one").wait_for()
+    assert "of those that run the first 3" in page.locator("#requests-note").inner_text()
 
 
 def test_what_a_client_says_is_shown_as_text(page: Page, fleet: Fleet) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from console.conftest import Fleet, Opened, until
 from support.processes import Router, running
+
+from console.conftest import Fleet, Opened, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +47,10 @@ def _made(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def _ask(
     router: Router, path: str, key: str | None = None, body: Any = None, header: str = "Bearer"
 ) -> tuple[int, str]:
-    request = urllib.request.Request(router.url + path)
+    shown = {}
     if key is not None:
         shown = {"x-api-key": key} if header == "x-api-key" else {"Authorization": f"Bearer {key}"}
-        request.headers.update(shown)
-    if body is not None:
-        request.data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            if path == "/console/feed":
-                return answer.status, answer.read(2000).decode()
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    return router.ask(path, body, shown, max_bytes=2000 if path == "/console/feed" else None)
 
 
 def _command_lines(*services: Service) -> str:

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -154,19 +153,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 # ---- the load: all that a dashboard shows, failures included -----------------------------------
 
 
-def ask(router: Router, headers: dict[str, str] | None = None, **fields: object) -> int:
+def complete(router: Router, headers: dict[str, str] | None = None, **fields: object) -> int:
     """The status of a completion, read to its end."""
-    body = json.dumps({"prompt": "a prompt of some length " * 4, "max_tokens": 40} | fields)
-    head = {"Content-Type": "application/json", **(headers or {})}
-    request = urllib.request.Request(router.url + "/v1/completions", body.encode(), head)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            response.read()
-            status: int = response.status
-            return status
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+    body = {"prompt": "a prompt of some length " * 4, "max_tokens": 40} | fields
+    return router.ask("/v1/completions", body, headers)[0]
 
 
 def ask_and_leave(router: Router) -> None:
@@ -205,11 +195,11 @@ def put_under_load(router: Router, shards: list[Shard]) -> None:
         time.sleep(0.2)
 
     def ask_too_much() -> None:
-        ask(router, n=12, max_tokens=100, ignore_eos=True)
-        ask(router, headers={"x-penstock-timeout-s": "0.1"}, max_tokens=800)
-        ask(router, prompt="")
+        complete(router, n=12, max_tokens=100, ignore_eos=True)
+        complete(router, headers={"x-penstock-timeout-s": "0.1"}, max_tokens=800)
+        complete(router, prompt="")
 
-    streams = [lambda: ask(router, stream=True)] * 4
+    streams = [lambda: complete(router, stream=True)] * 4
     with repeated(*streams, leave, ask_too_much, ask_too_much):
         for _ in range(3):
             time.sleep(1.5)
@@ -413,7 +403,7 @@ def test_several_workers_count_together_and_each_shard_once(tmp_path: Path) -> N
             what="both workers are ready",
         )
         for _ in range(12):
-            assert ask(router, max_tokens=3) == 200
+            assert complete(router, max_tokens=3) == 200
         url = router.url + "/metrics"
         wait_until(
             lambda: total(url, "penstock_router_generation_seconds_count") == 12,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,22 +29,12 @@ class Fleet:
         self.router = Router(logs / "router", addresses, *aliases, *patience)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.router.url + path, timeout=10) as response:
-            return json.load(response)
+        return json.loads(self.router.ask(path)[1])
 
     def complete(self, model: str | None, prompt: str = "Hello") -> tuple[int, Any]:
         body = {"model": model, "prompt": prompt, "max_tokens": 12, "seed": 1}
-        request = urllib.request.Request(
-            self.router.url + "/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=20) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.load(error)
+        status, answer = self.router.ask("/v1/completions", body)
+        return status, json.loads(answer)
 
 
 @pytest.fixture(scope="module")

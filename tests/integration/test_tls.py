@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.certificates import SERVER_NAME, Authority, Pair, SwappedFolder
-from support.processes import Router, Shard, free_port, running, wait_until
+from support.processes import Router, Shard, ask, free_port, running, wait_until
 
 from penstock_client import (
     Fleet,
@@ -117,14 +117,12 @@ def _context(authority: Authority) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(authority.file))
 
 
-def _complete(site: Site, **fields: object) -> bytes:
-    body = json.dumps({"prompt": "Hello", "max_tokens": 4, **fields}).encode()
-    request = urllib.request.Request(
-        site.router.url + "/v1/completions", body, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=10, context=_context(site.authority)) as answer:
-        read: bytes = answer.read()
-        return read
+def _complete(site: Site, **fields: object) -> str:
+    body = {"prompt": "Hello", "max_tokens": 4, **fields}
+    url = site.router.url + "/v1/completions"
+    status, answer = ask(url, body, context=_context(site.authority))
+    assert status == 200, answer
+    return answer
 
 
 # ---- HTTPS -------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ def _complete(site: Site, **fields: object) -> bytes:
 
 def test_a_request_is_answered_over_https_by_a_shard_behind_mutual_tls(site: Site) -> None:
     assert json.loads(_complete(site))["usage"]["completion_tokens"] == 4
-    assert b"data: [DONE]" in _complete(site, stream=True)
+    assert "data: [DONE]" in _complete(site, stream=True)
 
 
 def test_a_client_that_does_not_know_the_authority_refuses_the_router(

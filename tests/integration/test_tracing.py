@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 from support.otlp import Received, Receiver, receiving
-from support.processes import Router, Shard, free_port, running, wait_until
+from support.processes import Router, Shard, ask, free_port, running, wait_until
 
 from penstock_client import ShardClient
 
@@ -57,14 +57,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             yield Deployment(receiver, shards, router)
 
 
-def post(url: str, body: dict[str, Any], **headers: str) -> Any:
-    request = urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps({"prompt": "Hello", **body}).encode(),
-        {"Content-Type": "application/json", **headers},
-    )
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return json.loads(response.read())
+def complete(url: str, fields: dict[str, Any], **headers: str) -> None:
+    status, answer = ask(f"{url}/v1/completions", {"prompt": "Hello", **fields}, headers)
+    assert status == 200, answer
 
 
 def lines_of(log: str, logger: str = "penstock.requests") -> list[dict[str, Any]]:
@@ -84,7 +79,9 @@ def check_within(child: Received, parent: Received) -> None:
 def test_a_request_is_one_trace_from_http_to_engine_steps(deployment: Deployment) -> None:
     header = f"00-{TRACE}-{SPAN}-01"
     began_ns = time.time_ns()
-    post(deployment.router.url, {"max_tokens": 5}, traceparent=header, **{"X-Request-Id": "mine"})
+    complete(
+        deployment.router.url, {"max_tokens": 5}, traceparent=header, **{"X-Request-Id": "mine"}
+    )
     spans = deployment.trace(TRACE, num_spans=8)
     assert len(spans) == 8
     (http,) = (span for span in spans if span.name == "POST /v1/completions")
@@ -110,7 +107,9 @@ def test_a_request_is_one_trace_from_http_to_engine_steps(deployment: Deployment
 def test_logs_of_both_name_the_trace_and_the_request(deployment: Deployment) -> None:
     trace_id = "5" * 32
     header = f"00-{trace_id}-{SPAN}-01"
-    post(deployment.router.url, {"max_tokens": 3}, traceparent=header, **{"X-Request-Id": "both"})
+    complete(
+        deployment.router.url, {"max_tokens": 3}, traceparent=header, **{"X-Request-Id": "both"}
+    )
     wait_until(lambda: '"both"' in deployment.router.log, timeout_s=5, what="a line")
     (line,) = (line for line in lines_of(deployment.router.log) if line["request_id"] == "both")
     assert (line["trace_id"], line["status"], line["output_tokens"]) == (trace_id, 200, 3)
@@ -122,15 +121,15 @@ def test_logs_of_both_name_the_trace_and_the_request(deployment: Deployment) -> 
 
 def test_a_caller_that_does_not_sample_gets_no_spans(deployment: Deployment) -> None:
     not_sampled, sampled = "6" * 32, "7" * 32
-    post(deployment.router.url, {"max_tokens": 2}, traceparent=f"00-{not_sampled}-{SPAN}-00")
-    post(deployment.router.url, {"max_tokens": 2}, traceparent=f"00-{sampled}-{SPAN}-01")
+    complete(deployment.router.url, {"max_tokens": 2}, traceparent=f"00-{not_sampled}-{SPAN}-00")
+    complete(deployment.router.url, {"max_tokens": 2}, traceparent=f"00-{sampled}-{SPAN}-01")
     deployment.trace(sampled, num_spans=8)
     assert all(span.trace_id != not_sampled for span in deployment.receiver.spans)
 
 
 def test_without_a_usable_header_a_trace_begins(deployment: Deployment) -> None:
     header = {"X-Request-Id": "alone", "traceparent": f"00-{'0' * 32}-{SPAN}-01"}
-    post(deployment.router.url, {"max_tokens": 2}, **header)
+    complete(deployment.router.url, {"max_tokens": 2}, **header)
     wait_until(lambda: '"alone"' in deployment.router.log, timeout_s=5, what="a line")
     (line,) = (line for line in lines_of(deployment.router.log) if line["request_id"] == "alone")
     spans = deployment.trace(line["trace_id"], num_spans=8)
@@ -201,7 +200,7 @@ def test_a_service_whose_collector_is_gone_is_unharmed(tmp_path: Path) -> None:
     with running(shard, router):
         began_s = time.monotonic()
         for _ in range(20):
-            post(router.url, {"max_tokens": 1})
+            complete(router.url, {"max_tokens": 1})
         assert time.monotonic() - began_s < 10
         began_s = time.monotonic()
         assert (router.terminate(), shard.terminate()) == (0, 0)
@@ -226,7 +225,7 @@ def test_requests_go_on_where_nobody_reads_the_log(tmp_path: Path) -> None:
             wait_until(lambda: is_up(f"{url}/ready"), timeout_s=30, what="ready")
             # More than a pipe holds.
             for _ in range(300):
-                post(url, {"max_tokens": 1, "user": "x" * 200}, **{"X-Request-Id": "y" * 250})
+                complete(url, {"max_tokens": 1, "user": "x" * 200}, **{"X-Request-Id": "y" * 250})
             assert is_up(f"{url}/ready")
             router.terminate()
             assert router.wait(15) == 0

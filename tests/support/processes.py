@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,30 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) ->
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
         time.sleep(0.02)
     return time.monotonic() - started_s
+
+
+def ask(
+    url: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    max_bytes: int | None = None,
+    context: ssl.SSLContext | None = None,
+) -> tuple[int, str]:
+    """GET, or POST what is not None, as JSON if it is not bytes: the status and the text, of a
+    refusal too. Of an answer without an end `max_bytes` are read. Raises OSError without a
+    connection.
+    """
+    request = urllib.request.Request(url, headers=dict(headers or {}))
+    if body is not None:
+        request.data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=60, context=context) as answer:
+            return answer.status, answer.read(max_bytes).decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -170,6 +195,17 @@ class Router(Service):
 
     def healthy(self) -> bool:
         return self.status("/ready") == 200
+
+    def ask(
+        self,
+        path: str,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> tuple[int, str]:
+        """As `ask` does."""
+        return ask(self.url + path, body, headers, max_bytes=max_bytes, context=self._context)
 
     def status(self, path: str) -> int:
         """Of a GET; 0 without a connection."""

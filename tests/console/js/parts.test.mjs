@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { curlOf } from "./console/curl.js";
-import { Feed } from "./console/feed.js";
+import { Feed, keyOf } from "./console/feed.js";
 import { bytes, count, duration, percent, rate, visible } from "./console/format.js";
 import { Samples } from "./console/samples.js";
 import { firstTokenAfter, isWanted, movesOf, segmentsOf, stateOf, tokenRate } from "./console/segments.js";
@@ -39,6 +39,10 @@ test("of a feed that is taken up again, requests that its router does not know r
   assert.deepEqual(await ids(), ["lost", "kept", "done", "later"]);
   feed.state = "live";
   assert.deepEqual(await ids(), ["kept", "done", "new"]);
+});
+
+test("requests to which clients gave one id are told apart", () => {
+  assert.notEqual(keyOf({ id: "a", arrived_at: 100 }), keyOf({ id: "a", arrived_at: 101 }));
 });
 
 const attempt = (shard, sent_at, first_token_at, ended_at, ended_because = "", sequence = 0) =>
