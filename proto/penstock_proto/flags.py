@@ -75,6 +75,12 @@ def add_observing_flags(
         help="show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
     )
     add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="(default: %(default)s)",
+    )
+    add(
         "--log-format",
         choices=FORMATS,
         default="auto",

@@ -70,8 +70,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_serving_flags(parser.add_argument_group("serving"))
     observing = parser.add_argument_group("metrics, logs and traces")
-    levels = ("debug", "info", "warning", "error")
-    observing.add_argument("--log-level", choices=levels, default="info", help=_DEFAULT)
     add_observing_flags(
         observing,
         log_requests=True,

@@ -16,7 +16,7 @@ def main() -> int:
     # Until the server's own handlers are there, Ctrl-C ends us without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = parse_config(sys.argv[1:])
-    set_up_logging(config.log_format)
+    set_up_logging(config.log_format, config.log_level)
     quiet_grpc()
     # After parsing, so that --help and bad flags answer at once.
     from penstock_shard.server import serve

@@ -78,6 +78,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_restarts=args.max_restarts,
         drain=args.drain,
         drain_timeout_s=args.drain_timeout_s,
+        log_level=args.log_level,
         log_format=args.log_format,
         log_requests=args.log_requests,
         tracing=tracing_of(parser, args.otlp_endpoint),

@@ -67,6 +67,7 @@ class ShardConfig:
     drain_timeout_s: float = 30.0
 
     # Of penstock_proto.logs.FORMATS; and whether each request gets a line.
+    log_level: str = "info"
     log_format: str = "auto"
     log_requests: bool = False
     # Where spans go; None: nowhere.

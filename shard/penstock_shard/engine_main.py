@@ -54,7 +54,7 @@ def main() -> None:
     start = link.receive()
     if not isinstance(start, Start):
         return
-    set_up_logging(start.config.log_format)
+    set_up_logging(start.config.log_format, start.config.log_level)
     inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
     try:

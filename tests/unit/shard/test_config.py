@@ -84,3 +84,8 @@ def test_a_bad_flag_is_one_line_that_names_it(
     assert caught.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(word in error for word in words), error
+
+
+def test_the_level_of_the_log_is_told() -> None:
+    assert parse_config([]).log_level == "info"
+    assert parse_config(["--log-level", "error"]).log_level == "error"
