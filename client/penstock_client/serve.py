@@ -95,7 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
     add("--port", default=8000, type=port_number, help="of the router (default: 8000)")
     add("--workers", default=1, type=positive_int, help="of the router")
-    add("--api-key", type=usable_key, metavar="KEY", help="that clients of the router must send")
+    add(
+        "--api-key",
+        type=usable_key,
+        metavar="KEY",
+        help="that callers of the router and of its shards must send",
+    )
     add(
         "--tls-cert-file",
         "--ssl-certfile",
@@ -128,6 +133,8 @@ def _children(
         router += ["--tls-cert-file", args.tls_cert_file]
     if args.tls_key_file:
         router += ["--tls-key-file", args.tls_key_file]
+    # One key for all: a shard would take another one from our own environment.
+    key = {} if args.api_key is None else {"PENSTOCK_API_KEY": args.api_key}
     gpus = itertools.cycle(
         [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in (visible_gpus() if args.shards > 1 else [])]
     )
@@ -135,7 +142,7 @@ def _children(
         _Child(
             name=f"shard {address}",
             command=_python("penstock_shard", "--port", port, *shard_flags),
-            environment=next(gpus, {}),
+            environment={**next(gpus, {}), **key},
         )
         for address, port in zip(addresses, ports, strict=True)
     ]
@@ -144,7 +151,7 @@ def _children(
         _Child(
             "router",
             [*router, *router_flags],
-            environment={} if args.api_key is None else {"PENSTOCK_API_KEY": args.api_key},
+            environment=key,
             stop_timeout_s=args.shutdown_timeout_s + _STOP_TIMEOUT_S,
         ),
     ]

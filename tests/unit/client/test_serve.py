@@ -54,10 +54,10 @@ def test_several_shards_take_the_gpus_in_turn(
     assert router.environment == {}
 
 
-def test_a_key_is_in_the_routers_environment_and_on_no_command_line() -> None:
+def test_a_key_is_in_the_environment_of_all_and_on_no_command_line() -> None:
     shard, router = children("--api-key", "sk-5ecret")
-    assert router.environment == {"PENSTOCK_API_KEY": "sk-5ecret"}
-    assert shard.environment == {}
+    # Also where another one is in ours: the router shows shards the one it asks for.
+    assert router.environment == shard.environment == {"PENSTOCK_API_KEY": "sk-5ecret"}
     assert "5ecret" not in " ".join([*shard.command, *router.command])
 
 
