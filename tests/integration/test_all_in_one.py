@@ -46,7 +46,6 @@ class Started:
         assert words[place + 1] == home
         del words[place : place + 2]
         # Tests run side by side on one machine.
-        words[words.index("--") : 0] = []
         words.insert(words.index("--"), "--shard-port")
         words.insert(words.index("--"), str(free_port()))
         environment = {**os.environ, **image.env, "HF_HOME": f"{folder}{home}", **variables}

@@ -84,7 +84,7 @@ def made_by(target: str) -> list[str]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log_file = tmp_path_factory.mktemp("serve") / "log"
-    port, shard_port = free_port(), free_port()
+    port, shard_port = free_port(), free_port(in_a_row=2)
     arguments = made_by(block("--shards 2"))
     arguments[arguments.index("8000")] = str(port)
     arguments += ["--shard-port", str(shard_port), "--step-ms", "10"]

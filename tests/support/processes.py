@@ -24,11 +24,17 @@ from penstock_proto.tls import Tls
 START_TIMEOUT_S = 60.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(in_a_row: int = 1) -> int:
+    """The first of so many."""
+    while True:
+        with contextlib.ExitStack() as probes:
+            first = 0
+            with contextlib.suppress(OSError, OverflowError):
+                for offset in range(in_a_row):
+                    probe = probes.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", first and first + offset))
+                    first = first or probe.getsockname()[1]
+                return first
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from router_doubles import INFO, FakeFleet, FakeShard
 
 from penstock_client.types import LoadReport
 from penstock_router import exposition
+from penstock_router.errors import Unavailable
 from penstock_router.exposition import Exposition
 from penstock_router.fleet_metrics import FleetCollector
 from penstock_router.merged_metrics import MergedMetrics
@@ -75,8 +78,8 @@ async def test_a_process_that_adds_up_is_replaced_when_it_has_ended(
         assert list(await merged.families()) == []
         first = merged._process
         assert first is not None
-        first.kill()
-        await first.wait()
+        first[0].kill()
+        first[0].wait()
         assert list(await merged.families()) == []
         assert merged._process is not first
     finally:
@@ -94,5 +97,26 @@ async def test_a_question_that_is_given_up_spoils_no_later_answer(
         asking.cancel()
         await asyncio.wait({asking})
         assert list(await merged.families()) == []
+    finally:
+        await merged.close()
+
+
+async def test_a_process_that_ends_over_a_question_is_said_to_have_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(exposition.MULTIPROCESS_DIR, str(tmp_path))
+    merged = MergedMetrics()
+    try:
+        await merged.families()
+        assert merged._process is not None
+        process, ours = merged._process
+        os.kill(process.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(merged.families())
+        await asyncio.sleep(0.01)
+        process.kill()
+        with pytest.raises(Unavailable, match="adds up metrics"):
+            await asking
+        assert list(await merged.families()) == []
+        assert ours.fileno() == -1
     finally:
         await merged.close()
