@@ -17,8 +17,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SDKS := .venv-clients/sdks
 HARNESSES := .venv-clients/harnesses
 NODE := .venv-clients/node
+# What others agree on of JSON Schema; no environment, only files.
+SCHEMA_SUITE := .venv-clients/json-schema-test-suite
 # Without Node its client is not tested, which the tests say.
-CLIENTS := $(SDKS)/.done $(HARNESSES)/.done $(if $(shell command -v npm),$(NODE)/.done)
+CLIENTS := $(SDKS)/.done $(HARNESSES)/.done $(SCHEMA_SUITE)/.done $(if $(shell command -v npm),$(NODE)/.done)
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time.
@@ -120,6 +122,14 @@ $(HARNESSES)/.done: tests/clients/harnesses.txt | $(VENV)/.dev
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$packages" > $$($(HARNESSES)/bin/python -c "$$packages")/dev.pth
 	@$(HARNESSES)/bin/python $(CLIENT_PIP) -r $<
+	@touch $@
+
+$(SCHEMA_SUITE)/.done: tests/conformance/suite.txt | $(BIN)/python
+	@echo "Unpacking the JSON Schema Test Suite into $(SCHEMA_SUITE): about 1 MB to download."
+	@rm -rf $(SCHEMA_SUITE) && mkdir -p $(SCHEMA_SUITE)
+	@$(PIP) download --quiet --no-deps --no-binary :all: --dest $(SCHEMA_SUITE) -r $<
+	@tar -xzf $(SCHEMA_SUITE)/jsonschema-*.tar.gz -C $(SCHEMA_SUITE) --strip-components 1
+	@rm $(SCHEMA_SUITE)/jsonschema-*.tar.gz
 	@touch $@
 
 # What examples/node needs, and what is generated from the proto: the example itself is not copied.

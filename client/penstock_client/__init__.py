@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         SamplingParams,
         ShardInfo,
         ShardLimits,
+        ThinkingBudget,
         random_seed,
     )
     from penstock_proto.tls import Tls, TlsFilesUnusable
@@ -91,6 +92,7 @@ __all__ = [
     "ShardState",
     "ShardUnavailable",
     "SyncShardClient",
+    "ThinkingBudget",
     "Tls",
     "TlsFilesUnusable",
     "Unauthenticated",

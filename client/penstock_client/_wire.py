@@ -116,6 +116,9 @@ def generate_request(
     _set_output_options(message.output, request)
     if request.constraint is not None:
         _set_constraint(message.constraint, request.constraint)
+    if request.thinking_budget is not None:
+        for name in ("max_tokens", "begin_token_id", "end_token_id", "begun"):
+            _set(message.thinking_budget, name, getattr(request.thinking_budget, name))
     _set_objective(message.objective, request.objective)
     return message
 

@@ -29,6 +29,8 @@ _SHAREGPT_PROMPT_SIGMA = 1.4
 _SHAREGPT_OUTPUT_SIGMA = 1.0
 _SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
 _READ_TIMEOUT_S = 600.0
+# What a chunk of a chat may add; each is made of tokens.
+_SAID = ("content", "reasoning_content", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Answer:
             self.fail("error event", one_line(ValueError(chunk["error"].get("message"))))
             return
         choices, usage = chunk["choices"], chunk.get("usage")
-        if any(choice.get("text") for choice in choices):
+        if any(_says(choice) for choice in choices):
             self._take_time()
         if any(choice.get("finish_reason") for choice in choices):
             self.missing.discard("finish_reason")
@@ -171,6 +173,12 @@ class Answer:
         else:
             self.first_s = now_s
         self.last_s = now_s
+
+
+def _says(choice: dict[str, Any]) -> bool:
+    """It has a piece of an answer, in the form of completions or of chats."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text")) or any(delta.get(name) for name in _SAID)
 
 
 async def run(plan: Plan, server: Server, rng: random.Random, answers: list[Answer]) -> float:

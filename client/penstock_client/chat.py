@@ -1,4 +1,8 @@
-"""`penstock chat`: a conversation in the terminal, over the router's HTTP API."""
+"""`penstock chat`: a conversation in the terminal, over the router's HTTP API.
+
+Reasoning is shown dimmed, and each call of a tool on a line of its own; neither is part of what is
+said again with the next question.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,13 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from penstock_client.arguments import CUT_OFF, add_url, one_line, parser_for, positive_int
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# What a piece of an answer is; a call begins with the name of its function.
+_Kind = Literal["reasoning", "content", "call", "arguments"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,13 +55,19 @@ def _read_line() -> str:
         return ""
 
 
-def _print_answer(deltas: Iterator[str]) -> str:
-    """Print as it comes; Ctrl-C cuts the answer short and keeps what came."""
+def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:
+    """Print as it comes; Ctrl-C cuts the answer short and keeps what came of its content."""
     answer = ""
+    last: _Kind | None = None
+    dim, plain = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
     try:
-        for delta in deltas:
-            print(delta, end="", flush=True)
-            answer += delta
+        for kind, text in deltas:
+            if last is not None and kind != "arguments" and (kind != last or kind == "call"):
+                print()
+            last = kind
+            shown = f"[calls {text}] " if kind == "call" else text
+            print(f"{dim}{shown}{plain}" if kind == "reasoning" else shown, end="", flush=True)
+            answer += text if kind == "content" else ""
     except KeyboardInterrupt:
         print(" [cut]", end="")
     finally:
@@ -61,8 +75,8 @@ def _print_answer(deltas: Iterator[str]) -> str:
     return answer
 
 
-def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[str]:
-    """The text of one streamed answer, piece by piece.
+def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
+    """One streamed answer, piece by piece.
 
     Raises:
         OSError: no connection, or an error status, or the stream ends before the answer does.
@@ -77,7 +91,7 @@ def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[str]:
     )
     with urllib.request.urlopen(request) as response:
         for data in _events(response):
-            yield _text(data)
+            yield from _pieces(data)
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -94,15 +108,28 @@ def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
     raise ConnectionError(CUT_OFF)
 
 
-def _text(data: bytes) -> str:
+def _pieces(data: bytes) -> list[tuple[_Kind, str]]:
+    """What one event adds."""
     try:
         chunk = json.loads(data)
         if "error" not in chunk:
-            return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            return [pair for choice in chunk["choices"] for pair in _said(choice["delta"])]
         message = chunk["error"].get("message", "the stream failed")
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"the answer is no chat completion: {data[:100]!r}") from None
     raise ValueError(message)
+
+
+def _said(delta: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
+    if reasoning := delta.get("reasoning_content"):
+        yield "reasoning", reasoning
+    if content := delta.get("content"):
+        yield "content", content
+    for call in delta.get("tool_calls") or ():
+        if name := call["function"].get("name"):
+            yield "call", name
+        if arguments := call["function"].get("arguments"):
+            yield "arguments", arguments
 
 
 def _reason(error: Exception) -> str:

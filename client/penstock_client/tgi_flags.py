@@ -100,8 +100,8 @@ FLAGS: Table = {
     **lost("ngrok! ngrok-authtoken ngrok-edge", "no tunnel; run one beside it"),
     **lost(
         "disable-grammar-support!",
-        "requests with a grammar get 422 in any case",
-        "true",
+        "requests with a grammar are served",
+        "false",
     ),
     **lost(
         "lora-adapters",

@@ -58,6 +58,18 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """At most `max_tokens` between the token that begins reasoning and the one that ends it, which
+    is forced then. `begun`: the prompt ends within reasoning.
+    """
+
+    max_tokens: int
+    begin_token_id: int
+    end_token_id: int
+    begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Objective:
     """What the scheduler should aim for. Lower `priority` runs first."""
 
@@ -88,6 +100,7 @@ class GenerationRequest:
     logprob_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     constraint: Constraint | None = None
+    thinking_budget: ThinkingBudget | None = None
     objective: Objective = Objective()
     model: str = ""
     # Of the tokenizer that made the ids (`ShardInfo.tokenizer_hash`): a fleet sends the request to

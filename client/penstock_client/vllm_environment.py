@@ -50,7 +50,7 @@ _PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to
 _DEBUG = "looks into vLLM; --log-level debug and /debug/profile are what there is here"
 _ONE_GPU = "a model is not split over devices: each shard has one GPU and the whole model"
 _NO_TRANSFER = "KV blocks do not travel between shards"
-_NO_TOOLS = "tool calls are not parsed yet; requests with tools get 400"
+_OWN_TOOLS = "calls are read without expressions, and kept to a schema where `strict` says so"
 _NOBODY = "nothing is reported to anybody"
 
 ENVIRONMENT: Table = {
@@ -121,11 +121,11 @@ ENVIRONMENT: Table = {
     **lost(
         "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_ENFORCE_STRICT_TOOL_CALLING "
         "VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT",
-        _NO_TOOLS,
+        _OWN_TOOLS,
     ),
     **needless(
         "VLLM_XGRAMMAR_CACHE_MB VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_V1_USE_OUTLINES_CACHE",
-        "requests for structured answers get 400 as yet",
+        "--max-constraint-bytes, --constraint-timeout-s and --constraint-memory-bytes bound it",
     ),
     **lost(
         "VLLM_IMAGE_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT VLLM_AUDIO_FETCH_TIMEOUT "

@@ -76,6 +76,25 @@ _BACKENDS: dict[str, str | None] = {
     "torch_sdpa": "sdpa",
     "cpu_attn": "cpu",
 }
+# What is written as JSON or Python between marks of these families; "mistral" is of several, which
+# chat templates tell apart.
+_TOOL_PARSERS: dict[str, str | None] = {
+    "hermes": "hermes",
+    "llama3_json": "llama_json",
+    "llama4_json": "llama_json",
+    "llama4_pythonic": "pythonic",
+    "pythonic": "pythonic",
+    "mistral": None,
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v31",
+}
+_REASONING_PARSERS: dict[str, str | None] = {
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2"), "think"),
+    **dict.fromkeys(("olmo3", "ernie45", "kimi_k2", "nemotron_v3", "step3p5"), "think"),
+    "granite": "granite",
+    "mistral": "mistral",
+    "seed_oss": "seed",
+}
 _level = one_of(_LEVELS, "levels are debug, info, warning and error")
 
 
@@ -123,7 +142,7 @@ _ONE_MACHINE = (
     "shards are processes that the router finds by address: start `penstock shard` on each machine "
     "and `penstock router --shards HOST:PORT,...` before them"
 )
-_NO_TOOLS = "tool calls are not parsed yet; requests with tools get 400"
+_OWN_PARSERS = "no code of others reads answers; --tool-call-parser and --reasoning-parser choose"
 _KERNELS = "chooses among vLLM's own kernels; --attention-backend is all there is to choose here"
 _COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind to tune"
 _STATE_SPACES = "tunes models with a state instead of a KV cache; they are refused at load"
@@ -227,17 +246,33 @@ FLAGS: Table = {
     **lost("trust-request-mm-kwargs!", _TEXT_ONLY),
     **refused("default-chat-template-kwargs", "write the values into the template", "{}"),
     **refused("response-role", "answers are the assistant's", "assistant"),
-    **refused("reasoning-parser", "reasoning stays in the text, between the model's own marks"),
-    **refused("reasoning-parser-plugin reasoning-config", "reasoning stays in the text"),
+    **becomes(
+        "reasoning-parser",
+        "--reasoning-parser",
+        Part.ROUTER,
+        one_of(
+            _REASONING_PARSERS,
+            "reasoning of this form is not told from the answer",
+            Loss.REFUSED,
+        ),
+    ),
+    **refused("reasoning-parser-plugin", _OWN_PARSERS),
+    **lost("reasoning-config", "a thinking budget ends with the model's own mark alone", "{}"),
     **refused(
         "return-tokens-as-token-ids!", "set return_tokens_as_token_ids in each request instead"
     ),
     **lost("enable-force-include-usage!", "usage comes with stream_options.include_usage"),
-    **lost(
-        "enable-auto-tool-choice! tool-call-parser tool-parser-plugin tool-server",
-        _NO_TOOLS,
+    **becomes(
+        "tool-call-parser",
+        "--tool-call-parser",
+        Part.ROUTER,
+        one_of(_TOOL_PARSERS, "calls of this form stay in the text"),
     ),
-    **lost("exclude-tools-when-tool-choice-none! tool-strict-level", _NO_TOOLS, "auto"),
+    **needless("enable-auto-tool-choice!", "tool_choice auto is always there"),
+    **needless("exclude-tools-when-tool-choice-none!", "so it is always"),
+    **lost("tool-parser-plugin", _OWN_PARSERS),
+    **lost("tool-server", "requests bring their tools, and clients run them"),
+    **lost("tool-strict-level", "each tool says by `strict` whether its schema is kept to", "auto"),
     **refused(
         "chat-template-content-format",
         "templates see a message's parts joined by line breaks",
@@ -372,7 +407,11 @@ FLAGS: Table = {
         _OWN_METRICS,
     ),
     **needless("enable-layerwise-nvtx-tracing! profiler-config", "/debug/profile is the profiler"),
-    **needless("structured-outputs-config", "requests for structured answers get 400 as yet"),
+    **lost(
+        "structured-outputs-config",
+        "grammars are llguidance's; how JSON is written says `structured_outputs` of each request",
+        "{}",
+    ),
     **lost("aux-output-config enable-return-routed-experts! return-sampling-mask!", "is not told"),
     **needless("enable-trace-replay!", "see --audit-log and `penstock replay`"),
     **lost("additional-config", "is for platforms that are not served", "{}"),

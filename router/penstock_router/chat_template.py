@@ -9,12 +9,14 @@ to Python's internals, and what it raises is an answer to the client, never a cr
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -122,6 +124,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         # The text of the one that is used as a rule.
         self.source = sources.get("default", "")
+        self._sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
@@ -132,6 +135,17 @@ class ChatTemplate:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._templates)
+
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        """Whether the one that is used where there are tools looks at them."""
+        tree = _environment().parse(self.tools_source)
+        return "tools" in jinja2.meta.find_undeclared_variables(tree)
+
+    @property
+    def tools_source(self) -> str:
+        """The text of the one that is used where there are tools."""
+        return self._sources.get("tool_use", self.source)
 
     def render(
         self,

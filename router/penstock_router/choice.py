@@ -1,6 +1,8 @@
 """One sequence of a job: a shard's outputs in, text in deltas out, and its own end.
 
-Knows token ids, text and stop strings; neither where outputs come from nor how deltas are shown.
+Text is searched for stop strings as it comes, and then, where there may be reasoning or calls in
+it, told into pieces. Knows token ids, text and stop strings; neither where outputs come from nor
+how deltas are shown.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ from typing import Literal
 
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
+from penstock_router.answer_parser import AnswerParser
 from penstock_router.backend import GenerationStream
+from penstock_router.constraints import tools_of
 from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
+from penstock_router.pieces import Piece, PieceKind, content_of, joined
+from penstock_router.request import ChatRequest
 from penstock_router.stop import StopMatcher
 
 # To take them costs by then much more than to be told of them.
 _TOKENS_AT_ONCE = 64
 
 # Of a choice; one that is aborted has no end to show.
-EndReason = Literal["length", "stop"]
+EndReason = Literal["length", "stop", "tool_calls"]
 
 
 @dataclass(slots=True)
@@ -31,8 +37,11 @@ class Delta:
     """
 
     index: int
+    # The answer's own: no reasoning, no calls.
     text: str
     token_ids: list[int]
+    # `text` and what else was said, in order; None where an answer is text only.
+    pieces: list[Piece] | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     finish_reason: EndReason | None = None
@@ -44,6 +53,8 @@ class Delta:
         """Append what came after."""
         self.text += later.text
         self.token_ids += later.token_ids
+        if later.pieces is not None:
+            self.pieces = joined([*(self.pieces or ()), *later.pieces])
         if self.logprobs is not None and later.logprobs is not None:
             self.logprobs.extend(later.logprobs)
         else:
@@ -51,6 +62,70 @@ class Delta:
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+
+
+def has_pieces(job: Job) -> bool:
+    """Whether its answers may be more than text: reasoning, or calls."""
+    asked, text = job.options, job.model.text
+    if not isinstance(asked, ChatRequest):
+        return False
+    return text.reasoning is not None or bool(text.tool_format is not None and tools_of(asked))
+
+
+class _Reader:
+    """Tells the text of one answer into pieces, and counts the tokens of its reasoning.
+
+    Where the mark that ends reasoning is one token, the count is of all tokens up to it; elsewhere
+    of those that had come when the mark was read.
+    """
+
+    def __init__(self, job: Job) -> None:
+        asked, text = job.options, job.model.text
+        assert isinstance(asked, ChatRequest)
+        tools = tools_of(asked)
+        style, tool_format = text.reasoning, text.tool_format if tools else None
+        tool_parser = None
+        marks: tuple[str, ...] = () if style is None else style.marks
+        if tool_format is not None:
+            tool_parser = tool_format.parser([tool.name for tool in tools])
+            marks += tool_format.markers
+        self._parser = AnswerParser(style, job.reasoning_begun, tool_parser)
+        # Special tokens that are read here, and so must not be skipped.
+        self.shown_ids = job.model.tokenizer.special_ids_of(marks)
+        self._end_id = None if style is None else job.model.tokenizer.token_id(style.end)
+        # One that was told to call a function, and did, has just stopped.
+        self._tells_of_calls = asked.tool_choice.mode != "named"
+        self._shows_reasoning = asked.include_reasoning
+        # That are reasoning's, if there is any.
+        self._num_reasoning, self._is_counted = 0, False
+        self.reasoning_tokens = None if style is None else 0
+
+    def read(self, delta: Delta, echo: str) -> None:
+        """Make pieces of the delta's text, which is the answer's own then; `echo` goes first."""
+        parser = self._parser
+        pieces = parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces = pieces + parser.flush()
+            if delta.finish_reason == "stop" and parser.num_calls and self._tells_of_calls:
+                delta.finish_reason = "tool_calls"
+        if self.reasoning_tokens is not None:
+            self._count(delta.token_ids)
+            if not self._shows_reasoning:
+                pieces = [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
+        if echo:
+            pieces = [Piece(PieceKind.CONTENT, echo), *pieces]
+        # Nearly always it is one.
+        delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else joined(pieces)
+        delta.text = content_of(delta.pieces)
+
+    def _count(self, token_ids: list[int]) -> None:
+        if not self._is_counted:
+            num_ids, self._is_counted = len(token_ids), self._parser.is_past_reasoning
+            if self._end_id is not None and self._end_id in token_ids:
+                num_ids, self._is_counted = token_ids.index(self._end_id) + 1, True
+            self._num_reasoning += num_ids
+        # Not before its mark was read, which stop strings may hold back.
+        self.reasoning_tokens = self._num_reasoning if self._parser.has_reasoning else 0
 
 
 class Choice:
@@ -75,10 +150,13 @@ class Choice:
         self.num_attempts = 0
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
+        # None where an answer is text only.
+        self._reader = _Reader(job) if has_pieces(job) else None
         self._detokenizer = job.model.tokenizer.detokenizers.start(
             prompt.token_ids,
             skip_special_tokens=options.skip_special_tokens,
             spaces_between_special_tokens=options.spaces_between_special_tokens,
+            shown_ids=frozenset() if self._reader is None else self._reader.shown_ids,
         )
         self._stop = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
         # So many tokens are read before stop strings count.
@@ -92,6 +170,11 @@ class Choice:
         self._known_tokens, self._known_characters = delivered.tokens, delivered.characters
         self._known_ids: list[int] = []
         self._resumed = delivered.begun
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of those that have come; None where reasoning is not told from content."""
+        return None if self._reader is None else self._reader.reasoning_tokens
 
     def is_silent_for(self, looks: int) -> bool:
         """Look: whether so many times in a row nothing had come since the time before."""
@@ -112,14 +195,18 @@ class Choice:
             raise ShardFailed("the shard ended the request before it was finished")
         if self._options.max_tokens == 0:
             return self._scores_only()
-        delta = Delta(self.index, "", output.token_ids, output.logprobs)
+        delta = Delta(self.index, "", output.token_ids, logprobs=output.logprobs)
         self._read(output, delta)
-        delta.text, self._echo = self._echo + delta.text, ""
+        if self._reader is not None:
+            self._reader.read(delta, self._echo)
+            self._echo = ""
+        else:
+            delta.text, self._echo = self._echo + delta.text, ""
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self.finished = delta.finish_reason is not None
         if self._resumed:
             self._cut(delta)
-            if not (delta.token_ids or delta.text or self.finished):
+            if not (delta.token_ids or delta.text or delta.pieces or self.finished):
                 return None
             delta.known_token_ids, self._known_ids = self._known_ids, []
         return delta
@@ -137,10 +224,25 @@ class Choice:
         delta.token_ids = delta.token_ids[tokens:]
         if delta.logprobs is not None:
             delta.logprobs.drop_first(tokens)
+        self._known_tokens -= tokens
+        if delta.pieces is not None:
+            self._cut_pieces(delta, delta.pieces)
+            return
         characters = min(self._known_characters, len(delta.text))
         delta.text = delta.text[characters:]
-        self._known_tokens -= tokens
         self._known_characters -= characters
+
+    def _cut_pieces(self, delta: Delta, pieces: list[Piece]) -> None:
+        """Characters count as they were shown: those of reasoning and of calls too."""
+        rest = []
+        for piece in pieces:
+            known = min(self._known_characters, len(piece.text))
+            self._known_characters -= known
+            if known < len(piece.text):
+                # The name of a call is shown at once, so that none is ever known in part.
+                known = 0 if piece.kind is PieceKind.CALL else known
+                rest.append(Piece(piece.kind, piece.text[known:], piece.call))
+        delta.pieces, delta.text = rest, content_of(rest)
 
     def _note_prompt(self, output: Output) -> None:
         if self.cached_tokens is None:
@@ -155,7 +257,7 @@ class Choice:
     def _scores_only(self) -> Delta:
         self.finished = True
         scores = self._prompt_logprobs
-        return Delta(self.index, self._echo, [], None, scores, finish_reason="length")
+        return Delta(self.index, self._echo, [], prompt_logprobs=scores, finish_reason="length")
 
     def _read(self, output: Output, delta: Delta) -> None:
         """Fill in text, and the reason if the choice ends here."""

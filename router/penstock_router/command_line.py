@@ -19,6 +19,8 @@ from penstock_router import flag_values as values
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.config import RouterConfig
 from penstock_router.https import HttpsFiles
+from penstock_router.reasoning import AUTO, STYLES
+from penstock_router.tool_calls.choose import FORMATS
 
 _REPORTS_EVERY_S = 1.0
 
@@ -108,6 +110,22 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="take a chat_template of a request; it runs in a sandbox, in a text process, for a "
         "minute at most",
+    )
+    add(
+        "--tool-call-parser",
+        default=AUTO,
+        type=values.tool_call_parser,
+        metavar="NAME",
+        help="how answers write calls of tools: auto goes by the chat template, none reads no "
+        f"calls; {', '.join(FORMATS)} {_DEFAULT}",
+    )
+    add(
+        "--reasoning-parser",
+        default=AUTO,
+        type=values.reasoning_parser,
+        metavar="NAME",
+        help="how they mark reasoning: auto goes by the chat template, none leaves it in the text; "
+        f"{', '.join(STYLES)} {_DEFAULT}",
     )
     add(
         "--model-alias",

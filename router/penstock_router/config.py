@@ -69,6 +69,9 @@ class RouterConfig:
 
     # The text of --chat-template's file; takes precedence over the model's own.
     chat_template: str | None = None
+    # How answers write calls and reasoning: by name, "none", or "auto", as chat templates show it.
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     # Whether requests may bring their own: a template is a program.
     trust_request_chat_template: bool = False
     # (name, model): more names of models.

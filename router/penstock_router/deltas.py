@@ -27,6 +27,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int | None = None
+    # Of the completion's; None where reasoning is not told from content.
+    reasoning_tokens: int | None = None
     # From arrival at a shard to the first step there: the longest of all sequences.
     queue_s: float | None = None
     # A sequence went on at a shard whose tokens may come out otherwise at a near-tie.

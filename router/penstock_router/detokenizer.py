@@ -25,7 +25,7 @@ not to be UTF-8, and keeps silent for as long as a window ends in U+FFFD; the wa
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -76,9 +76,11 @@ class DetokenizerFactory(Protocol):
         *,
         skip_special_tokens: bool,
         spaces_between_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """For what follows the prompt. Without `spaces_between_special_tokens` a special token
-        stands right behind another one also where the decoder puts spaces between tokens."""
+        stands right behind another one also where the decoder puts spaces between tokens. Those of
+        `shown_ids` are shown also where special ones are skipped."""
 
 
 # ---- Decoders that work token by token ---------------------------------------------------------
@@ -106,6 +108,8 @@ class ByteTable:
         self._special_ids = special_ids(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._shown_bytes: dict[int, bytes] = {}
+        # By the special tokens that are not skipped: few sets, each of a model's marks.
+        self._showing: dict[frozenset[int], Callable[[int], bytes]] = {}
         self.per_byte = not byte_level
         self.strip_left = strip_left
 
@@ -129,9 +133,29 @@ class ByteTable:
         *,
         skip_special_tokens: bool,
         spaces_between_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> ByteDetokenizer:
         # These decoders put no spaces anywhere, so there is none to leave out.
-        return ByteDetokenizer(self, prompt_ids, skip_special_tokens)
+        if not skip_special_tokens:
+            return ByteDetokenizer(self, prompt_ids, self.token_bytes)
+        bytes_of = self._showing_bytes(shown_ids) if shown_ids else self.shown_bytes
+        return ByteDetokenizer(self, prompt_ids, bytes_of)
+
+    def _showing_bytes(self, shown_ids: frozenset[int]) -> Callable[[int], bytes]:
+        """`shown_bytes`, but for these."""
+        bytes_of = self._showing.get(shown_ids)
+        if bytes_of is None:
+            known: dict[int, bytes] = {}
+
+            def bytes_of(token_id: int) -> bytes:
+                data = known.get(token_id)
+                if data is None:
+                    one_of = self.token_bytes if token_id in shown_ids else self.shown_bytes
+                    data = known[token_id] = one_of(token_id)
+                return data
+
+            self._showing[shown_ids] = bytes_of
+        return bytes_of
 
     def _convert(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
@@ -175,8 +199,10 @@ class ByteDetokenizer:
 
     __slots__ = ("_bytes_of", "_decoder", "_drop", "_strip")
 
-    def __init__(self, table: ByteTable, prompt_ids: Sequence[int], skip_special: bool) -> None:
-        self._bytes_of = table.shown_bytes if skip_special else table.token_bytes
+    def __init__(
+        self, table: ByteTable, prompt_ids: Sequence[int], bytes_of: Callable[[int], bytes]
+    ) -> None:
+        self._bytes_of = bytes_of
         errors = "penstock-each-byte" if table.per_byte else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         tail = self._prompt_tail(prompt_ids)
@@ -251,9 +277,11 @@ class WindowTable:
             data = self._bytes[token_id] = after[len(before) :].encode()
         return data
 
-    def hides(self, token_id: int, *, skip_special: bool) -> bool:
+    def hides(
+        self, token_id: int, *, skip_special: bool, shown_ids: frozenset[int] = frozenset()
+    ) -> bool:
         """Whether decoding passes over the token, as if it were not there."""
-        if skip_special and token_id in self._special_ids:
+        if skip_special and token_id in self._special_ids and token_id not in shown_ids:
             return True
         return not 0 <= token_id < 2**32 or self.tokenizer.id_to_token(token_id) is None
 
@@ -270,12 +298,14 @@ class WindowTable:
         *,
         skip_special_tokens: bool,
         spaces_between_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> WindowDetokenizer:
         return WindowDetokenizer(
             self,
             prompt_ids,
             skip_special=skip_special_tokens,
             joins_special=not spaces_between_special_tokens,
+            shown_ids=shown_ids,
         )
 
 
@@ -291,7 +321,9 @@ class WindowDetokenizer:
         "_context_text",
         "_drop",
         "_held",
+        "_hides_special",
         "_joins_special",
+        "_shown_ids",
         "_skip",
         "_table",
     )
@@ -307,15 +339,17 @@ class WindowDetokenizer:
         *,
         skip_special: bool,
         joins_special: bool,
+        shown_ids: frozenset[int],
     ) -> None:
         self._table = table
-        self._skip = skip_special
+        self._hides_special, self._shown_ids = skip_special, shown_ids
+        # What is hidden comes into no window; where some special ones are not, nor does the decoder
+        # skip any.
+        self._skip = skip_special and not shown_ids
         self._joins_special = joins_special
         self._after_special = False
         visible = [
-            token_id
-            for token_id in prompt_ids[-_PROMPT_TAIL_TOKENS:]
-            if not table.hides(token_id, skip_special=skip_special)
+            token_id for token_id in prompt_ids[-_PROMPT_TAIL_TOKENS:] if not self._hides(token_id)
         ]
         self._drop = 0
         if table.has_bytes:
@@ -343,6 +377,10 @@ class WindowDetokenizer:
         drop, self._drop = self._drop, 0
         return drop
 
+    def _hides(self, token_id: int) -> bool:
+        hides, shown_ids = self._hides_special, self._shown_ids
+        return self._table.hides(token_id, skip_special=hides, shown_ids=shown_ids)
+
     def _joined_step(self, token_id: int) -> str:
         text = self._step(token_id)
         if text:
@@ -352,7 +390,7 @@ class WindowDetokenizer:
         return text
 
     def _step(self, token_id: int) -> str:
-        if self._table.hides(token_id, skip_special=self._skip):
+        if self._hides(token_id):
             return ""
         self._held.append(token_id)
         window = self._context + self._held

@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
+from penstock_router.reasoning import AUTO, NONE, STYLES
 from penstock_router.request import MAX_TIMEOUT_S
 from penstock_router.response_store import MIN_BYTES
+from penstock_router.tool_calls.choose import FORMATS
 
 # Of numbers that count, of processes and of seconds (a year): beyond, something overflows.
 _MAX_COUNT = 10**15
@@ -40,6 +43,22 @@ def origin(text: str) -> str:
             f"{_short(text)} is no origin: http:// or https://, a host in lower case and its port"
         )
     return text
+
+
+def tool_call_parser(text: str) -> str:
+    return _known(text, FORMATS)
+
+
+def reasoning_parser(text: str) -> str:
+    return _known(text, STYLES)
+
+
+def _known(text: str, names: Iterable[str]) -> str:
+    """One of them, also written with hyphens."""
+    name, known = text.replace("-", "_"), (AUTO, NONE, *names)
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is none of {', '.join(known)}")
+    return name
 
 
 def _short(text: str) -> str:

@@ -23,12 +23,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from penstock_client.errors import ShardFailed
-from penstock_client.types import GenerationRequest, Output
+from penstock_client.errors import RequestRefused, ShardFailed
+from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
 from penstock_router.deltas import Deltas, Usage, nobody
-from penstock_router.errors import SlowReader, TimedOut, Unavailable, as_api_error
+from penstock_router.errors import BadRequest, SlowReader, TimedOut, Unavailable, as_api_error
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
 from penstock_router.records import RequestRecord, outcome_of
@@ -39,6 +39,7 @@ _TOKENS_A_TURN = 50_000
 _SUBMISSION_TOKENS = 2_000
 # So often a choice is looked at within the time that it may be silent.
 _LOOKS = 4
+_CONSTRAINTS = frozenset(kind.value for kind in ConstraintKind)
 
 
 class Generation(Deltas):
@@ -211,7 +212,10 @@ class Generation(Deltas):
         return None
 
     def _take_of(self, choice: Choice) -> Delta | None:
-        output = choice.stream.take()
+        try:
+            output = choice.stream.take()
+        except RequestRefused as error:
+            raise self._refused(error) from None
         if output is None:
             if choice.stream.ended:
                 raise ShardFailed("the shard ended the request without saying why")
@@ -221,7 +225,10 @@ class Generation(Deltas):
             choice.has_news = True
             self._with_news.append(choice)
         self._observe(choice, output)
+        reasoning = choice.reasoning_tokens
         delta = choice.take(output)
+        if reasoning is not None:
+            self._count_reasoning((choice.reasoning_tokens or 0) - reasoning)
         if output.cached_tokens is not None:
             self._count_cached()
         if output.queue_s is not None:
@@ -229,6 +236,18 @@ class Generation(Deltas):
         if delta is not None:
             self._account(choice, delta, output)
         return delta
+
+    def _count_reasoning(self, tokens: int) -> None:
+        # Of a choice that was delivered as a whole they are not known.
+        if not any(delivered.finished for delivered in self.job.delivered):
+            self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + tokens
+
+    def _refused(self, error: RequestRefused) -> Exception:
+        """By the field of the request that a shard's word for it came from."""
+        if error.field not in _CONSTRAINTS:
+            return error
+        field = self.job.options.constraint_field or "tools"
+        return BadRequest(f"{field}: {error}", param=field)
 
     def _count_cached(self) -> None:
         # Of each prompt's first choice; the others find what that one left.
@@ -242,7 +261,8 @@ class Generation(Deltas):
             self.usage.approximate = self.usage.approximate or choice.stream.approximate
             self._end(choice, None if output.finish_reason is not None else "stop_string")
             if self.ended:
-                self._record.finished(delta.finish_reason)
+                # An answer that calls tools has stopped, too.
+                self._record.finished("length" if delta.finish_reason == "length" else "stop")
 
     def _observe(self, choice: Choice, output: Output) -> None:
         count = len(output.token_ids)

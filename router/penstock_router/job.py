@@ -10,7 +10,14 @@ import asyncio
 import hashlib
 from dataclasses import dataclass
 
-from penstock_client.types import GenerationRequest, Objective, SamplingParams, random_seed
+from penstock_client.types import (
+    Constraint,
+    GenerationRequest,
+    Objective,
+    SamplingParams,
+    ThinkingBudget,
+    random_seed,
+)
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared, Prompt
@@ -53,6 +60,7 @@ class Job:
     # Of `Prepared`: what answers show or keep.
     full_text: str = ""
     conversation: bytes = b""
+    reasoning_begun: bool = False
 
     @property
     def choices_per_prompt(self) -> int:
@@ -72,13 +80,24 @@ async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> 
     """
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
+    budget = _thinking_budget(options, model, prepared.reasoning_begun)
     for number, prompt in enumerate(prepared.prompts):
         max_tokens = max(_max_tokens(model, options, prompt), 1)
         _check_min_tokens(options, max_tokens)
         seed = _seed(options, number)
         for choice in range(choices):
             sampling = _sampling(options, choice_seed(seed, choice), prepared)
-            requests.append(_sequence(options, model, prompt, sampling, max_tokens))
+            requests.append(
+                _sequence(
+                    options,
+                    model,
+                    prompt,
+                    sampling,
+                    max_tokens=max_tokens,
+                    constraint=prepared.constraint,
+                    thinking_budget=budget,
+                )
+            )
             if len(requests) % SEQUENCES_A_TURN == 0:
                 await asyncio.sleep(0)
     return Job(
@@ -88,11 +107,19 @@ async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> 
         tuple(requests),
         full_text=prepared.full_text,
         conversation=prepared.conversation,
+        reasoning_begun=prepared.reasoning_begun,
     )
 
 
 def _sequence(
-    options: Options, model: ServedModel, prompt: Prompt, sampling: SamplingParams, max_tokens: int
+    options: Options,
+    model: ServedModel,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    *,
+    max_tokens: int,
+    constraint: Constraint | None,
+    thinking_budget: ThinkingBudget | None,
 ) -> GenerationRequest:
     # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and it is not
     # shown. The best of several are told apart by their tokens' log-probabilities.
@@ -107,6 +134,8 @@ def _sequence(
         logprobs=0 if several and options.logprobs is None else options.logprobs,
         prompt_logprobs=_prompt_logprobs(options),
         logprob_token_ids=options.logprob_token_ids,
+        constraint=constraint,
+        thinking_budget=thinking_budget,
         model=model.info.model,
         tokenizer_hash=model.info.tokenizer_hash,
         cache_salt=options.cache_salt,
@@ -122,6 +151,20 @@ def _sequence(
             latency_sensitive=options.latency_sensitive,
         ),
     )
+
+
+def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> ThinkingBudget | None:
+    if not isinstance(options, ChatRequest) or options.thinking_tokens is None:
+        return None
+    style = model.text.reasoning
+    begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
+    if begin_id is None or end_id is None:
+        raise BadRequest(
+            f"thinking_token_budget: {model.info.model} does not mark its reasoning by a token at "
+            "each end, so it cannot be kept within a number of tokens",
+            param="thinking_token_budget",
+        )
+    return ThinkingBudget(options.thinking_tokens, begin_id, end_id, begun)
 
 
 def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:

@@ -17,6 +17,7 @@ from penstock_client.types import ShardInfo
 from penstock_router.backend import Fleet
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.config import RouterConfig
+from penstock_router.conventions import Conventions, conventions_of
 from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.prompts import TextModel
 from penstock_router.threads import Threads
@@ -58,7 +59,7 @@ class ServedModel:
 
 _Key = tuple[str, str]
 _Files = dict[str, bytes]
-_Text = tuple[Tokenizer, ChatTemplate | None, _Files]
+_Text = tuple[Tokenizer, ChatTemplate | None, Conventions, _Files]
 _Loading = asyncio.Task[_Text]
 
 
@@ -84,6 +85,7 @@ class Models:
         # The operator's own, which goes before the models'.
         self.chat_template = config.chat_template
         self._trusts_templates = config.trust_request_chat_template
+        self._parsers = config.tool_call_parser, config.reasoning_parser
         # The operator's own names of models.
         self._aliases = dict(config.model_aliases)
         self._shard_wait_s = config.shard_wait_s
@@ -159,7 +161,7 @@ class Models:
         """
         info = await self._info_in_time(name)
         try:
-            tokenizer, chat_template, files = await self._text_of(info)
+            tokenizer, chat_template, conventions, files = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
             raise Unavailable(f"the model {info.model} cannot be served: {error}") from None
         except RequestRefused:
@@ -172,6 +174,8 @@ class Models:
             tokenizer=tokenizer,
             chat_template=chat_template,
             trusts_templates=self._trusts_templates,
+            tool_format=conventions.tool_format,
+            reasoning=conventions.reasoning,
         )
         return ServedModel(info, text, files)
 
@@ -222,7 +226,8 @@ class Models:
             raise
 
     def _read(self, files: _Files) -> _Text:
-        return load_tokenizer(files), load_chat_template(files, self.chat_template), files
+        template = load_chat_template(files, self.chat_template)
+        return load_tokenizer(files), template, conventions_of(template, *self._parsers), files
 
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""

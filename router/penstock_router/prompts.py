@@ -13,11 +13,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock_client.types import Constraint
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
+from penstock_router.constraints import answer_constraint, tools_of
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.fields import INT32_MAX
-from penstock_router.request import ChatRequest, CompletionRequest, Options
+from penstock_router.reasoning import ReasoningStyle, reasoning_begun, reasoning_over
+from penstock_router.request import ChatRequest, CompletionRequest, Message, Options, Tool
 from penstock_router.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
+from penstock_router.tool_calls.base import ToolFormat
+from penstock_router.tool_calls.plain_json import instructions
 
 # What an item of a message costs a template, in characters of text.
 _ITEM_CHARS = 10
@@ -39,6 +44,9 @@ class TextModel:
     chat_template: ChatTemplate | None
     # Whether a request may bring a chat template of its own.
     trusts_templates: bool
+    # How it writes calls and reasoning; None: neither is told from content.
+    tool_format: ToolFormat | None = None
+    reasoning: ReasoningStyle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +71,33 @@ class Prepared:
     full_text: str = ""
     # The items before the answer's, as a JSON array; empty where none are kept.
     conversation: bytes = b""
+    # What every answer must be like.
+    constraint: Constraint | None = None
+    # The prompt ends within reasoning.
+    reasoning_begun: bool = False
 
 
 def prepare_prompts(request: Options, model: TextModel) -> Prepared:
     """The prompts of a request of either kind. One bad prompt refuses it."""
+    begun, style = False, model.reasoning
     if isinstance(request, ChatRequest):
-        prompts = [chat_prompt(request, model)]
+        text = rendered(request, model)
+        prompts = [_tokenized(request, model, text, model.max_model_len)]
+        if style is not None:
+            continued = _last_message(request) if request.continue_final_message else ""
+            begun = reasoning_begun(text, style, continued)
+            style = None if reasoning_over(text, style) else style
     else:
         assert isinstance(request, CompletionRequest)
         prompts = completion_prompts(request, model)
     _check_ids(model, request)
-    return Prepared(tuple(prompts), _bad_words(model, request), request.allowed_token_ids)
+    return Prepared(
+        tuple(prompts),
+        _bad_words(model, request),
+        request.allowed_token_ids,
+        constraint=answer_constraint(request, model.tool_format, style, begun=begun),
+        reasoning_begun=begun,
+    )
 
 
 def embedding_prompts(request: CompletionRequest, model: TextModel) -> Prepared:
@@ -91,7 +115,7 @@ def is_short(request: Options) -> bool:
     """Whether its text work takes well under a millisecond."""
     if isinstance(request, ChatRequest):
         text = [request.messages, request.documents, request.template_kwargs, request.bad_words]
-        return is_small(text)
+        return is_small([text, request.tools, request.constraint and request.constraint.value])
     assert isinstance(request, CompletionRequest)
     num_ids = sum(len(prompt) for prompt in request.prompts if not isinstance(prompt, str))
     if request.echo and num_ids > INLINE_IDS:
@@ -110,6 +134,8 @@ def is_small(value: object) -> bool:
         item = rest.pop()
         if isinstance(item, str):
             size += len(item)
+        elif isinstance(item, Tool):
+            rest += [item.shown, item.parameters]
         elif isinstance(item, list | tuple | dict):
             size += _ITEM_CHARS * len(item)
             if size <= INLINE_CHARS:
@@ -187,10 +213,14 @@ def chat_prompt(request: ChatRequest, model: TextModel, max_tokens: int | None =
     `max_tokens`, or else than the model's context.
     """
     text = rendered(request, model)
+    return _tokenized(request, model, text, max_tokens or model.max_model_len)
+
+
+def _tokenized(request: ChatRequest, model: TextModel, text: str, max_tokens: int) -> Prompt:
     [token_ids] = model.tokenizer.encode(
         [text],
         add_special_tokens=request.add_special_tokens,
-        max_tokens=max_tokens or model.max_model_len,
+        max_tokens=max_tokens,
         truncation=_truncation(request, model),
     )
     return Prompt(token_ids, _last_message(request) if request.echo else None)
@@ -207,13 +237,25 @@ def rendered(request: ChatRequest, model: TextModel) -> str:
             "--chat-template FILE to give it one",
             param="messages",
         )
+    messages, tools = request.messages, tools_of(request)
+    if tools and not template.takes_tools:
+        messages = _with_system_text(messages, instructions(tools))
     return template.render(
-        request.messages,
+        messages,
+        tools=[tool.shown for tool in tools] or None,
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         kwargs=request.template_kwargs,
     )
+
+
+def _with_system_text(messages: list[Message], text: str) -> list[Message]:
+    """Say it before all else: many templates take one system message only, and as the first."""
+    first = messages[0] if messages else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{first.get('content', '')}\n\n{text}"}, *messages[1:]]
 
 
 def _template_of_request(source: str, model: TextModel) -> ChatTemplate:

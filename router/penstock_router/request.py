@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from penstock_client.types import Constraint
 
 # A message as chat templates expect it: no nulls, its text as one string.
 Message = dict[str, Any]
@@ -17,6 +19,35 @@ Message = dict[str, Any]
 MAX_SESSION_CHARS = 256
 # Of `Options.timeout_s`: what fits into a deadline that shards are told, in ms of 32 bits.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, (2**32 - 1) // 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a chat's answer may call."""
+
+    name: str
+    # What its arguments must be, as a JSON schema; None: any object.
+    parameters: dict[str, Any] | None = None
+    # Whether the schema is kept to also where the answer may do without calls.
+    strict: bool = False
+    # What the chat template is given.
+    shown: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether an answer calls tools: `name` is the one it must call where it is "named"."""
+
+    mode: Literal["none", "auto", "required", "named"] = "none"
+    name: str = ""
+
+    @property
+    def forces(self) -> bool:
+        """The answer is a call, or several."""
+        return self.mode in ("required", "named")
+
+
+NO_TOOLS = ToolChoice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +75,9 @@ class Options:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     seed: int | None = None
+    # What the answer's text must be like, and the field that asks for it.
+    constraint: Constraint | None = None
+    constraint_field: str = ""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -108,7 +142,9 @@ class CompletionRequest(Options):
     def without_text(self) -> Self:
         """The same without whatever may be long: of its prompts only their number is left."""
         count = len(self.prompts)
-        return dataclasses.replace(self, prompts=("",) * count, bad_words=(), allowed_token_ids=())
+        return dataclasses.replace(
+            self, prompts=("",) * count, bad_words=(), allowed_token_ids=(), constraint=None
+        )
 
     @property
     def places(self) -> tuple[int, str]:
@@ -125,6 +161,13 @@ class ChatRequest(Options):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     documents: list[dict[str, Any]] | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = NO_TOOLS
+    # Whether one answer may make several calls.
+    parallel_tool_calls: bool = True
+    # Whether reasoning is shown; and how many of its tokens there may be, None: any number.
+    include_reasoning: bool = True
+    thinking_tokens: int | None = None
     # Of the request itself, where the operator trusts those.
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -140,8 +183,11 @@ class ChatRequest(Options):
             self,
             messages=[],
             documents=None,
+            # Their names are what calls are told by.
+            tools=tuple(Tool(tool.name) for tool in self.tools),
             chat_template=None,
             template_kwargs={},
             bad_words=(),
             allowed_token_ids=(),
+            constraint=None,
         )

@@ -23,7 +23,7 @@ from typing import Self
 
 import msgspec
 
-from penstock_router.choice import Delta
+from penstock_router.choice import Delta, has_pieces
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
 from penstock_router.prompts import pack_ids
@@ -75,12 +75,15 @@ def body_digest(body: object) -> bytes:
 
 
 def job_digest(job: Job) -> bytes:
-    """Of what tokens depend on and the request's JSON does not say: the ids that a template and a
-    tokenizer made of it, and the model's own defaults.
+    """Of what an answer depends on and the request's JSON does not say: the ids that a template and
+    a tokenizer made of it, the model's own defaults, and how its answers are read.
     """
-    info = job.model.info
+    info, text = job.model.info, job.model.text
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode())
+    if has_pieces(job):
+        calls = "" if text.tool_format is None else text.tool_format.name
+        digest.update(f"{calls} {text.reasoning}".encode())
     for prompt in job.prompts:
         digest.update(struct.pack("<I", len(prompt.token_ids)) + pack_ids(prompt.token_ids))
     return digest.digest()
@@ -136,9 +139,16 @@ class Progress:
         tokens, characters, _ = self._choices[delta.index]
         self._choices[delta.index] = (
             tokens + len(delta.token_ids),
-            characters + len(delta.text),
+            characters + _num_characters(delta),
             delta.finish_reason is not None,
         )
+
+
+def _num_characters(delta: Delta) -> int:
+    """All that is shown, in its order: a function's name counts, reasoning that is hidden not."""
+    if delta.pieces is None:
+        return len(delta.text)
+    return sum(len(piece.text) for piece in delta.pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_client.types import Constraint
 from penstock_router import errors
 from penstock_router.errors import ApiError, ContextExceeded
 from penstock_router.prompts import ID_BYTES, Prepared, Prompt, pack_ids, unpack_ids
@@ -30,6 +31,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     trusts_templates: bool
+    # By their names; "": none.
+    tool_format: str
+    reasoning: str
 
 
 # ---- To a text process -------------------------------------------------------------------------
@@ -84,6 +88,8 @@ class WasPrepared(msgspec.Struct, tag=True, frozen=True):
     bad_words: list[list[int]]
     num_allowed: int
     full_text: str
+    constraint: Constraint | None
+    reasoning_begun: bool
 
 
 class WasAnswered(msgspec.Struct, tag=True, frozen=True):
@@ -167,6 +173,8 @@ def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes]]:
         bad_words=[list(word) for word in prepared.bad_words],
         num_allowed=len(prepared.allowed_token_ids),
         full_text=prepared.full_text,
+        constraint=prepared.constraint,
+        reasoning_begun=prepared.reasoning_begun,
     )
     ids = [pack_ids(prompt.token_ids) for prompt in prompts]
     return message, [*ids, pack_ids(prepared.allowed_token_ids), prepared.conversation]
@@ -183,6 +191,8 @@ def unpack_prepared(message: WasPrepared, data: memoryview) -> Prepared:
         allowed,
         message.full_text,
         bytes(data[ID_BYTES * sum(counts) :]),
+        message.constraint,
+        message.reasoning_begun,
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from penstock_proto.logs import set_up_logging
 from penstock_router.chat_template import ChatTemplate, load_chat_template
+from penstock_router.conventions import conventions_named
 from penstock_router.errors import ApiError, as_api_error
 from penstock_router.prompts import TextModel
 from penstock_router.text_messages import (
@@ -126,6 +127,7 @@ class TextWorker:
         if loaded is None:
             return None
         tokenizer, chat_template = loaded
+        conventions = conventions_named(facts.tool_format, facts.reasoning)
         return TextModel(
             name=facts.name,
             max_model_len=facts.max_model_len,
@@ -133,6 +135,8 @@ class TextWorker:
             tokenizer=tokenizer,
             chat_template=chat_template,
             trusts_templates=facts.trusts_templates,
+            tool_format=conventions.tool_format,
+            reasoning=conventions.reasoning,
         )
 
     def _load(self, task: Files, after: memoryview) -> _Reply:

@@ -83,6 +83,7 @@ class Tokenizer:
         self._max_token_bytes: int | None = None
         self.detokenizers: DetokenizerFactory = make_detokenizers(self._fast, self._parts.decoder)
         self.special_ids = special_ids(self._fast)
+        self._marks: dict[tuple[str, ...], frozenset[int]] = {}
         self.token_bytes = self.detokenizers.token_bytes
         if self._length_bounds_tokens:
             self._max_token_bytes = self._longest_token()
@@ -178,6 +179,18 @@ class Tokenizer:
         """The text of a whole sequence at once."""
         known = [token_id for token_id in token_ids if token_id < 2**32]
         return self._fast.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, text: str) -> int | None:
+        """Of the token that stands for all of this text; None where there is none."""
+        return self._fast.token_to_id(text)
+
+    def special_ids_of(self, texts: tuple[str, ...]) -> frozenset[int]:
+        """Of those texts that are special tokens, which would be skipped."""
+        found = self._marks.get(texts)
+        if found is None:
+            ids = {self._fast.token_to_id(text) for text in texts}
+            found = self._marks[texts] = self.special_ids & ids
+        return found
 
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands in running text, special ones included."""

@@ -74,6 +74,10 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         max_logprobs=args.max_logprobs,
+        max_constraint_bytes=args.max_constraint_bytes,
+        constraint_timeout_s=args.constraint_timeout_s,
+        constraint_memory_bytes=args.constraint_memory_bytes,
+        constraint_threads=args.constraint_threads,
         stall_timeout_s=args.stall_timeout_s,
         max_restarts=args.max_restarts,
         drain=args.drain,
@@ -111,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_engine_flags(parser.add_argument_group("engine"))
     _add_scheduling_flags(parser.add_argument_group("scheduling"))
     _add_cache_flags(parser.add_argument_group("KV cache"))
+    _add_constraint_flags(parser.add_argument_group("constraints on outputs"))
     fake = parser.add_argument_group("fake runner (no torch, no weights)")
     fake.add_argument(
         "--step-ms",
@@ -375,6 +380,38 @@ def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV blocks, as 512M or 2G"
+    )
+
+
+def _add_constraint_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-constraint-bytes",
+        type=_bytes,
+        default=2**18,
+        metavar="BYTES",
+        help="longest schema, regex, grammar or list of choices (default: 256K)",
+    )
+    group.add_argument(
+        "--constraint-timeout-s",
+        type=_positive_float,
+        default=2.0,
+        metavar="S",
+        help="refuse a constraint that takes a processor longer to compile (default: %(default)s)",
+    )
+    group.add_argument(
+        "--constraint-memory-bytes",
+        type=_bytes,
+        default=2**28,
+        metavar="BYTES",
+        help="and one that takes more memory, as 512M or 2G (default: 256M)",
+    )
+    group.add_argument(
+        "--constraint-threads",
+        type=_positive_int,
+        default=1,
+        metavar="N",
+        help="threads of the engine that compile constraints and fill their masks "
+        "(default: %(default)s)",
     )
 
 

@@ -57,6 +57,13 @@ class ShardConfig:
     max_queued_tokens: int = 4_000_000
     max_logprobs: int = 20
 
+    # What one constraint on an output may have: bytes, and to be compiled time and memory; and how
+    # many threads the engine compiles them with and fills their masks.
+    max_constraint_bytes: int = 262_144
+    constraint_timeout_s: float = 2.0
+    constraint_memory_bytes: int = 256 << 20
+    constraint_threads: int = 1
+
     # No beat of the engine for this long: it hangs, and is started anew.
     stall_timeout_s: float = 10.0
     # Engine starts that fail one after another before the shard gives up.

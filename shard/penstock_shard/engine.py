@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from penstock_shard.constraints.prepare import ConstraintPreparer, OutputRefused
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason, Request, RequestState
@@ -16,6 +17,7 @@ from penstock_shard.runner.base import Logprobs, RowResult, Runner, ScheduledReq
 from penstock_shard.scheduler import Scheduler
 
 # google.rpc.Code
+_INVALID_ARGUMENT = 3
 _INTERNAL = 13
 _UNAVAILABLE = 14
 # Looking up a member of an enumeration takes as long as counting a token.
@@ -32,13 +34,17 @@ class Engine:
         blocks: BlockManager,
         clock: Callable[[], float] = time.monotonic,
         tell_started: Callable[[list[str]], None] = lambda request_ids: None,
+        preparer: ConstraintPreparer | None = None,
     ) -> None:
-        """`tell_started` gets the requests that are in a step for the first time, before it."""
+        """`tell_started` gets the requests that are in a step for the first time, before it.
+        Without a `preparer` no request may have a constraint.
+        """
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = blocks
         self._clock = clock
         self._tell_started = tell_started
+        self._preparer = preparer
         self._requests: dict[str, Request] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
@@ -53,7 +59,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight)
+        """Somebody waits for a step."""
+        return len(self._requests) > self._num_preparing or bool(self._in_flight)
+
+    @property
+    def _num_preparing(self) -> int:
+        return 0 if self._preparer is None else len(self._preparer)
 
     def submit(self, request: Request) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over."""
@@ -63,8 +74,12 @@ class Engine:
                 self._outputs.append(_ending(request, finish=FinishReason.ABORTED))
                 return
             self._end(present, finish=FinishReason.ABORTED)
-        self._scheduler.add(request, self._clock())
         self._requests[request.request_id] = request
+        if request.constraint is None:
+            self._scheduler.add(request, self._clock())
+        else:
+            assert self._preparer is not None
+            self._preparer.add(request)
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End this attempt of a request before the next step, if it has not ended."""
@@ -78,6 +93,8 @@ class Engine:
         While a step runs the next is scheduled and handed over, so that the device never waits for
         Python. Where the runner does not overlap, a step is taken in as soon as it was launched.
         """
+        if self._num_preparing:
+            self._add_prepared()
         launched = self._launch()
         waiting = len(self._in_flight)
         if waiting and (waiting > self._runner.info.max_steps_ahead or not launched):
@@ -104,12 +121,28 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises `AssertionError` when the accounts of requests and blocks disagree."""
         requests = self._scheduler.requests
-        assert {request.request_id for request in requests} == set(self._requests), (
+        assert len(requests) + self._num_preparing == len(self._requests), (
             f"{len(requests)} requests are scheduled, {len(self._requests)} are known"
         )
+        assert {request.request_id for request in requests} <= set(self._requests)
         self._blocks.check_integrity(self._scheduler.block_holders)
 
     # ---- internals ----
+
+    def _add_prepared(self) -> None:
+        """Schedule whoever has its constraint compiled by now."""
+        assert self._preparer is not None
+        for request, refusal in self._preparer.take():
+            if refusal is None:
+                self._scheduler.add(request, self._clock())
+                continue
+            assert request.constraint is not None
+            is_output = isinstance(refusal, OutputRefused)
+            field = "output_token_ids" if is_output else request.constraint.kind
+            self._outputs.append(
+                _ending(request, error=Error(_INVALID_ARGUMENT, str(refusal), field))
+            )
+            del self._requests[request.request_id]
 
     def _launch(self) -> bool:
         """Hand the next step to the runner, if there is anything to run."""
@@ -170,7 +203,8 @@ class Engine:
             if request.state is _ENDED:
                 continue
             if result.error is not None:
-                self._end(request, error=Error(_INTERNAL, result.error))
+                code = _INVALID_ARGUMENT if result.is_callers else _INTERNAL
+                self._end(request, error=Error(code, result.error))
                 continue
             if result.token_id is not None:
                 output = _token_output(request, result.token_id, result.logprobs)
@@ -214,6 +248,8 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
+        if self._preparer is not None and self._preparer.discard(request):
+            return
         if self._scheduler.remove(request):
             self._runner.release(request)
 

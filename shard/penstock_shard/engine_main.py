@@ -7,7 +7,9 @@ when the server is gone. Three threads: this one steps, one receives, one beats.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import logging
 import os
 import queue
 import signal
@@ -20,6 +22,8 @@ from collections.abc import Callable
 
 from penstock_proto.logs import set_up_logging
 from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, TokenizerUnusable
+from penstock_shard.constraints.prepare import ConstraintPreparer
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
@@ -36,9 +40,11 @@ from penstock_shard.link import (
     Submit,
 )
 from penstock_shard.loading import LoadedModel, ModelError, load_model
-from penstock_shard.request import NO_OBJECTIVE, Request
+from penstock_shard.request import CONSTRAINT_KINDS, NO_OBJECTIVE, Request
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.tokenizer_files import tokenizer_hash
+
+logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
 # A beat that is later than this was held up by something that held up the step too.
@@ -62,7 +68,12 @@ def main() -> None:
     except ModelError as error:
         link.send(LoadFailed(str(error)))
         return
-    engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)))
+    info = loaded.runner.info
+    preparer = _preparer(loaded, start.config, lambda: inbox.put(Inbox([], [])))
+    if preparer is None:
+        capabilities = info.capabilities - CONSTRAINT_KINDS
+        info = dataclasses.replace(info, capabilities=capabilities)
+    engine = _build_engine(loaded, start.config, preparer, lambda ids: link.send(Started(ids)))
     threading.Thread(target=_beat, args=(link, engine), daemon=True).start()
     # What was made so far lives for ever: keep the collector from walking it between steps.
     gc.collect()
@@ -70,12 +81,35 @@ def main() -> None:
     files = loaded.tokenizer_files
     # The server may be gone at any time: nobody is left to tell of it.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        link.send(Ready(loaded.runner.info, files, tokenizer_hash(files), loaded.revision))
+        link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
         _run(link, engine, inbox)
 
 
+def _preparer(
+    loaded: LoadedModel, config: ShardConfig, on_done: Callable[[], None]
+) -> ConstraintPreparer | None:
+    """None where the model's tokenizer is of a kind that constraints cannot be told in."""
+    info = loaded.runner.info
+    limits = ConstraintLimits(
+        max_bytes=config.max_constraint_bytes,
+        timeout_s=config.constraint_timeout_s,
+        memory_bytes=config.constraint_memory_bytes,
+    )
+    try:
+        compiler = Compiler(
+            loaded.tokenizer_files["tokenizer.json"], info.vocab_size, info.eos_token_ids, limits
+        )
+    except TokenizerUnusable as error:
+        logger.warning("outputs cannot be constrained: %s", error)
+        return None
+    return ConstraintPreparer(compiler, on_done, config.constraint_threads)
+
+
 def _build_engine(
-    loaded: LoadedModel, config: ShardConfig, tell_started: Callable[[list[str]], None]
+    loaded: LoadedModel,
+    config: ShardConfig,
+    preparer: ConstraintPreparer | None,
+    tell_started: Callable[[list[str]], None],
 ) -> Engine:
     info = loaded.runner.info
     blocks = BlockManager(
@@ -90,7 +124,13 @@ def _build_engine(
         max_prefill_tokens=config.prefill_tokens(info.device),
         aging_s=config.aging_s,
     )
-    return Engine(loaded.runner, Scheduler(limits, blocks), blocks, tell_started=tell_started)
+    return Engine(
+        loaded.runner,
+        Scheduler(limits, blocks),
+        blocks,
+        tell_started=tell_started,
+        preparer=preparer,
+    )
 
 
 def _run(link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox]) -> None:
@@ -136,6 +176,9 @@ def _request(submit: Submit) -> Request:
         logprob_token_ids=submit.logprob_token_ids,
         cache_salt=submit.cache_salt,
         pooling=submit.pooling,
+        constraint=submit.constraint,
+        reluctant_stop_ids=frozenset(submit.reluctant_stop_ids),
+        thinking_budget=submit.thinking_budget,
         # The one that came was made anew from its bytes.
         hand_back=submit.hand_back,
         objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,

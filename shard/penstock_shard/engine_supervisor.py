@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 
 from penstock_shard import link
 from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.checker import ConstraintChecker, NotChecked
 from penstock_shard.metrics import ShardMetrics
-from penstock_shard.request import FinishReason
-from penstock_shard.validation import MAX_ID_CHARACTERS
+from penstock_shard.request import CONSTRAINT_KINDS, Constraint, FinishReason
+from penstock_shard.validation import INVALID_ARGUMENT, MAX_ID_CHARACTERS
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class _Route:
     # When the engine began to compute it.
     started_s: float | None = None
     deadline: asyncio.TimerHandle | None = None
+    # While its constraint is tried out; the engine has not heard of it yet.
+    checking: asyncio.Task[None] | None = None
     arrived_s: float = field(default_factory=time.monotonic)
     # How long it waited for its first step, until its first output says so.
     queue_s: float | None = None
@@ -81,6 +84,7 @@ class EngineSupervisor:
     def __init__(self, config: ShardConfig) -> None:
         self._config = config
         self.metrics = ShardMetrics()
+        self._checker = ConstraintChecker(config)
         self._ready: link.Ready | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -184,15 +188,55 @@ class EngineSupervisor:
             return
         present = self._routes.get(submit.request_id)
         if present is not None:
-            self._end_route(present, finish=FinishReason.ABORTED)
+            self._supersede(present, submit)
         route = _Route(*key, deliver, submit.num_tokens, suspect)
         if deadline_s is not None:
             loop = asyncio.get_running_loop()
             route.deadline = loop.call_later(deadline_s, self._overdue, route)
         self._routes[submit.request_id] = route
         self._live_tokens += route.num_tokens
+        if submit.constraint is None:
+            self._hand_over(submit)
+        else:
+            self._check(route, submit, submit.constraint)
+
+    def _hand_over(self, submit: link.Submit) -> None:
         self._submits.append(submit)
         self._schedule_flush()
+
+    def _supersede(self, present: _Route, submit: link.Submit) -> None:
+        if present.checking is None and submit.constraint is not None:
+            # The engine would go on with it until it hears of the other, if it ever does.
+            self._abort_in_engine(present)
+        self._end_route(present, finish=FinishReason.ABORTED)
+
+    def _check(self, route: _Route, submit: link.Submit, constraint: Constraint) -> None:
+        """Hand it over when its constraint is known to be good."""
+        verdict = self._checker.known(constraint)
+        if verdict is None:
+            route.checking = asyncio.create_task(self._await_verdict(route, submit, constraint))
+        else:
+            self._judge(route, submit, constraint, verdict)
+
+    async def _await_verdict(
+        self, route: _Route, submit: link.Submit, constraint: Constraint
+    ) -> None:
+        try:
+            verdict = await self._checker.check(constraint)
+        except NotChecked as error:
+            route.checking = None
+            self._end_route(route, error=link.Error(_RESOURCE_EXHAUSTED, str(error)))
+        else:
+            route.checking = None
+            self._judge(route, submit, constraint, verdict)
+
+    def _judge(
+        self, route: _Route, submit: link.Submit, constraint: Constraint, verdict: str
+    ) -> None:
+        if not verdict:
+            self._hand_over(submit)
+            return
+        self._end_route(route, error=link.Error(INVALID_ARGUMENT, verdict, field=constraint.kind))
 
     def _refusal_of(self, submit: link.Submit, suspect: bool) -> link.Error | None:
         """Why nothing more is taken; None when it is."""
@@ -232,9 +276,10 @@ class EngineSupervisor:
         """
         route = self._routes.get(request_id)
         if route is not None:
-            if route.attempt <= attempt:
-                self._aborts.append((request_id, route.attempt))
-                self._schedule_flush()
+            if route.attempt <= attempt and route.checking is not None:
+                self._end_route(route, finish=FinishReason.ABORTED)
+            elif route.attempt <= attempt:
+                self._abort_in_engine(route)
             return
         if len(request_id) > MAX_ID_CHARACTERS:
             return
@@ -252,9 +297,13 @@ class EngineSupervisor:
         for route in list(self._routes.values()):
             self._end_route(route, error=link.Error(_UNAVAILABLE, reason))
 
-    def _overdue(self, route: _Route) -> None:
+    def _abort_in_engine(self, route: _Route) -> None:
         self._aborts.append((route.request_id, route.attempt))
         self._schedule_flush()
+
+    def _overdue(self, route: _Route) -> None:
+        if route.checking is None:
+            self._abort_in_engine(route)
         error = link.Error(_DEADLINE_EXCEEDED, "the request's deadline passed")
         self._end_route(route, error=error)
 
@@ -276,6 +325,8 @@ class EngineSupervisor:
         self._live_tokens -= route.num_tokens
         if route.deadline is not None:
             route.deadline.cancel()
+        if route.checking is not None:
+            route.checking.cancel()
         self.metrics.ended(last, route.num_given, time.monotonic() - route.arrived_s)
 
     def _schedule_flush(self) -> None:
@@ -323,6 +374,7 @@ class EngineSupervisor:
                 await asyncio.sleep(back_off_s)
                 back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
         finally:
+            await self._checker.close()
             await self._stop()
 
     async def _run_once(self) -> int | None:
@@ -415,6 +467,9 @@ class EngineSupervisor:
         self._ready = ready
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
+        info, tokenizer = ready.info, ready.tokenizer_files.get("tokenizer.json")
+        if tokenizer is not None and info.capabilities & CONSTRAINT_KINDS:
+            self._checker.use(tokenizer, info.vocab_size, info.eos_token_ids)
         self._notify()
 
     def _note_started(self, request_ids: list[str]) -> None:

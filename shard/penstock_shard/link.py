@@ -15,7 +15,15 @@ from typing import Any
 import msgspec
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import NO_OBJECTIVE, FinishReason, Objective, Pooling, SamplingParams
+from penstock_shard.request import (
+    NO_OBJECTIVE,
+    Constraint,
+    FinishReason,
+    Objective,
+    Pooling,
+    SamplingParams,
+    ThinkingBudget,
+)
 from penstock_shard.runner.base import Logprobs, RunnerInfo
 
 _LENGTH = struct.Struct("<I")
@@ -48,6 +56,9 @@ class Submit(msgspec.Struct, array_like=True):
     objective: Objective = NO_OBJECTIVE
     hand_back: bool = False
     pooling: Pooling | None = None
+    constraint: Constraint | None = None
+    reluctant_stop_ids: list[int] = []
+    thinking_budget: ThinkingBudget | None = None
 
     @property
     def num_tokens(self) -> int:

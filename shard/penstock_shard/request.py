@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class FinishReason(enum.Enum):
@@ -49,6 +53,35 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+# The languages of constraints, as the wire's Constraint names them.
+CONSTRAINT_KINDS = frozenset(
+    {"json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output's text must be: `kind` is the language (a field of the wire's Constraint),
+    `value` the text in it; `options` are those of a choice.
+    """
+
+    kind: str
+    value: str = ""
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """At most `max_tokens` between the token that begins reasoning and the one that ends it, which
+    is drawn then whatever the logits say. `begun`: the prompt ends within reasoning.
+    """
+
+    max_tokens: int
+    begin_token_id: int
+    end_token_id: int
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +135,12 @@ class Request:
     stop_token_ids: frozenset[int]
     # While the output (deliveries included) is shorter, none of those ids is drawn.
     min_tokens: int = 0
+    # Ids that end the sequence where its constraint leaves nothing else to draw.
+    reluctant_stop_ids: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    # Of the constraint, behind the tokens that were delivered; there once it is compiled.
+    matcher: LLMatcher | None = None
+    thinking_budget: ThinkingBudget | None = None
     # None: no log-probabilities; 0: the chosen token's; k: the k best besides.
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -5,7 +5,7 @@ Pure: an incoming request and the shard's facts in, a complete `Submit` or a `Re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Submit
-from penstock_shard.request import Objective, Pooling, SamplingParams
+from penstock_shard.request import Constraint, Objective, Pooling, SamplingParams, ThinkingBudget
 from penstock_shard.runner.base import RunnerInfo
 
 TokenIds = npt.NDArray[np.uint32]
@@ -36,6 +36,7 @@ _MAX_BAD_WORDS = 1024
 _MAX_BAD_WORD_IDS = 64
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PRIORITY = 1000
+_MAX_CHOICES = 1024
 _MAX_TOP_K = 2**31 - 1
 # Of 32 bits, as on the wire and in the sampler.
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -88,6 +89,7 @@ _NEUTRAL: Mapping[str, object] = {
     "time_to_first_token_s": None,
     "seconds_between_tokens": None,
     "latency_sensitive": False,
+    "thinking_budget": None,
     "logprobs": None,
     "prompt_logprobs": None,
 }
@@ -154,6 +156,8 @@ class IncomingRequest:
     time_to_first_token_s: float | None = None
     seconds_between_tokens: float | None = None
     latency_sensitive: bool = False
+    constraint: Constraint | None = None
+    thinking_budget: ThinkingBudget | None = None
     instance_id: str = ""
     hand_back: bool = False
     suspect: bool = False
@@ -180,6 +184,8 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         asked = getattr(incoming, name)
         if asked is not None and asked > config.max_logprobs:
             _refuse(name, asked, f"0..{config.max_logprobs} (--max-logprobs)")
+    if incoming.constraint is not None:
+        _check_constraint(incoming.constraint, config.max_constraint_bytes)
     eos = () if incoming.ignore_eos else info.eos_token_ids
     stop_token_ids = [*incoming.stop_token_ids.tolist(), *eos]
     _check_something_is_left(incoming, stop_token_ids, info.vocab_size)
@@ -200,6 +206,9 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         logprob_token_ids=tuple(incoming.logprob_token_ids.tolist()),
         objective=_objective(incoming),
         hand_back=incoming.hand_back,
+        constraint=incoming.constraint,
+        reluctant_stop_ids=_reluctant_stop_ids(incoming, info),
+        thinking_budget=incoming.thinking_budget,
     )
 
 
@@ -279,6 +288,8 @@ def _check_model(model: str, config: ShardConfig) -> None:
 
 def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> None:
     asked = dict(incoming.features)
+    if incoming.constraint is not None:
+        asked[incoming.constraint.kind] = "a constraint"
     for name, neutral in _NEUTRAL.items():
         value = getattr(incoming, name)
         if value is not None and value != neutral:
@@ -334,6 +345,7 @@ def _check_ids(incoming: IncomingRequest, vocab_size: int) -> None:
         if not 1 <= word.size <= _MAX_BAD_WORD_IDS:
             _refuse("bad_words", f"a word of {word.size} ids", f"1..{_MAX_BAD_WORD_IDS} ids a word")
     for name, ids in (
+        *_marks_of(incoming.thinking_budget),
         ("prompt_token_ids", incoming.prompt),
         ("output_token_ids", incoming.output),
         ("stop_token_ids", incoming.stop_token_ids),
@@ -344,6 +356,29 @@ def _check_ids(incoming: IncomingRequest, vocab_size: int) -> None:
     ):
         if ids.size and int(ids.max()) >= vocab_size:
             _refuse(name, int(ids.max()), f"0..{vocab_size - 1} (the vocabulary)")
+
+
+def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
+    if budget is not None:
+        for name in ("begin_token_id", "end_token_id"):
+            yield f"thinking_budget.{name}", np.array([getattr(budget, name)], dtype="<u4")
+
+
+def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
+    """Its size; whether it can be honoured takes longer to find out."""
+    kind, options = constraint.kind, constraint.options
+    if kind == "choice" and not 1 <= len(options) <= _MAX_CHOICES:
+        _refuse(kind, f"{len(options)} options", f"1..{_MAX_CHOICES} options")
+    size = sum(len(text.encode()) for text in (constraint.value, *options))
+    if size > max_bytes:
+        _refuse(kind, f"{size} bytes", f"at most {max_bytes} bytes (--max-constraint-bytes)")
+
+
+def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> list[int]:
+    """What the request ignores ends it all the same where its constraint is complete."""
+    if incoming.constraint is None or not incoming.ignore_eos:
+        return []
+    return list(info.eos_token_ids)
 
 
 def _check_something_is_left(

@@ -16,7 +16,7 @@ from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output
-from penstock_shard.request import FinishReason, Pooling
+from penstock_shard.request import Constraint, FinishReason, Pooling, ThinkingBudget
 from penstock_shard.runner.base import EmbeddingDefaults, Logprobs, RunnerInfo
 from penstock_shard.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
@@ -87,6 +87,8 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         time_to_first_token_s=_optional(message.objective, "time_to_first_token_s"),
         seconds_between_tokens=_optional(message.objective, "seconds_between_tokens"),
         latency_sensitive=message.objective.latency_sensitive,
+        constraint=_constraint(message.constraint),
+        thinking_budget=_thinking_budget(message),
         instance_id=message.instance_id,
         hand_back=message.hand_back,
         suspect=message.suspect,
@@ -108,9 +110,26 @@ def _features(message: pb.GenerateRequest) -> Iterator[tuple[str, object]]:
     """What the request asks for that the rest of it does not show."""
     if message.adapter:
         yield "adapter", message.adapter
-    constraint = message.constraint.WhichOneof("kind")
-    if constraint is not None:
-        yield constraint, "a constraint"
+
+
+def _constraint(message: pb.Constraint) -> Constraint | None:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return None
+    if kind == "json_object":
+        return Constraint(kind) if message.json_object else None
+    if kind == "choice":
+        return Constraint(kind, options=tuple(message.choice.options))
+    return Constraint(kind, getattr(message, kind))
+
+
+def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
+    if not message.HasField("thinking_budget"):
+        return None
+    budget = message.thinking_budget
+    return ThinkingBudget(
+        budget.max_tokens, budget.begin_token_id, budget.end_token_id, budget.begun
+    )
 
 
 def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:

@@ -14,7 +14,7 @@ import pytest
 from support.budget import budget, seeded
 from support.chaos import Proxy, Trouble, proxies
 from support.processes import Shard, running
-from support.streams import Whole, any_request, run_whole
+from support.streams import Whole, mixed_request, run_whole
 
 from penstock_client import (
     Fleet,
@@ -62,7 +62,7 @@ async def _rounds(
 ) -> None:
     """Strikes at a random moment of each round of 64 requests; every output is the calm run's."""
     for number in range(rounds):
-        requests = [any_request(rng, VOCAB) for _ in range(STREAMS)]
+        requests = [mixed_request(rng, VOCAB) for _ in range(STREAMS)]
         calm = await _run_all(fleet, requests)
         tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
         await asyncio.sleep(rng.uniform(0.01, after_s))
@@ -198,7 +198,7 @@ async def test_one_poisonous_request_ends_three_engines_at_most_and_no_other_req
     shards = _shards(tmp_path, 4, "--fake-crash-on", str(poison_id))
     with running(*shards):
         async with _fleet([shard.address for shard in shards]) as fleet:
-            requests = [any_request(rng, poison_id) for _ in range(STREAMS)]
+            requests = [mixed_request(rng, poison_id) for _ in range(STREAMS)]
             calm = await _run_all(fleet, requests)
             engines = {shard.info.instance_id for shard in fleet.shards if shard.info}
             tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
@@ -222,7 +222,7 @@ async def test_those_beside_a_poisonous_request_in_every_engine_that_died_need_n
         # One after the other, whole, they would take most of a minute.
         patience = Patience(wait_s=20.0)
         async with _fleet([shard.address for shard in shards], patience=patience) as fleet:
-            requests = [any_request(rng, poison_id, max_tokens=400) for _ in range(STREAMS)]
+            requests = [mixed_request(rng, poison_id, max_tokens=400) for _ in range(STREAMS)]
             calm = await _run_all(fleet, requests)
             tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
             await asyncio.sleep(0.3)
@@ -238,7 +238,7 @@ async def test_a_drained_shard_hands_its_requests_over_and_exits_at_once(
     shards = _shards(tmp_path, 2)
     with running(*shards):
         async with _fleet([shard.address for shard in shards]) as fleet:
-            requests = [any_request(rng, VOCAB, max_tokens=400) for _ in range(STREAMS)]
+            requests = [mixed_request(rng, VOCAB, max_tokens=400) for _ in range(STREAMS)]
             calm = await _run_all(fleet, requests)
             tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
             await asyncio.sleep(0.2)
@@ -289,7 +289,7 @@ async def test_a_shard_out_of_blocks_gives_a_request_back_when_another_has_room(
         async with _fleet(
             [small.address, large.address], policy="round-robin", observe=observe
         ) as fleet:
-            requests = [any_request(rng, VOCAB, max_tokens=300) for _ in range(16)]
+            requests = [mixed_request(rng, VOCAB, max_tokens=300) for _ in range(16)]
             calm = await _run_all(fleet, requests)
             assert ("continued", "unavailable") in events
             for request, whole in zip(requests, calm, strict=True):

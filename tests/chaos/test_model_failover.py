@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.budget import budget, seeded
 from support.processes import Shard, running
-from support.streams import any_request, run_whole
+from support.streams import mixed_request, run_whole
 
 from penstock_client import Fleet
 
@@ -28,7 +28,7 @@ async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(tmp_path:
                     while not all(shard.ready for shard in fleet.shards):
                         await asyncio.sleep(0.05)
                 assert fleet.info().batch_invariant
-                requests = [any_request(rng, 8000, max_tokens=80) for _ in range(64)]
+                requests = [mixed_request(rng, 8000, max_tokens=80) for _ in range(64)]
                 calm = await asyncio.gather(*(run_whole(fleet, request) for request in requests))
                 tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
                 await asyncio.sleep(rng.uniform(0.05, 2.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,26 @@ def body_of(request: Request) -> dict[str, Any]:
 
 def roles(request: Request) -> list[str]:
     return [message["role"] for message in body_of(request)["messages"]]
+
+
+def answer_with(page: Page, *deltas: dict[str, Any], finish_reason: str = "stop") -> None:
+    """Answer the page's chats in place of the router: no fake model reasons or calls on request."""
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+    ]
+    choices[-1]["finish_reason"] = finish_reason
+    frames = [f"data: {json.dumps({**head, 'choices': [choice]})}\n\n" for choice in choices]
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body="".join(frames) + "data: [DONE]\n\n"
+        ),
+    )
+
+
+def entries_of(*tokens: str) -> list[dict[str, Any]]:
+    return [{"token": one, "logprob": -1.0, "bytes": None, "top_logprobs": []} for one in tokens]
 
 
 def wait_for_end(page: Page, state: str = "done") -> None:
@@ -167,3 +188,86 @@ def test_an_answer_goes_on_when_its_shard_is_killed(page: Page, fleet: Fleet) ->
     assert "went on (engine died)" in answer.locator(".moved").inner_text()
     page.click("nav a[data-view=fleet]")
     page.wait_for_selector(f".shard[data-address='{victim.address}'][data-state=serving]")
+
+
+def test_reasoning_is_folded_away_when_the_answer_begins_and_can_be_opened(page: Page) -> None:
+    go_to_chat(page)
+    answer_with(
+        page,
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Let me <b>see</b>"},
+        {"reasoning_content": ", well.\nYes."},
+        {"content": "It is "},
+        {"content": "so."},
+    )
+    answer = say(page, "Is it?")
+    wait_for_end(page)
+    assert answer.locator(".text").inner_text() == "It is so."
+    thoughts = answer.locator(".thoughts")
+    assert thoughts.is_hidden()
+    answer.get_by_text("Reasoning").click()
+    assert thoughts.inner_text() == "Let me <b>see</b>, well.\nYes."
+    quiet, loud = (
+        page.locator(where).evaluate("element => getComputedStyle(element).color")
+        for where in (".thoughts", ".message.assistant .text")
+    )
+    assert quiet != loud
+    # It is said to nobody again.
+    with page.expect_request("**/v1/chat/completions") as second:
+        say(page, "Sure?")
+    assert body_of(second.value)["messages"][1] == {"role": "assistant", "content": "It is so."}
+
+
+def test_reasoning_that_nothing_follows_stays_open(page: Page) -> None:
+    go_to_chat(page)
+    answer_with(page, {"reasoning_content": "Well, well"}, finish_reason="length")
+    answer = say(page, "Is it?")
+    wait_for_end(page)
+    assert answer.locator(".thoughts").inner_text() == "Well, well"
+    assert "1 tokens · length" in answer.locator(".meta").inner_text()
+
+
+def test_calls_are_shown_with_their_names_and_arguments(page: Page) -> None:
+    go_to_chat(page)
+    begun = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": ""}}
+    other = {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    answer_with(
+        page,
+        {"content": "I look."},
+        {"tool_calls": [{"index": 0, **begun}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"word":'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ' "<i>"}'}}, {"index": 1, **other}]},
+        finish_reason="tool_calls",
+    )
+    answer = say(page, "What is it?")
+    wait_for_end(page)
+    assert answer.locator(".text").inner_text() == "I look."
+    shown = [text.removeprefix("Calls ") for text in answer.locator(".call").all_text_contents()]
+    assert shown == ['look_up {"word": "<i>"}', "add {}"]
+    font = "element => getComputedStyle(element).fontFamily"
+    assert "mono" in answer.locator(".call").first.evaluate(font)
+    assert "tool_calls" in answer.locator(".meta").inner_text()
+
+
+def test_tokens_of_reasoning_and_calls_are_not_shown_as_those_of_the_text(page: Page) -> None:
+    go_to_chat(page)
+    frames: list[tuple[dict[str, Any], list[str]]] = [
+        ({"reasoning_content": "Hm"}, ["<think>", "Hm"]),
+        ({}, ["</think>"]),
+        ({"content": "Yes"}, ["Yes"]),
+        ({"tool_calls": [{"index": 0, "function": {"name": "add", "arguments": "{}"}}]}, ["{}"]),
+        ({}, ["<|im_end|>"]),
+    ]
+    lines = [
+        {"choices": [{"index": 0, "delta": delta, "logprobs": {"content": entries_of(*tokens)}}]}
+        for delta, tokens in frames
+    ]
+    body = "".join(f"data: {json.dumps(line)}\n\n" for line in lines) + "data: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
+    answer = say(page, "Is it?")
+    wait_for_end(page)
+    assert page.locator(TOKENS).all_inner_texts() == ["Yes"]
+    assert "6 tokens" in answer.locator(".meta").inner_text()

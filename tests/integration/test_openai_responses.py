@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
 import psutil
+import pydantic
 import pytest
 from openai.types.responses import Response
 from support.processes import Router, Shard, running
@@ -132,15 +134,91 @@ def test_a_background_response_is_made_or_cancelled(client: openai.OpenAI) -> No
     assert client.responses.retrieve(long.id).status == "cancelled"
 
 
-def workers_of(router: Router) -> list[psutil.Process]:
-    return [child for child in router.children if "spawn_main" in " ".join(child.cmdline())]
-
-
 @pytest.fixture
 def shard(tmp_path: Path) -> Iterator[Shard]:
     shard = Shard(tmp_path / "shard", "--step-ms", "10")
     with running(shard):
         yield shard
+
+
+TOOL: Any = {
+    "type": "function",
+    "name": "warmth",
+    "description": "How warm it is.",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"enum": ["Rome", "Oslo"]}},
+        "required": ["place"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+# As Qwen's, in short: the toy model's own takes no outputs of tools.
+TEMPLATE = (
+    "{% for tool in tools or () %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+)
+
+
+@pytest.fixture
+def calling(shard: Shard, tmp_path: Path) -> Iterator[openai.OpenAI]:
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE)
+    router = Router(tmp_path / "router", [shard.address], "--chat-template", str(file))
+    with running(router), connect(router) as client:
+        yield client
+
+
+def test_a_call_is_made_streamed_and_gone_on_from_with_its_output(calling: openai.OpenAI) -> None:
+    client = calling
+    asked: Any = {
+        "model": MODEL,
+        "input": "How warm is it?",
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "warmth"},
+        "max_output_tokens": 400,
+        "extra_body": {"seed": 1},
+    }
+    response = client.responses.create(**asked)
+    [call] = response.output
+    assert call.type == "function_call"
+    assert call.name == "warmth"
+    assert json.loads(call.arguments) in ({"place": "Rome"}, {"place": "Oslo"})
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        [streamed] = stream.get_final_response().output
+    assert streamed.type == "function_call"
+    assert streamed.arguments == call.arguments
+    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call.arguments
+    later = client.responses.create(
+        model=MODEL,
+        previous_response_id=response.id,
+        input=[{"type": "function_call_output", "call_id": call.call_id, "output": "20"}],
+        max_output_tokens=5,
+    )
+    items = client.responses.input_items.list(later.id, order="asc")
+    assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+
+
+class Thing(pydantic.BaseModel):
+    place: Literal["Rome", "Oslo"]
+    warm: bool
+
+
+def test_an_answers_text_is_parsed_as_the_type_that_was_asked_for(client: openai.OpenAI) -> None:
+    response = client.responses.parse(
+        model=MODEL, input="Where?", text_format=Thing, max_output_tokens=600
+    )
+    assert response.status == "completed"
+    assert isinstance(response.output_parsed, Thing)
+
+
+def workers_of(router: Router) -> list[psutil.Process]:
+    return [child for child in router.children if "spawn_main" in " ".join(child.cmdline())]
 
 
 def test_two_workers_share_responses_and_outlive_each_other(tmp_path: Path, shard: Shard) -> None:

@@ -24,6 +24,7 @@ from schemathesis.specs.openapi import checks as openapi_checks
 from support.budget import budget, seeded
 from support.processes import Router, Shard, running
 
+from penstock_router.apis.openai import CHAT_FIELDS
 from penstock_router.routes.table import ROUTES
 
 Case = schemathesis.Case[Any]
@@ -42,6 +43,11 @@ CHECKS = [
     openapi_checks.response_headers_conformance,
     openapi_checks.response_schema_conformance,
 ]
+CONSTRAINTS = (
+    "response_format",
+    "structured_outputs",
+    *(name for name in CHAT_FIELDS if name.startswith("guided_")),
+)
 MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 
 
@@ -161,6 +167,11 @@ def smaller(case: Case, *, model: str, stream: bool | None) -> Case:
     unlikely = ["x-penstock-shard", "Last-Event-ID", "x-penstock-timeout-s"]
     for name in unlikely if stream else [*unlikely, "x-penstock-resumable"]:
         case.headers.pop(name, None)
+    if isinstance(case.body, dict):
+        # Hardly any two of these go together, and of texts hardly any is a grammar.
+        given = [name for name in CONSTRAINTS if case.body.get(name) is not None]
+        for name in given[1:] if given[:1] == ["response_format"] else given:
+            del case.body[name]
     case.body = shrunk(case.body, model)
     if stream is not None and isinstance(case.body, dict):
         case.body["stream"] = stream

@@ -22,6 +22,7 @@ import psutil
 from penstock_proto.tls import Tls
 
 START_TIMEOUT_S = 60.0
+_ENGINE = "penstock_shard.engine_main"
 
 
 def free_port(in_a_row: int = 1) -> int:
@@ -71,6 +72,14 @@ def ask(
             return error.code, error.read().decode()
 
 
+def _command_of(process: psutil.Process) -> list[str]:
+    """Empty where it has ended."""
+    try:
+        return list(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
 def is_alive(process: psutil.Process) -> bool:
     """Running, and not only waiting for its parent to take note of its end."""
     try:
@@ -114,9 +123,13 @@ class Service(ABC):
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine process of a shard."""
-        wait_until(lambda: bool(self.children), timeout_s=10, what="an engine process")
-        return self.children[0]
+        """The engine process of a shard, which has others too."""
+
+        def engines() -> list[psutil.Process]:
+            return [child for child in self.children if _ENGINE in _command_of(child)]
+
+        wait_until(lambda: bool(engines()), timeout_s=10, what="an engine process")
+        return engines()[0]
 
     def environment(self, log_file: Path) -> dict[str, str]:
         """Its variables beyond this process's own."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
 from dataclasses import dataclass, field
 
 from penstock_client import (
+    Constraint,
+    ConstraintKind,
     FinishReason,
     Fleet,
     GenerationRequest,
@@ -13,6 +17,34 @@ from penstock_client import (
     Logprobs,
     SamplingParams,
     ShardClient,
+    ThinkingBudget,
+)
+
+_ROWS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "size": {"type": "integer"},
+            "kind": {"enum": ["router", "shard", None]},
+        },
+        "required": ["name", "kind"],
+        "additionalProperties": False,
+    },
+}
+_CALLS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<call>", "schema": _ROWS["items"], "end": "</call>"}],
+    "triggers": ["<call>"],
+}
+CONSTRAINTS = (
+    Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(_ROWS)),
+    Constraint(ConstraintKind.JSON_OBJECT),
+    Constraint(ConstraintKind.REGEX, "([a-z]{2,6} ?){5,60}[.]"),
+    Constraint(ConstraintKind.CHOICE, options=("a short one", "and one that is longer" * 5)),
+    Constraint(ConstraintKind.GRAMMAR, 'start: (/[a-z]+/ "=" /[0-9]+/ ";")+'),
+    Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(_CALLS)),
 )
 
 
@@ -85,3 +117,25 @@ def any_request(rng: random.Random, vocab_size: int, *, max_tokens: int = 120) -
         prompt_logprobs=rng.choice([None, None, None, 2]),
         logprob_token_ids=[1, 2] if rng.random() < 0.1 else (),
     )
+
+
+def constrained_request(
+    rng: random.Random, vocab_size: int, *, max_tokens: int = 120
+) -> GenerationRequest:
+    """A request of some kind whose output must be of some language, or end its reasoning."""
+    request = any_request(rng, vocab_size, max_tokens=max_tokens)
+    # These might leave nothing to draw.
+    sampling = dataclasses.replace(request.sampling, bad_words=(), allowed_token_ids=())
+    request = dataclasses.replace(request, sampling=sampling)
+    if rng.random() < 0.2:
+        budget = ThinkingBudget(rng.randrange(60), 50, 51, begun=rng.random() < 0.9)
+        return dataclasses.replace(request, thinking_budget=budget)
+    return dataclasses.replace(request, constraint=rng.choice(CONSTRAINTS))
+
+
+def mixed_request(
+    rng: random.Random, vocab_size: int, *, max_tokens: int = 120
+) -> GenerationRequest:
+    """With a constraint, or without."""
+    make = constrained_request if rng.random() < 0.4 else any_request
+    return make(rng, vocab_size, max_tokens=max_tokens)

@@ -6,6 +6,7 @@ of routes. Knows no HTTP beyond statuses and the framing of server-sent events.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypedDict, TypeVar
@@ -98,6 +99,12 @@ class Api(Generic[AnyRequest]):
     resumable: bool = False
     # Whether the end of a stream has all of the answer once more.
     repeats_answer: bool = False
+
+
+def call_id(response_id: str, choice: int, call: int, prefix: str = "call_") -> str:
+    """The id of a call that an answer makes: the same whenever that answer is made again."""
+    data = f"{response_id} {choice} {call}".encode()
+    return prefix + hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def data_frame(payload: bytes) -> bytes:

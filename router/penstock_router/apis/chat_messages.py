@@ -1,11 +1,13 @@
 """Messages of a chat, in OpenAI's form -> as chat templates expect them. Knows no other field.
 
-Templates expect text content as one string, no nulls, and arguments of tool calls as objects.
+Templates expect text content as one string, no nulls, arguments of tool calls as objects, and no
+empty list of calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -70,8 +72,12 @@ def _message(name: str, value: Any) -> JsonObject:
         message["content"] = _joined_parts(f"{name}.content", content)
     elif content is not None and not isinstance(content, str):
         raise refusal(f"{name}.content", "a string, null or an array of parts", content)
-    if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(f"{name}.tool_calls", message["tool_calls"])
+    for key in ("tool_call_id", "reasoning_content"):
+        if key in message:
+            STRING.read(f"{name}.{key}", message[key])
+    calls = _tool_calls(f"{name}.tool_calls", message.pop("tool_calls", []))
+    if calls:
+        message["tool_calls"] = calls
     elif content is None and role != "assistant":
         raise BadRequest(f"{name}: a message of role {short(role)} needs content", param=name)
     return message
@@ -93,6 +99,8 @@ def _tool_calls(name: str, value: Any) -> list[JsonObject]:
     calls = []
     for index, item in enumerate(read_array(name, value)):
         call = dict(read_object(f"{name}[{index}]", item))
+        if call.get("id") is not None:
+            STRING.read(f"{name}[{index}].id", call["id"])
         if "function" in call:
             call["function"] = _called_function(f"{name}[{index}].function", call["function"])
         calls.append(call)
@@ -101,16 +109,69 @@ def _tool_calls(name: str, value: Any) -> list[JsonObject]:
 
 def _called_function(name: str, value: Any) -> JsonObject:
     function = dict(read_object(name, value))
+    STRING.read(f"{name}.name", function.get("name"))
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # On the wire they are JSON in a string; templates expect the object.
-        try:
-            parsed = decode_json(arguments or "{}")
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return function
-        if isinstance(parsed, dict):
-            function["arguments"] = parsed
+        function["arguments"] = _arguments_object(arguments)
+    elif arguments is None:
+        function["arguments"] = {}
+    else:
+        read_object(f"{name}.arguments", arguments)
     return function
+
+
+def _arguments_object(arguments: str) -> JsonObject | str:
+    """On the wire they are JSON in a string; templates expect the object. What a model wrote that
+    is none stays as it is.
+    """
+    try:
+        parsed = decode_json(arguments or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+# ---- Messages made of what other APIs say ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A call that an answer made: of which function, and its arguments, as JSON or the object."""
+
+    call_id: str
+    name: str
+    arguments: str | JsonObject
+
+
+def assistant_message(
+    text: str | None, reasoning: str | None = None, calls: Sequence[Called] = ()
+) -> Message:
+    """An answer, as templates expect it. Without calls it has content, if an empty one."""
+    message: Message = {"role": "assistant"}
+    if text or not calls:
+        message["content"] = text or ""
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_shown_call(call) for call in calls]
+    return message
+
+
+def _shown_call(call: Called) -> JsonObject:
+    arguments = call.arguments
+    if isinstance(arguments, str):
+        arguments = _arguments_object(arguments)
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def tool_message(call_id: str, content: str, name: str = "") -> Message:
+    """What a function gave back; its name where that is known, as some templates show it."""
+    message = {"role": "tool", "tool_call_id": call_id, "content": content}
+    return {**message, "name": name} if name else message
+
+
+# ---- Schemas -----------------------------------------------------------------------------------
 
 
 _PART_SCHEMA: JsonObject = {
@@ -140,14 +201,27 @@ def _read_text(name: str, value: Any) -> str:
 # A text, or parts that join to one.
 TEXT = Kind(_read_text, _PARTS_SCHEMA)
 _ROLE_SCHEMA: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS}
+_CALLED_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "arguments": {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]},
+    },
+    "required": ["name"],
+}
+_TEXT_OR_NULL: JsonObject = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 _CALLS_SCHEMA: JsonObject = {
     "type": "array",
-    "items": {"type": "object", "properties": {"function": {"type": "object"}}},
+    "items": {
+        "type": "object",
+        "properties": {"id": _TEXT_OR_NULL, "function": _CALLED_SCHEMA},
+    },
 }
 
 
 def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> JsonObject:
-    properties = {"role": role, **more}
+    texts = {"tool_call_id": _TEXT_OR_NULL, "reasoning_content": _TEXT_OR_NULL}
+    properties = {"role": role, **texts, **more}
     return {"type": "object", "properties": properties, "required": ["role", *required]}
 
 
@@ -157,8 +231,10 @@ def messages_schema(role: JsonObject) -> JsonObject:
     calls: JsonObject = {"anyOf": [_CALLS_SCHEMA, nothing]}
     forms = [
         _message_schema("content", role=role, content=_PARTS_SCHEMA, tool_calls=calls),
-        _message_schema("tool_calls", role=role, content=nothing, tool_calls=_CALLS_SCHEMA),
-        _message_schema(role={"enum": ["assistant"]}, content=nothing, tool_calls=nothing),
+        _message_schema(
+            "tool_calls", role=role, content=nothing, tool_calls={**_CALLS_SCHEMA, "minItems": 1}
+        ),
+        _message_schema(role={"enum": ["assistant"]}, content=nothing, tool_calls=calls),
     ]
     return {"type": "array", "minItems": 1, "items": {"anyOf": forms}}
 

@@ -1,14 +1,28 @@
-"""Anthropic's Messages: a chat by other names. All of the translation is in this file."""
+"""Anthropic's Messages: a chat by other names. Bodies -> requests; turns and answers have files of
+their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, TypedDict
 
-from penstock_router.apis.base import TIMEOUT, Api, Envelope, ErrorForm, event_frame
-from penstock_router.apis.chat_messages import TEXT, messages_schema, read_messages
-from penstock_router.choice import Delta
-from penstock_router.errors import ApiError, BadRequest
+from penstock_router.apis.base import TIMEOUT, Api
+from penstock_router.apis.chat_messages import TEXT
+from penstock_router.apis.messages_answers import (
+    ERRORS,
+    MessageAnswer,
+    MessageEvent,
+    MessageShape,
+)
+from penstock_router.apis.messages_turns import TURNS
+from penstock_router.apis.structured import FORMAT, only_constraint
+from penstock_router.apis.tools import (
+    MESSAGE_CHOICE,
+    MESSAGE_TOOLS,
+    check_one_form,
+    tool_options,
+)
+from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     ANYTHING,
     ARRAY,
@@ -24,33 +38,99 @@ from penstock_router.fields import (
     integer,
     not_served,
     number,
+    one_of,
     read_fields,
+    read_object,
     string,
     table,
 )
-from penstock_router.job import Job
-from penstock_router.request import ChatRequest, Message
+from penstock_router.request import ChatRequest
 
 _MAX_STOPS = 16
-_ROLES = ("user", "assistant")
 
 
-def _read_turns(name: str, value: Any) -> list[Message]:
-    turns = read_messages(name, value)
-    for index, turn in enumerate(turns):
-        if turn["role"] not in _ROLES:
-            raise BadRequest(f"{name}[{index}].role: must be user or assistant", param=name)
-    return turns
+# ---- Thinking ----------------------------------------------------------------------------------
+
+_THINKING_TYPE = one_of("enabled", "disabled", "adaptive")
+_DISPLAY = one_of("summarized", "omitted")
+# Whether a model reasons is up to its template; these are the names that templates read it under.
+_THINKING_KWARGS = ("enable_thinking", "thinking")
 
 
-_TURNS = Kind(_read_turns, messages_schema({"enum": list(_ROLES)}))
+def _read_thinking(name: str, value: Any) -> JsonObject:
+    """As `ChatRequest` takes it, but for the variables of the template."""
+    thinking = read_object(name, value)
+    kind = _THINKING_TYPE.read(f"{name}.type", thinking.get("type"))
+    budget, display = thinking.get("budget_tokens"), thinking.get("display")
+    result: JsonObject = {"thinks": kind != "disabled"}
+    if kind == "enabled":
+        result["thinking_tokens"] = POSITIVE.read(f"{name}.budget_tokens", budget)
+    elif budget is not None:
+        text = f"{name}.budget_tokens: only where {name}.type is enabled"
+        raise BadRequest(text, param=name)
+    if display is not None:
+        result["include_reasoning"] = _DISPLAY.read(f"{name}.display", display) != "omitted"
+    return result
+
+
+def _thinking_schema(kinds: list[str], *required: str, **more: JsonObject) -> JsonObject:
+    display = {"anyOf": [_DISPLAY.schema, {"type": "null"}]}
+    properties = {"type": {"enum": kinds}, "display": display, **more}
+    return {"type": "object", "properties": properties, "required": ["type", *required]}
+
+
+_THINKING = Kind(
+    _read_thinking,
+    {
+        "anyOf": [
+            _thinking_schema(["enabled"], "budget_tokens", budget_tokens=POSITIVE.schema),
+            _thinking_schema(["disabled", "adaptive"], budget_tokens={"type": "null"}),
+        ]
+    },
+)
+
+
+# ---- What the answer is like -------------------------------------------------------------------
+
+
+def _read_output(name: str, value: Any) -> JsonObject:
+    """The two that work, read."""
+    given = read_object(name, value)
+    kinds = {"format": FORMAT, "effort": STRING}
+    return {
+        key: kind.read(f"{name}.{key}", given[key])
+        for key, kind in kinds.items()
+        if given.get(key) is not None
+    }
+
+
+_OUTPUT = Kind(
+    _read_output,
+    {
+        "type": "object",
+        "properties": {
+            "format": {"anyOf": [FORMAT.schema, {"type": "null"}]},
+            "effort": {"anyOf": [STRING.schema, {"type": "null"}]},
+        },
+    },
+)
+
+
+# ---- The two bodies ----------------------------------------------------------------------------
+
 _PROMPT_FIELDS = (
     Field("model", STRING, "One of /v1/models.", required=True),
-    Field("messages", _TURNS, "The chat so far; the last may be to continue.", required=True),
+    Field("messages", TURNS, "The chat so far; the last may be to continue.", required=True),
     Field("system", TEXT, "What comes before the chat: a text, or text blocks."),
-    not_served("tools", ARRAY, []),
-    not_served("tool_choice", OBJECT, {"type": "none"}, {"type": "auto"}),
-    not_served("thinking", OBJECT, {"type": "disabled"}),
+    Field("tools", MESSAGE_TOOLS, "Functions that the answer may call."),
+    Field("tool_choice", MESSAGE_CHOICE, "Whether it calls one, any, or none; default: auto."),
+    Field(
+        "thinking",
+        _THINKING,
+        "Whether to reason, and in how many tokens at most; default: as the template has it.",
+    ),
+    Field("output_config", _OUTPUT, "The form of the text, and how much effort to make."),
+    Field("output_format", FORMAT, "The same as format in output_config."),
 )
 COUNT_FIELDS = table(_PROMPT_FIELDS)
 FIELDS = table(
@@ -71,7 +151,6 @@ FIELDS = table(
         TIMEOUT,
         not_served("container", ANYTHING),
         not_served("mcp_servers", ARRAY, []),
-        not_served("output_config", OBJECT, {}),
     ]
 )
 
@@ -79,96 +158,58 @@ FIELDS = table(
 def parse(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages."""
     values = read_fields(FIELDS, body)
-    options = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
-    return ChatRequest(
-        messages=_chat(values),
-        **_ending(values),
+    names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+    request = ChatRequest(
+        **_prompt(values),
         stop=values.get("stop_sequences", ()),
         timeout_s=values.get("timeout"),
-        **{name: values[name] for name in options if name in values},
+        **{name: values[name] for name in names if name in values},
     )
+    check_one_form(request)
+    return request
 
 
 def parse_count(body: JsonObject) -> ChatRequest:
     """A body of /v1/messages/count_tokens."""
-    values = read_fields(COUNT_FIELDS, body)
-    return ChatRequest(model=values["model"], messages=_chat(values), **_ending(values))
+    return ChatRequest(**_prompt(read_fields(COUNT_FIELDS, body)))
 
 
-def _chat(values: JsonObject) -> list[dict[str, Any]]:
+def _prompt(values: JsonObject) -> JsonObject:
+    """What the prompt depends on, and how its answer is read."""
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-    return [*system, *values["messages"]]
-
-
-def _ending(values: JsonObject) -> dict[str, Any]:
-    """An answer goes on with a last message of its own role."""
+    # An answer goes on with a last message of its own role.
     continues = values["messages"][-1]["role"] == "assistant"
     return {
+        "model": values["model"],
+        "messages": [*system, *values["messages"]],
         "add_special_tokens": False,
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
+        **tool_options(values, idle=("none", "auto")),
+        **_format(values),
+        **_thinking(values),
+        "template_kwargs": _template_kwargs(values),
     }
 
 
-# ---- Answers -----------------------------------------------------------------------------------
+def _format(values: JsonObject) -> JsonObject:
+    output = values.get("output_config", {})
+    asked = {"output_config": output.get("format"), "output_format": values.get("output_format")}
+    return only_constraint(asked)
 
 
-class TextBlock(TypedDict):
-    """A piece of an answer."""
-
-    type: Literal["text"]
-    text: str
+def _thinking(values: JsonObject) -> JsonObject:
+    asked = values.get("thinking", {})
+    return {name: value for name, value in asked.items() if name != "thinks"}
 
 
-class MessageUsage(TypedDict):
-    """Tokens of a request: those of the prompt that no cache had, and those that one had."""
-
-    input_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int
-    output_tokens: int
-
-
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
-
-
-class MessageEnd(TypedDict):
-    """Why a message ended."""
-
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-
-
-class MessageAnswer(TypedDict):
-    """An answer of /v1/messages."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[TextBlock]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class MessageEvent(TypedDict):
-    """An event of a stream; what else it has depends on its type."""
-
-    type: Literal[
-        "message_start",
-        "content_block_start",
-        "ping",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
-    index: NotRequired[int]
-    message: NotRequired[MessageAnswer]
-    content_block: NotRequired[TextBlock]
-    delta: NotRequired[dict[str, Any]]
-    usage: NotRequired[MessageUsage]
+def _template_kwargs(values: JsonObject) -> JsonObject:
+    """Whether to reason, and how hard, under the names that templates have for it."""
+    kwargs: JsonObject = {}
+    if "thinking" in values:
+        kwargs = dict.fromkeys(_THINKING_KWARGS, values["thinking"]["thinks"])
+    effort = values.get("output_config", {}).get("effort")
+    return kwargs if effort is None else {**kwargs, "reasoning_effort": effort}
 
 
 class TokenCount(TypedDict):
@@ -176,128 +217,6 @@ class TokenCount(TypedDict):
 
     input_tokens: int
 
-
-def _event(type_: str, **rest: Any) -> bytes:
-    return event_frame(type_, {"type": type_, **rest})
-
-
-class MessageShape:
-    """Answers of /v1/messages."""
-
-    def __init__(self, job: Job, envelope: Envelope) -> None:
-        self._id = envelope.response_id
-        self._model = job.model.info.model
-        self._usage_so_far = envelope.usage
-        self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
-
-    def _usage(self) -> MessageUsage:
-        usage = self._usage_so_far
-        cached = usage.cached_tokens or 0
-        return {
-            "input_tokens": usage.prompt_tokens - cached,
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": usage.completion_tokens,
-        }
-
-    def _message(self, content: list[TextBlock]) -> MessageAnswer:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            "stop_reason": self._end["stop_reason"],
-            "stop_sequence": self._end["stop_sequence"],
-            "usage": self._usage(),
-        }
-
-    def opening(self) -> list[bytes]:
-        """The message, empty, and its one block."""
-        return [
-            _event("message_start", message=self._message([])),
-            _event("content_block_start", index=0, content_block={"type": "text", "text": ""}),
-            _event("ping"),
-        ]
-
-    def chunk(self, delta: Delta) -> bytes | None:
-        """A piece of the block."""
-        self._note_end(delta)
-        if not delta.text:
-            return None
-        piece = {"type": "text_delta", "text": delta.text}
-        return _event("content_block_delta", index=0, delta=piece)
-
-    def closing(self) -> list[bytes]:
-        """The block's end, why the message ended, and the message's end."""
-        return [
-            _event("content_block_stop", index=0),
-            _event("message_delta", delta=self._end, usage=self._usage()),
-            _event("message_stop"),
-        ]
-
-    def failed(self, error: ApiError) -> bytes:
-        """The error as an event."""
-        return _error_frames(error)
-
-    def whole(self, deltas: Sequence[Delta]) -> MessageAnswer:
-        """The answer that is no stream."""
-        [delta] = deltas
-        self._note_end(delta)
-        return self._message([{"type": "text", "text": delta.text}])
-
-    def headers(self) -> Mapping[str, str]:
-        """None of its own."""
-        return {}
-
-    def _note_end(self, delta: Delta) -> None:
-        if delta.finish_reason == "length":
-            self._end = {"stop_reason": "max_tokens", "stop_sequence": None}
-        elif isinstance(delta.stop_reason, str):
-            self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
-        elif delta.finish_reason is not None:
-            self._end = {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-# ---- Errors ------------------------------------------------------------------------------------
-
-
-class MessageErrorObject(TypedDict):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
-class MessageError(TypedDict):
-    """An answer that is an error."""
-
-    type: Literal["error"]
-    error: MessageErrorObject
-
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def _error_answer(error: ApiError) -> JsonObject:
-    fallback = "invalid_request_error" if error.status < 500 else "api_error"
-    type_ = _ERROR_TYPES.get(error.status, fallback)
-    return {"type": "error", "error": {"type": type_, "message": error.message}}
-
-
-def _error_frames(error: ApiError) -> bytes:
-    return event_frame("error", _error_answer(error))
-
-
-ERRORS = ErrorForm(_error_answer, MessageError, _error_frames)
 
 MESSAGES_API = Api(
     name="messages",

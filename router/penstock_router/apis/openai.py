@@ -17,6 +17,8 @@ from penstock_router.apis.openai_answers import (
     CompletionAnswer,
     CompletionShape,
 )
+from penstock_router.apis.structured import CONSTRAINT_FIELDS, constraint_options
+from penstock_router.apis.tools import CHOICE, TOOLS, check_one_form, tool_options
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     ANY_NUMBER,
@@ -267,20 +269,15 @@ _COMMON = (
     ),
     TIMEOUT,
     Field("user", STRING, "Accepted, and nothing comes of it."),
+    *CONSTRAINT_FIELDS,
     not_served("length_penalty", ANY_NUMBER, 1.0, help="Of beam search, which is not served."),
     not_served("use_beam_search", BOOLEAN, False),
-    not_served("response_format", OBJECT, {"type": "text"}),
-    not_served("structured_outputs", OBJECT, {}),
-    not_served("guided_json", ANYTHING),
-    not_served("guided_regex", STRING),
-    not_served("guided_choice", ARRAY),
-    not_served("guided_grammar", STRING),
-    not_served("guided_decoding_backend", STRING),
     not_served("kv_transfer_params", OBJECT),
     not_served("vllm_xargs", OBJECT, {}),
 )
 
 OF_CHATS = "A field of chats, refused here."
+OF_TOOLS = "Of an older form of tools, whose answers look otherwise; not served."
 
 COMPLETION_FIELDS = table(
     [
@@ -304,6 +301,8 @@ COMPLETION_FIELDS = table(
         not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
         not_served("top_logprobs", integer(0, MAX_LOGPROBS), help=OF_CHATS),
         not_served("tools", ARRAY, help=OF_CHATS),
+        not_served("tool_choice", ANYTHING, "none", help=OF_CHATS),
+        not_served("thinking_token_budget", ANYTHING, help=OF_CHATS),
     ]
 )
 
@@ -327,14 +326,22 @@ CHAT_FIELDS = table(
             "documents", array_of(OBJECT, at_most=1000, unit="documents"), "Handed to the template."
         ),
         Field("reasoning_effort", STRING, "Handed to the template."),
-        Field("include_reasoning", BOOLEAN, "Accepted: nothing is taken out of the text."),
+        Field("include_reasoning", BOOLEAN, "Show the reasoning; default true."),
+        Field(
+            "thinking_token_budget",
+            integer(0, INT32_MAX),
+            "Reasoning ends after so many tokens; the answer goes on.",
+        ),
+        Field("tools", TOOLS, "Functions that the answer may call."),
+        Field(
+            "tool_choice",
+            CHOICE,
+            "none, auto (the default with tools), required, a function, or those allowed.",
+        ),
+        Field("parallel_tool_calls", BOOLEAN, "Several calls in one answer; default true."),
         not_served("best_of", integer(1, MAX_CHOICES), 1),
-        not_served("tools", ARRAY),
-        not_served("tool_choice", ANYTHING, "none"),
-        not_served("functions", ARRAY, []),
-        not_served("function_call", ANYTHING, "none"),
-        not_served("parallel_tool_calls", BOOLEAN, True, False),
-        not_served("thinking_token_budget", INT64),
+        not_served("functions", ARRAY, [], help=OF_TOOLS),
+        not_served("function_call", ANYTHING, "none", help=OF_TOOLS),
         not_served("modalities", ARRAY, ["text"]),
     ]
 )
@@ -381,13 +388,23 @@ def parse_chat(body: JsonObject) -> ChatRequest:
     values["logprobs"] = _chat_logprobs(values)
     common = common_options(values)
     common.setdefault("add_special_tokens", False)
-    return ChatRequest(messages=values["messages"], **template_options(values), **common)
+    request = ChatRequest(
+        messages=values["messages"],
+        include_reasoning=values.get("include_reasoning", True),
+        thinking_tokens=values.get("thinking_token_budget"),
+        **template_options(values),
+        **tool_options(values),
+        **common,
+    )
+    check_one_form(request)
+    return request
 
 
 def common_options(values: JsonObject) -> JsonObject:
     """The fields of `Options`, as its constructor takes them."""
     named = {_RENAMED.get(name, name): value for name, value in values.items()}
     common = {name: value for name, value in named.items() if name in _OPTION_NAMES}
+    common |= constraint_options(values)
     stream = common.get("stream", False)
     stream_options = values.get("stream_options")
     if stream_options and not stream:

@@ -1,7 +1,9 @@
 """Deltas -> the JSON of OpenAI's answers: completions and chats, whole and in chunks.
 
 A chunk of a stream is nearly always the same JSON around one escaped piece of text, so that JSON
-is rendered once for each choice; only chunks that carry more are built as objects.
+is rendered once for each choice; only chunks that carry more are built as objects. One delta is one
+chunk, with all kinds of pieces that it has side by side: clients keep each kind apart, and an
+event's id must name one place in the answer.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from penstock_router.apis.base import DONE, Envelope, data_frame, error_frames
+from penstock_router.apis.base import DONE, Envelope, call_id, data_frame, error_frames
 from penstock_router.apis.logprobs import (
     ChatLogprobs,
     CompletionColumns,
@@ -26,6 +28,7 @@ from penstock_router.choice import Delta, EndReason
 from penstock_router.deltas import Usage
 from penstock_router.errors import ApiError
 from penstock_router.job import Job
+from penstock_router.pieces import Piece, PieceKind, content_of
 
 _encode = msgspec.json.encode
 
@@ -39,6 +42,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """Of an answer's tokens, those of its reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageObject(TypedDict):
     """Tokens of a whole request. A prompt counts once, however many choices it has."""
 
@@ -46,7 +55,7 @@ class UsageObject(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
-    completion_tokens_details: None
+    completion_tokens_details: CompletionTokensDetails | None
     x_penstock_continued: NotRequired[Literal["approximate"]]
 
 
@@ -75,12 +84,29 @@ class CompletionAnswer(TypedDict):
     usage: NotRequired[UsageObject | None]
 
 
+class CalledFunction(TypedDict):
+    """Of a call: `arguments` is JSON, as far as it was said."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
-    """What the assistant says."""
+    """What the assistant says. `content` is null where it makes calls and says nothing else."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -108,11 +134,29 @@ class ChatAnswer(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
+class CalledFunctionDelta(TypedDict):
+    """The name at the beginning of a call; more of its arguments at any time."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What call number `index` has gained; its id and type are said at its beginning."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionDelta
+
+
 class ChatDelta(TypedDict):
     """What a choice has gained."""
 
     role: NotRequired[Literal["assistant"]]
+    reasoning_content: NotRequired[str]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -141,13 +185,15 @@ class ChatChunk(TypedDict):
 
 def usage_object(usage: Usage) -> UsageObject:
     """The `usage` of an answer."""
-    cached = usage.cached_tokens
+    cached, reasoning = usage.cached_tokens, usage.reasoning_tokens
     shown: UsageObject = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
-        "completion_tokens_details": None,
+        "completion_tokens_details": (
+            None if reasoning is None else {"reasoning_tokens": reasoning}
+        ),
     }
     if usage.approximate:
         shown["x_penstock_continued"] = "approximate"
@@ -177,10 +223,7 @@ class _OpenAIShape(ABC):
             "model": job.model.info.model,
             "system_fingerprint": job.model.fingerprint,
         }
-        head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
-        self._heads = [
-            b"%b%d%b" % (head, index, self._text_opens) for index in range(len(job.requests))
-        ]
+        self._heads = self._heads_for(self._text_opens)
         self._has_ids = self._options.return_token_ids
         self._as_ids = self._options.return_tokens_as_token_ids
         end = b',"usage":null}\n\n' if self._options.include_usage else b"}\n\n"
@@ -192,16 +235,27 @@ class _OpenAIShape(ABC):
 
     def chunk(self, delta: Delta) -> bytes | None:
         """A delta as a frame; None where it has nothing to show."""
-        if delta.finish_reason is None and delta.logprobs is None and not self._has_ids:
-            return self._text_chunk(delta) if delta.text else None
-        return self._full_chunk([self._chunk_choice(delta)])
+        if delta.finish_reason is not None or delta.logprobs is not None or self._has_ids:
+            return self._full_chunk([self._chunk_choice(delta)])
+        if delta.pieces is not None:
+            return self._pieces_chunk(delta, delta.pieces)
+        return self._text_chunk(self._heads[delta.index], delta.text) if delta.text else None
 
-    def _text_chunk(self, delta: Delta) -> bytes:
+    def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
+        """Of a delta that has nothing but these."""
+        return self._full_chunk([self._chunk_choice(delta)]) if pieces else None
+
+    def _heads_for(self, opens: bytes) -> list[bytes]:
+        """For each choice what stands before a piece of text that follows on `opens`."""
+        head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
+        return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
+
+    def _text_chunk(self, head: bytes, text: str) -> bytes:
         tail = self._tail
         if self._options.continuous_usage:
             usage = _encode(usage_object(self._usage))
             tail = b"%b%b}\n\n" % (tail.removesuffix(b"null}\n\n"), usage)
-        return b"%b%b%b" % (self._heads[delta.index], _encode(delta.text), tail)
+        return b"%b%b%b" % (head, _encode(text), tail)
 
     def _full_chunk(self, choices: Sequence[Mapping[str, Any]], **more: object) -> bytes:
         body = {**self._head, "choices": choices, **more}
@@ -316,7 +370,13 @@ class ChatShape(_OpenAIShape):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     _text_opens = b',"delta":{"content":'
+    _reasoning_opens = b',"delta":{"reasoning_content":'
     _text_closes = b"}"
+
+    def __init__(self, job: Job, envelope: Envelope) -> None:
+        super().__init__(job, envelope)
+        self._response_id = envelope.response_id
+        self._reasoning_heads = self._heads_for(self._reasoning_opens)
 
     def opening(self) -> list[bytes]:
         """The role of each choice, said once."""
@@ -345,10 +405,32 @@ class ChatShape(_OpenAIShape):
             answer["prompt_logprobs"] = self._prompt_logprobs(deltas[0])
         return answer
 
+    def _message(self, delta: Delta) -> ChatMessage:
+        message: ChatMessage = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.pieces is None:
+            return message
+        if reasoning := _text_of(PieceKind.REASONING, delta.pieces):
+            message["reasoning_content"] = reasoning
+        if calls := self._calls(delta.index, delta.pieces):
+            message["tool_calls"] = calls
+            message["content"] = delta.text or None
+        return message
+
+    def _calls(self, choice: int, pieces: Sequence[Piece]) -> list[ToolCall]:
+        return [
+            {
+                "id": call_id(self._response_id, choice, piece.call),
+                "type": "function",
+                "function": {"name": piece.text, "arguments": _arguments_of(piece.call, pieces)},
+            }
+            for piece in pieces
+            if piece.kind is PieceKind.CALL
+        ]
+
     def _choice(self, delta: Delta) -> ChatChoice:
         choice: ChatChoice = {
             "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": self._message(delta),
             "logprobs": self._logprobs_of(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -357,10 +439,53 @@ class ChatShape(_OpenAIShape):
             choice["token_ids"] = delta.token_ids
         return choice
 
+    def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
+        # Nearly always there is one, of text.
+        if len(pieces) == 1 and pieces[0].text:
+            [piece] = pieces
+            if piece.kind is PieceKind.CONTENT:
+                return self._text_chunk(self._heads[delta.index], piece.text)
+            if piece.kind is PieceKind.REASONING:
+                return self._text_chunk(self._reasoning_heads[delta.index], piece.text)
+        has_text = any(piece.text for piece in pieces)
+        return self._full_chunk([self._chunk_choice(delta)]) if has_text else None
+
+    def _gained(self, delta: Delta) -> ChatDelta:
+        """Each kind under its own key."""
+        if delta.pieces is None:
+            return {"content": delta.text} if delta.text else {}
+        gained: ChatDelta = {}
+        if reasoning := _text_of(PieceKind.REASONING, delta.pieces):
+            gained["reasoning_content"] = reasoning
+        if content := content_of(delta.pieces):
+            gained["content"] = content
+        if calls := self._gained_calls(delta.index, delta.pieces):
+            gained["tool_calls"] = calls
+        return gained
+
+    def _gained_calls(self, choice: int, pieces: Sequence[Piece]) -> list[ToolCallDelta]:
+        """One entry a call: clients add up what they find under its index in the next chunk."""
+        calls: dict[int, ToolCallDelta] = {}
+        for piece in pieces:
+            if piece.kind is PieceKind.CALL:
+                calls[piece.call] = {
+                    "index": piece.call,
+                    "id": call_id(self._response_id, choice, piece.call),
+                    "type": "function",
+                    "function": {"name": piece.text, "arguments": ""},
+                }
+            elif piece.kind is PieceKind.ARGUMENTS and piece.text:
+                # Of a call that was begun in an earlier chunk, maybe one of another connection.
+                known = calls.setdefault(
+                    piece.call, {"index": piece.call, "function": {"arguments": ""}}
+                )
+                known["function"]["arguments"] += piece.text
+        return list(calls.values())
+
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice:
         choice: ChatChunkChoice = {
             "index": delta.index,
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": self._gained(delta),
             "logprobs": self._logprobs_of(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -380,3 +505,14 @@ class ChatShape(_OpenAIShape):
             requested_ids=options.logprob_token_ids,
             as_ids=self._as_ids,
         )
+
+
+def _text_of(kind: PieceKind, pieces: Sequence[Piece]) -> str:
+    return "".join([piece.text for piece in pieces if piece.kind is kind])
+
+
+def _arguments_of(call: int, pieces: Sequence[Piece]) -> str:
+    texts = [
+        piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS and piece.call == call
+    ]
+    return "".join(texts)

@@ -1,14 +1,16 @@
 """OpenAI's Responses API: bodies -> requests. The shapes are in `responses_answers`.
 
-What a previous response said is added where the store is known. Tools are not served yet, so that
-no conversation holds calls of them.
+What a previous response said is added where the store is known. Of tools there are functions only,
+which clients call themselves.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
+from penstock_client.types import Constraint
 from penstock_router.apis.base import ERRORS, Api
 from penstock_router.apis.openai import (
     CHAT_FIELDS,
@@ -20,11 +22,18 @@ from penstock_router.apis.openai import (
     template_options,
 )
 from penstock_router.apis.responses_answers import ResponseAnswer, ResponseEvent, ResponseShape
-from penstock_router.apis.responses_request import (
-    INPUT,
-    Repeated,
-    ResponsesRequest,
-    messages_of,
+from penstock_router.apis.responses_items import INPUT, check_outputs, messages_of
+from penstock_router.apis.responses_request import Repeated, ResponsesRequest, TextFormat
+from penstock_router.apis.structured import (
+    constraint_of_format,
+    only_constraint,
+)
+from penstock_router.apis.tools import (
+    FLAT_CHOICE,
+    FLAT_TOOLS,
+    AskedChoice,
+    check_one_form,
+    tool_options,
 )
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
@@ -46,13 +55,14 @@ from penstock_router.fields import (
     string,
     table,
 )
-from penstock_router.request import MAX_SESSION_CHARS
+from penstock_router.request import MAX_SESSION_CHARS, ToolChoice
 
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
+MAX_FORMAT_NAME_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
-# Of tools, pictures and reasoning: without these there is nothing to include.
+# Of tools that servers run, pictures, and reasoning that only they can read.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -107,10 +117,29 @@ def _parts_of(**fields: Kind) -> Kind:
     return Kind(read, {"type": "object", "properties": entries})
 
 
-def _read_format(name: str, value: Any) -> JsonObject:
-    if read_object(name, value).get("type") != "text":
-        raise BadRequest(f"{name}: this server writes text only; leave it out", param=name)
-    return {"type": "text"}
+@dataclass(frozen=True, slots=True)
+class _AskedFormat:
+    """How the answer's text is to be written: as answers repeat it, and as shards are told."""
+
+    shown: TextFormat
+    constraint: Constraint | None = None
+
+
+_FORMAT_TYPES = one_of("text", "json_object", "json_schema")
+_FORMAT_NAME = string(1, MAX_FORMAT_NAME_CHARS)
+_ANY_TEXT = _AskedFormat({"type": "text"})
+
+
+def _read_format(name: str, value: Any) -> _AskedFormat:
+    given = read_object(name, value)
+    kind = _FORMAT_TYPES.read(f"{name}.type", given.get("type"))
+    if kind == "json_schema":
+        _FORMAT_NAME.read(f"{name}.name", given.get("name"))
+        read_object(f"{name}.schema", given.get("schema"))
+    constraint = constraint_of_format(name, given)
+    keys = _FORMAT_KEYS if kind == "json_schema" else ()
+    shown = {key: given[key] for key in keys if given.get(key) is not None}
+    return _AskedFormat(cast(TextFormat, {"type": kind, **shown}), constraint)
 
 
 def _read_obfuscation(name: str, value: Any) -> bool:
@@ -119,9 +148,29 @@ def _read_obfuscation(name: str, value: Any) -> bool:
     return False
 
 
+_FORMAT_KEYS = ("name", "description", "schema", "strict")
 _TEXT_FORMAT = Kind(
     _read_format,
-    {"type": "object", "properties": {"type": {"enum": ["text"]}}, "required": ["type"]},
+    {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"type": {"enum": ["text", "json_object"]}},
+                "required": ["type"],
+            },
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["json_schema"]},
+                    "name": _FORMAT_NAME.schema,
+                    "description": {"anyOf": [STRING.schema, {"type": "null"}]},
+                    "schema": OBJECT.schema,
+                    "strict": {"anyOf": [BOOLEAN.schema, {"type": "null"}]},
+                },
+                "required": ["type", "name", "schema"],
+            },
+        ]
+    },
 )
 _NO_OBFUSCATION = Kind(_read_obfuscation, {"enum": [False]})
 
@@ -135,6 +184,9 @@ _AS_IN_CHATS = (
     *("spaces_between_special_tokens", "stream", "stream_interval", "chat_template"),
     *("chat_template_kwargs", "priority", "slo", "is_latency_sensitive", "cache_salt"),
     *("request_id", "session_id", "timeout", "user"),
+    *("include_reasoning", "thinking_token_budget", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
 RESPONSES_FIELDS = table(
@@ -142,7 +194,8 @@ RESPONSES_FIELDS = table(
         Field(
             "input",
             INPUT,
-            "A text, or messages with text. Items of reasoning are left out.",
+            "A text, or items: messages with text, function calls and their outputs, reasoning. "
+            "Of a reasoning's summary and encrypted_content nothing comes.",
             required=True,
         ),
         *(CHAT_FIELDS[name] for name in _AS_IN_CHATS),
@@ -155,13 +208,14 @@ RESPONSES_FIELDS = table(
         Field(
             "include",
             array_of(one_of(LOGPROBS, *_NOTHING_TO_INCLUDE), at_most=32, unit="things to include"),
-            f"{LOGPROBS} acts; of the others there is nothing.",
+            f"{LOGPROBS} acts, but not beside tools: those of all tokens up to the text's end; "
+            "of the others there is nothing.",
         ),
         Field("top_logprobs", integer(0, MAX_LOGPROBS), f"Needs include: {LOGPROBS}."),
         Field(
             "text",
             _parts_of(format=_TEXT_FORMAT, verbosity=one_of("medium")),
-            "Plain text, no other form is served.",
+            "format: text, json_object, or json_schema, which is kept to with or without strict.",
         ),
         Field(
             "reasoning",
@@ -190,10 +244,18 @@ RESPONSES_FIELDS = table(
             _parts_of(include_obfuscation=_NO_OBFUSCATION),
             "Only in streams.",
         ),
-        Field("parallel_tool_calls", BOOLEAN, "Accepted: there are no tools."),
-        Field("max_tool_calls", POSITIVE, "Accepted: there are no tools."),
-        Field("tool_choice", one_of("auto", "none"), "Accepted: there are no tools."),
-        not_served("tools", ARRAY, []),
+        Field("tools", FLAT_TOOLS, "Functions that the answer may call; no other type is served."),
+        Field(
+            "tool_choice",
+            FLAT_CHOICE,
+            "auto, none, required, a function, or some that are allowed; default auto.",
+        ),
+        Field("parallel_tool_calls", BOOLEAN, "Whether there may be several calls; default true."),
+        Field(
+            "max_tool_calls",
+            POSITIVE,
+            "Of tools that a server runs itself, of which there are none: functions do not count.",
+        ),
         not_served("conversation", ANYTHING),
         not_served("prompt", OBJECT),
         not_served("context_management", ARRAY, []),
@@ -227,17 +289,31 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         # The last turns are what is to be answered.
         "truncation_side": "left",
     }
+    common = common_options({**values, **renamed})
     request = ResponsesRequest(
         messages=messages_of(values.get("instructions"), values["input"]),
-        **template_options(values),
         items=values["input"],
-        repeated=_repeated(values),
+        repeated=_repeated(values, body),
         add_special_tokens=False,
-        **common_options({**values, **renamed}),
+        include_reasoning=values.get("include_reasoning", True),
+        thinking_tokens=values.get("thinking_token_budget"),
+        **template_options(values),
+        **tool_options(values, idle=("none", "auto")),
+        **{**common, **_constraint(values, common)},
     )
-    if request.repeated["background"]:
-        _check_background(request)
+    _check(request)
     return request
+
+
+def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:
+    """What text.format adds to what other fields ask for: nothing, or all."""
+    asked: _AskedFormat = values.get("text", {}).get("format", _ANY_TEXT)
+    if asked.constraint is None:
+        return {}
+    wishes = {"text.format": asked.constraint}
+    if "constraint" in common:
+        wishes = {common["constraint_field"]: common["constraint"], **wishes}
+    return only_constraint(wishes)
 
 
 def _logprobs(values: JsonObject) -> int | None:
@@ -249,6 +325,20 @@ def _logprobs(values: JsonObject) -> int | None:
     return None
 
 
+def _check(request: ResponsesRequest) -> None:
+    """What one field may be beside another."""
+    check_one_form(request)
+    # With one before it, calls may be there.
+    if request.repeated["previous_response_id"] is None:
+        check_outputs(request.items)
+    # Which tokens are the text's and which are a call's is not known.
+    if request.logprobs is not None and request.tools and request.tool_choice.mode != "none":
+        text = f"include: {LOGPROBS} is not served beside tools; leave one of them out"
+        raise BadRequest(text, param="include")
+    if request.repeated["background"]:
+        _check_background(request)
+
+
 def _check_background(request: ResponsesRequest) -> None:
     if not request.repeated["store"]:
         raise BadRequest("background: needs store, as it is asked for later", param="background")
@@ -256,8 +346,9 @@ def _check_background(request: ResponsesRequest) -> None:
         raise BadRequest("background: not in streams on this server", param="background")
 
 
-def _repeated(values: JsonObject) -> Repeated:
+def _repeated(values: JsonObject, body: JsonObject) -> Repeated:
     reasoning, text = values.get("reasoning", {}), values.get("text", {})
+    asked = values.get("tool_choice") or AskedChoice(ToolChoice("auto"))
     return {
         "background": values.get("background", False),
         "instructions": values.get("instructions"),
@@ -271,13 +362,31 @@ def _repeated(values: JsonObject) -> Repeated:
         "safety_identifier": values.get("safety_identifier"),
         "service_tier": "default",
         "store": values.get("store", True),
-        "text": {"format": {"type": "text"}, "verbosity": text.get("verbosity", "medium")},
-        "tool_choice": values.get("tool_choice", "auto"),
-        "tools": [],
+        "text": {
+            "format": text.get("format", _ANY_TEXT).shown,
+            "verbosity": text.get("verbosity", "medium"),
+        },
+        "tool_choice": _shown_choice(asked),
+        "tools": [_shown_tool(tool) for tool in body.get("tools") or ()],
         "top_logprobs": values.get("top_logprobs", 0),
         "truncation": values.get("truncation", "disabled"),
         "user": values.get("user"),
     }
+
+
+def _shown_choice(asked: AskedChoice) -> str | JsonObject:
+    if asked.allowed is not None:
+        tools = [{"type": "function", "name": name} for name in asked.allowed]
+        return {"type": "allowed_tools", "mode": asked.choice.mode, "tools": tools}
+    if asked.choice.mode == "named":
+        return {"type": "function", "name": asked.choice.name}
+    return asked.choice.mode
+
+
+def _shown_tool(tool: JsonObject) -> JsonObject:
+    """What is known of it, defaults filled in."""
+    shown = {key: tool.get(key) for key in ("name", "description", "parameters")}
+    return {"type": "function", **shown, "strict": bool(tool.get("strict"))}
 
 
 RESPONSES = Api(

@@ -1,30 +1,33 @@
 """Deltas -> the JSON of the Responses API: a response whole, and the events of its stream.
 
-One answer is one message with one part of text. Every event is numbered. A piece of text is the
-same JSON around it each time, so that JSON is rendered once.
+An answer that is text only is one message. In others each run of pieces of one kind is an item, in
+the order in which they were said. Every event is numbered.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NotRequired, TypedDict, cast
+from typing import Any, Final, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from penstock_router.apis.base import Envelope, event_frame
+from penstock_router.apis.base import Envelope, call_id, event_frame
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
-from penstock_router.apis.responses_request import (
-    Item,
-    ItemStatus,
-    Part,
-    Repeated,
-    ResponsesRequest,
+from penstock_router.apis.responses_items import Item, ItemStatus, Part
+from penstock_router.apis.responses_output import (
+    Growing,
+    GrowingCall,
+    GrowingMessage,
+    GrowingReasoning,
+    output_text,
 )
+from penstock_router.apis.responses_request import Repeated, ResponsesRequest
 from penstock_router.choice import Delta, EndReason
 from penstock_router.deltas import Usage
 from penstock_router.errors import ApiError
 from penstock_router.job import Job
+from penstock_router.pieces import PieceKind
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
@@ -36,10 +39,11 @@ IN_PROGRESS: Final = "in_progress"
 ResponseStatus = Literal["completed", "incomplete", "failed", "cancelled", "in_progress"]
 _ErrorCode = Literal["invalid_prompt", "rate_limit_exceeded", "server_error"]
 
-_TEXT_DELTA = "response.output_text.delta"
 _ERROR_CODES: dict[int, _ErrorCode] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 _DEFAULT_ERROR_CODE: Final = "server_error"
 
+# Looked up for each delta.
+_CONTENT = PieceKind.CONTENT
 _encode = msgspec.json.encode
 
 
@@ -113,6 +117,8 @@ class ResponseEvent(TypedDict):
     part: NotRequired[Part]
     delta: NotRequired[str]
     text: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
     logprobs: NotRequired[list[ChatLogprob]]
 
 
@@ -143,7 +149,7 @@ def usage_object(usage: Usage) -> ResponseUsage:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
     if usage.approximate:
@@ -169,16 +175,18 @@ class ResponseShape:
         self._conversation = job.conversation
         self._tokenizer = job.model.tokenizer
         self._usage = envelope.usage
-        self._texts: list[str] = []
-        # As JSON by now: the end of a stream says all of them four times over.
+        self._id_stem = envelope.response_id.removeprefix("resp_")
+        self._items: list[Growing] = []
+        # The last of them, which grows.
+        self._growing: Growing | None = None
+        self._num_calls = 0
+        # Of tokens whose text is none of a message so far.
         self._logprobs: list[msgspec.Raw] = []
         self._finish_reason: EndReason | None = None
-        self._item_id = "msg_" + envelope.response_id.removeprefix("resp_")
-        self._place = {"output_index": 0, "content_index": 0, "item_id": self._item_id}
-        # Of the next event.
+        # Frames that nobody has taken, where frames are wanted; and the number of the next event.
+        self._frames: list[bytes] = []
+        self._streams = False
         self._number = 0
-        self._delta_opens = event_frame(_TEXT_DELTA, {"type": _TEXT_DELTA, **self._place})
-        self._delta_opens = self._delta_opens.removesuffix(b"}\n\n")
         given, default = job.options, job.model.info.default_sampling
         self.answer: ResponseAnswer = {
             **job.options.repeated,
@@ -209,18 +217,61 @@ class ResponseShape:
         """None of its own."""
         return {}
 
-    def take(self, delta: Delta) -> list[msgspec.Raw]:
-        """Add to the text; the log-probabilities that came with it."""
-        self._texts.append(delta.text)
+    def take(self, delta: Delta) -> None:
+        """Let the output grow."""
         self._finish_reason = delta.finish_reason
-        if self._asked.logprobs is None or delta.logprobs is None:
-            return []
+        if self._asked.logprobs is not None and delta.logprobs is not None:
+            self._note_logprobs(delta)
+        if delta.pieces is None:
+            self._say(_CONTENT, delta.text)
+            return
+        for piece in delta.pieces:
+            self._say(piece.kind, piece.text)
+        if self._logprobs and isinstance(self._growing, GrowingMessage):
+            self._say(_CONTENT, "")
+
+    def _note_logprobs(self, delta: Delta) -> None:
+        assert delta.logprobs is not None
         shown = chat_logprobs(
             self._tokenizer, delta.token_ids, delta.logprobs, requested_ids=(), as_ids=False
         )["content"]
-        encoded = [msgspec.Raw(_encode(token)) for token in shown]
-        self._logprobs += encoded
-        return encoded
+        self._logprobs += [msgspec.Raw(_encode(token)) for token in shown]
+
+    def _say(self, kind: PieceKind, text: str) -> None:
+        item = self._growing
+        if item is None or item.grows_by is not kind:
+            item = self._begin(kind, text)
+            if kind is PieceKind.CALL:
+                return
+        logprobs: Sequence[msgspec.Raw] = ()
+        if self._logprobs and kind is _CONTENT:
+            logprobs, self._logprobs = self._logprobs, []
+        item.grow(text, logprobs)
+        if self._streams and (text or logprobs):
+            self._frames.append(item.delta(text, logprobs, self._number))
+            self._number += 1
+
+    def _begin(self, kind: PieceKind, text: str) -> Growing:
+        """Another item, the one before it being complete."""
+        if self._growing is not None and self._streams:
+            self._close(self._growing, self._growing.shown(COMPLETED))
+        stem, index = self._id_stem, len(self._items)
+        item: Growing
+        if kind is PieceKind.CALL:
+            item = GrowingCall(stem, index, call_id(self.answer["id"], 0, self._num_calls), text)
+            self._num_calls += 1
+        elif kind is PieceKind.REASONING:
+            item = GrowingReasoning(stem, index)
+        else:
+            item = GrowingMessage(stem, index)
+        self._items.append(item)
+        self._growing = item
+        if self._streams:
+            self._frames += [self._event(name, **fields) for name, fields in item.opening()]
+        return item
+
+    def _close(self, item: Growing, shown: Item) -> None:
+        self._frames += [self._event(name, **fields) for name, fields in item.closing(shown)]
 
     # ---- ends ----
 
@@ -229,6 +280,9 @@ class ResponseShape:
         answer = self.answer
         if answer["status"] != IN_PROGRESS:
             return
+        if not self._items:
+            # There is something that it says, be it nothing.
+            self._say(_CONTENT, "")
         answer["usage"] = usage_object(self._usage)
         if self._finish_reason == "length":
             self._end(INCOMPLETE)
@@ -251,74 +305,41 @@ class ResponseShape:
     def _end(self, status: Literal["completed", "incomplete", "failed", "cancelled"]) -> None:
         self.answer["status"] = status
         self.answer["completed_at"] = self.answer["incomplete_details"] = None
-        if status == COMPLETED or self._texts:
-            done: ItemStatus = COMPLETED if status == COMPLETED else INCOMPLETE
-            self.answer["output"] = [self._item(done, [self._part()])]
-
-    def _item(self, status: ItemStatus, content: list[Part]) -> Item:
-        return {
-            "type": "message",
-            "id": self._item_id,
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
-    def _part(self) -> Part:
-        return _output_text("".join(self._texts), self._logprobs)
+        last: ItemStatus = COMPLETED if status == COMPLETED else INCOMPLETE
+        before = [item.shown(COMPLETED) for item in self._items[:-1]]
+        self.answer["output"] = before + [item.shown(last) for item in self._items[-1:]]
 
     @property
     def conversation(self) -> bytes:
         """The items up to and with the answer's, as they are stored and gone on from: JSON."""
-        answered = [
-            {**item, "content": [_output_text(part["text"], []) for part in item["content"]]}
-            for item in self.answer["output"]
-        ]
+        answered = [_without_logprobs(item) for item in self.answer["output"]]
         return _joined(self._conversation, _encode(answered))
 
     # ---- a stream ----
 
     def opening(self) -> list[bytes]:
-        """A response, its message, and the message's part, all empty yet."""
+        """A response, empty yet."""
+        self._streams = True
         return [
             self._event("response.created", response=self.answer),
             self._event("response.in_progress", response=self.answer),
-            self._event(
-                "response.output_item.added", output_index=0, item=self._item(IN_PROGRESS, [])
-            ),
-            self._event("response.content_part.added", **self._place, part=_output_text("", [])),
         ]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta as a frame; None where it has nothing to show."""
-        logprobs = self.take(delta)
-        if not (delta.text or logprobs):
+        """What a delta adds as frames; None where it has nothing to show."""
+        self.take(delta)
+        frames = self._frames
+        if not frames:
             return None
-        frame = b'%b,"delta":%b,"logprobs":%b,"sequence_number":%d}\n\n' % (
-            self._delta_opens,
-            _encode(delta.text),
-            _encode(logprobs),
-            self._number,
-        )
-        self._number += 1
-        return frame
+        self._frames = []
+        return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def closing(self) -> list[bytes]:
-        """The part, the message and the response, whole."""
+        """The last item and the response, whole."""
         self.finish()
-        [item] = self.answer["output"]
-        [part] = item["content"]
-        return [
-            self._event(
-                "response.output_text.done",
-                **self._place,
-                text=part["text"],
-                logprobs=self._logprobs,
-            ),
-            self._event("response.content_part.done", **self._place, part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{self.answer['status']}", response=self.answer),
-        ]
+        self._close(self._items[-1], self.answer["output"][-1])
+        frames, self._frames = self._frames, []
+        return [*frames, self._event(f"response.{self.answer['status']}", response=self.answer)]
 
     def failed(self, error: ApiError) -> bytes:
         """The response with its error; before it the first event, if that was not sent."""
@@ -328,7 +349,7 @@ class ResponseShape:
         self.fail(error)
         return frames + self._event("response.failed", response=self.answer)
 
-    def _event(self, name: str, **more: object) -> bytes:
+    def _event(self, name: str, /, **more: object) -> bytes:
         event = {"type": name, **more, "sequence_number": self._number}
         self._number += 1
         return event_frame(name, event)
@@ -341,9 +362,10 @@ def _joined(array: bytes, other: bytes) -> bytes:
     return b"%b,%b" % (array[:-1], other[1:])
 
 
-def _output_text(text: str, logprobs: Sequence[msgspec.Raw]) -> Part:
-    shown = cast(list[ChatLogprob], list(logprobs))
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}
+def _without_logprobs(item: Item) -> Item:
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [output_text(part["text"], []) for part in item["content"]]}
 
 
 def _first_of(given: float | None, default: float | None) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from penstock_client.types import Constraint
 from penstock_router.apis.base import TIMEOUT, Api
+from penstock_router.apis.structured import constraint_of_format, only_constraint
 from penstock_router.apis.tgi_answers import (
     ERRORS,
     GenerateAnswer,
@@ -79,13 +81,45 @@ def _proportion(text: str) -> Kind:
     return _worded(ANY_NUMBER, number(0, 1, above_low=True, below_high=True), text)
 
 
-def _refused(text: str) -> Kind:
-    def read(name: str, value: Any) -> Any:
-        raise BadRequest(text, param=name)
-
-    return Kind(read, {})
+_GRAMMARS = ("json", "json_object", "regex", "json_schema")
 
 
+def _read_grammar(name: str, value: Any) -> Constraint | None:
+    given = read_object(name, value)
+    if given.get("type") not in _GRAMMARS:
+        raise BadRequest("grammar is not supported", param=name)
+    if given.get("value") is None:
+        raise BadRequest(f"grammar is not valid: {name}.value: required", param=name)
+    try:
+        # Of `json_schema` only the form with a value is TGI's.
+        return constraint_of_format(name, {"type": given["type"], "value": given["value"]})
+    except BadRequest as error:
+        raise BadRequest(f"grammar is not valid: {error.message}", param=name) from None
+
+
+_SCHEMA: JsonObject = {"anyOf": [{"type": "object"}, {"type": "string"}]}
+_NAMED_SCHEMA: JsonObject = {
+    "type": "object",
+    "properties": {"schema": _SCHEMA},
+    "required": ["schema"],
+}
+
+
+def _grammar_form(value: JsonObject, *types: str) -> JsonObject:
+    properties = {"type": {"enum": list(types)}, "value": value}
+    return {"type": "object", "properties": properties, "required": ["type", "value"]}
+
+
+_GRAMMAR = Kind(
+    _read_grammar,
+    {
+        "anyOf": [
+            _grammar_form(_SCHEMA, "json", "json_object"),
+            _grammar_form({"type": "string", "minLength": 1}, "regex"),
+            _grammar_form(_NAMED_SCHEMA, "json_schema"),
+        ]
+    },
+)
 _STOPS = array_of(string(1, MAX_STOP_CHARS), at_most=MAX_STOPS, unit="stop sequences")
 
 
@@ -172,7 +206,7 @@ PARAMETERS = table(
             ),
             "Show so many of the likeliest beside each token.",
         ),
-        not_served("grammar", _refused("grammar is not supported")),
+        Field("grammar", _GRAMMAR, "What the text must be: JSON by a schema, or by a regex."),
         Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
         not_served("adapter_id", STRING),
         # Not TGI's.
@@ -265,6 +299,7 @@ def _request(
         truncation_side="left",
         stream=stream,
         timeout_s=parameters.get("timeout"),
+        **only_constraint({"grammar": parameters.get("grammar")}),
         samples=samples,
         details=details,
         full_text=full_text,

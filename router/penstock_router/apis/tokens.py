@@ -14,6 +14,7 @@ from typing import Self, TypedDict
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.apis.openai import CHAT_FIELDS, template_options
 from penstock_router.apis.tgi import INPUTS
+from penstock_router.apis.tools import tool_options
 from penstock_router.fields import (
     BOOLEAN,
     OBJECT,
@@ -43,6 +44,7 @@ _CHAT = (
         for name in (
             *("add_generation_prompt", "continue_final_message", "chat_template"),
             *("chat_template_kwargs", "documents", "reasoning_effort", "tools"),
+            "tool_choice",
         )
     ),
 )
@@ -138,6 +140,7 @@ def chat_to_tokenize(values: JsonObject) -> ChatRequest:
         messages=values["messages"],
         add_special_tokens=values.get("add_special_tokens", False),
         **template_options(values),
+        **tool_options(values),
     )
 
 

@@ -1,6 +1,6 @@
 """What a request's tokens and wishes change in its logits before a token is drawn.
 
-Knows penalties, biases and bans, one sparse pass over all rows each; in which order, `sampler`
+Knows penalties, biases, bans and masks, one sparse pass over all rows each; in which order, `sampler`
 says. Knows nothing of distributions. An element is computed from its own row alone, with operations
 that round the same way everywhere.
 """
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_shard.constraints.state import Mask, unpacked
 from penstock_shard.runner.token_state import TokenCounts, TokenState
 
 _LARGEST_LOGIT = torch.finfo(torch.float32).max
@@ -25,6 +26,7 @@ def adjust(logits: Tensor, states: Sequence[TokenState]) -> None:
     _add_bias(logits, [(i, s) for i, s in enumerate(states) if s.bias_ids.size])
     _allow_only(logits, [(i, s.allowed_ids) for i, s in enumerate(states) if s.allowed_ids.size])
     _ban(logits, [(i, np.array(s.banned_ids)) for i, s in enumerate(states) if s.banned_ids])
+    _mask(logits, [(i, s.constraint.mask) for i, s in enumerate(states) if s.constraint])
 
 
 def _penalize(logits: Tensor, rows: Sequence[tuple[int, TokenState, TokenCounts]]) -> None:
@@ -72,6 +74,23 @@ def _allow_only(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -
 def _ban(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
     if rows:
         logits.view(-1).index_fill_(0, _elements(logits, rows), float("-inf"))
+
+
+def _mask(logits: Tensor, rows: Sequence[tuple[int, Mask | None]]) -> None:
+    """Leave what the masks have; a row without one, whose constraint failed, loses all."""
+    masked = [(i, mask) for i, mask in rows if mask is not None]
+    for i, mask in rows:
+        if mask is None:
+            logits[i] = float("-inf")
+    if not masked:
+        return
+    index = torch.tensor([i for i, _ in masked], device=logits.device)
+    allowed = torch.from_numpy(unpacked([mask for _, mask in masked], logits.shape[1]))
+    forbidden = allowed.to(logits.device) == 0
+    if len(masked) == len(logits):
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        logits.index_copy_(0, index, logits[index].masked_fill_(forbidden, float("-inf")))
 
 
 def _elements(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:

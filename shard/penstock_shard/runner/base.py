@@ -97,13 +97,15 @@ class RowResult:
 
     `token_id` is None for a row that did not sample. `prompt_logprobs` covers the prompt tokens at
     indices start + 1 .. start + count (bounded by the prompt's end): those that the row's logits
-    predict. `error` ends the request (NaN logits, say) and leaves the rest of the step alone.
+    predict. `error` ends the request (NaN logits, say) and leaves the rest of the step alone;
+    `is_callers` where the request asked for what cannot be.
     """
 
     token_id: int | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
+    is_callers: bool = False
     # The prompt's pooled final hidden states, whole and as they are: float32, little-endian.
     embedding: bytes | None = None
 

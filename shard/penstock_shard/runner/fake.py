@@ -2,8 +2,8 @@
 
 Its token is a hash of its weights' name, the prompt, all output so far, every sampling parameter,
 the seed and the position, so whoever loses or mixes up one of them gives other tokens. It never
-draws what allowed ids, bad words or min_tokens rule out; a penalty or a bias is in the hash and
-does nothing else.
+draws what a constraint, a spent thinking budget, allowed ids, bad words or min_tokens rule out; a
+penalty or a bias is in the hash and does nothing else.
 Log-probabilities come from the same hash. An embedding is a hash of weights' name, prompt and
 pooling. A sequence ends early only at `eos_rate`. A step takes
 `step_s`, counted, as on a device stream, from when its inputs are handed over and the step before
@@ -23,9 +23,10 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from penstock_shard.request import Pooling, Request
+from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
+from penstock_shard.request import CONSTRAINT_KINDS, Pooling, Request
 from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, ScheduledRequest, StepPlan
-from penstock_shard.runner.token_state import BadWords
+from penstock_shard.runner.token_state import BadWords, Thinking
 
 CAPABILITIES = frozenset(
     {
@@ -50,6 +51,8 @@ CAPABILITIES = frozenset(
         "seconds_between_tokens",
         "latency_sensitive",
         "embed",
+        "thinking_budget",
+        *CONSTRAINT_KINDS,
     }
 )
 # Values of an embedding.
@@ -64,10 +67,14 @@ _CRASH_POSITION = 9
 
 @dataclass(slots=True)
 class _Progress:
-    """The chained hash over a request's tokens, and how many of them it covers."""
+    """The chained hash over a request's tokens, and how many of them it covers; what else depends
+    on its output.
+    """
 
     digest: bytes
     bad_words: BadWords
+    constraint: ConstraintState | None
+    thinking: Thinking | None
     num_tokens: int = 0
 
 
@@ -96,6 +103,7 @@ class FakeRunner:
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
         self._progress: dict[Request, _Progress] = {}
+        self._masks = MaskFiller(info.vocab_size)
         self._launched: deque[tuple[StepPlan, float]] = deque()
         self._free_at_s = 0.0
 
@@ -136,10 +144,13 @@ class FakeRunner:
             self._crash_if_told(request)
         progress = self._progress_at(request, num_tokens)
         draw = self._draw(request, progress, num_tokens)
-        token_id = self._token(request, draw, _banned(request, progress.bad_words, num_tokens))
+        token_id = self._token(request, progress, draw, num_tokens)
         if token_id is None:
             position = num_tokens - request.num_prompt_tokens
-            result.error = f"the sampling parameters leave no token to draw at position {position}"
+            why = "" if progress.constraint is None else progress.constraint.error
+            why = why or "the sampling parameters leave no token to draw"
+            result.error = f"{why} at position {position}"
+            result.is_callers = True
             return
         result.token_id = token_id
         if request.logprobs is not None:
@@ -155,16 +166,24 @@ class FakeRunner:
         """Over no more than the first `num_tokens` tokens."""
         progress = self._progress.get(request)
         if progress is None or progress.num_tokens > num_tokens:
-            parameters = repr((astuple(request.sampling), request.min_tokens)).encode()
-            digest = hashlib.blake2b(parameters, digest_size=32, salt=self._salt).digest()
-            progress = _Progress(digest, BadWords(request.sampling.bad_words))
+            digest = hashlib.blake2b(_parameters(request), digest_size=32, salt=self._salt).digest()
+            budget = request.thinking_budget
+            progress = _Progress(
+                digest,
+                BadWords(request.sampling.bad_words),
+                None if request.matcher is None else ConstraintState(request),
+                None if budget is None else Thinking(budget),
+            )
             self._progress[request] = progress
         return progress
 
     def _draw(self, request: Request, progress: _Progress, num_tokens: int) -> bytes:
         """32 bytes that depend on all that a token may depend on, and on nothing else."""
         # One token at a time, so that a prompt and an output of the same ids hash alike.
-        for token_id in request.token_ids[progress.num_tokens : num_tokens]:
+        start = progress.num_tokens
+        for index, token_id in enumerate(request.token_ids[start:num_tokens], start):
+            if progress.thinking is not None and index >= request.num_prompt_tokens:
+                progress.thinking.append(token_id)
             packed = progress.digest + struct.pack("<I", token_id)
             progress.digest = hashlib.blake2b(packed, digest_size=32).digest()
         progress.num_tokens = num_tokens
@@ -172,8 +191,16 @@ class FakeRunner:
         place = struct.pack("<QI", request.sampling.seed, position)
         return hashlib.blake2b(progress.digest + place, digest_size=32).digest()
 
-    def _token(self, request: Request, draw: bytes, banned: set[int]) -> int | None:
+    def _token(
+        self, request: Request, progress: _Progress, draw: bytes, num_tokens: int
+    ) -> int | None:
         """None if all are banned."""
+        forced = None if progress.thinking is None else progress.thinking.forced_id
+        if forced is not None:
+            return forced
+        banned = _banned(request, progress.bad_words, num_tokens)
+        if progress.constraint is not None:
+            return self._constrained(request, progress.constraint, draw, banned, num_tokens)
         ids = request.sampling.allowed_token_ids or self._ordinary_ids
         ends = int.from_bytes(draw[8:16], "little") / 2**64 < self._eos_rate
         if ends and self._info.eos_token_ids and not request.sampling.allowed_token_ids:
@@ -183,6 +210,31 @@ class FakeRunner:
         first = int.from_bytes(draw[:8], "little") % len(ids)
         candidates = (ids[(first + i) % len(ids)] for i in range(len(ids)))
         return next((token_id for token_id in candidates if token_id not in banned), None)
+
+    def _constrained(
+        self,
+        request: Request,
+        constraint: ConstraintState,
+        draw: bytes,
+        banned: set[int],
+        num_tokens: int,
+    ) -> int | None:
+        """Any that the constraint has; what ends the sequence as ever, or where nothing else is."""
+        start = request.num_prompt_tokens
+        constraint.move_to(
+            num_tokens - start, lambda count: request.token_ids[start : start + count]
+        )
+        self._masks.fill([constraint])
+        if constraint.mask is None:
+            return None
+        ids = [int(token_id) for token_id in allowed_ids(constraint.mask)]
+        only = request.sampling.allowed_token_ids
+        ids = [i for i in ids if i not in banned and (not only or i in only)]
+        ends = int.from_bytes(draw[8:16], "little") / 2**64 < self._eos_rate
+        stops = [token_id for token_id in ids if token_id in request.stop_token_ids]
+        others = [token_id for token_id in ids if token_id not in request.stop_token_ids]
+        ids = stops if ends and stops else others or stops
+        return ids[int.from_bytes(draw[:8], "little") % len(ids)] if ids else None
 
     def _embedding(self, request: Request, pooling: Pooling) -> bytes:
         """Values from -1 to 1, float32."""
@@ -234,12 +286,22 @@ class FakeRunner:
         return count + token_id
 
 
+def _parameters(request: Request) -> bytes:
+    """All that tokens depend on beside the prompt and the output."""
+    parameters = [astuple(request.sampling), request.min_tokens]
+    parameters += [part for part in (request.constraint, request.thinking_budget) if part]
+    return repr(tuple(parameters)).encode()
+
+
 def _banned(request: Request, bad_words: BadWords, num_tokens: int) -> set[int]:
     """Ids that must not follow the request's first `num_tokens` tokens."""
     position = num_tokens - request.num_prompt_tokens
     tail_start = num_tokens - min(position, bad_words.num_tail_tokens)
     banned = set(bad_words.completing(request.token_ids[tail_start:num_tokens]))
-    return banned | request.stop_token_ids if position < request.min_tokens else banned
+    # A constraint says itself when they may be drawn.
+    if position < request.min_tokens and request.matcher is None:
+        return banned | request.stop_token_ids
+    return banned
 
 
 def _chosen_logprob(draw: bytes) -> float:

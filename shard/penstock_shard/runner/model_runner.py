@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.models.base import CausalModel
-from penstock_shard.request import Request
+from penstock_shard.request import CONSTRAINT_KINDS, Request
 from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, StepPlan
 from penstock_shard.runner.batch import Piece, StepBatch, build_batches
 from penstock_shard.runner.pooling import Pooler
@@ -43,6 +44,8 @@ CAPABILITIES = frozenset(
         "time_to_first_token_s",
         "seconds_between_tokens",
         "latency_sensitive",
+        "thinking_budget",
+        *CONSTRAINT_KINDS,
     }
 )
 # Logits kept for prompt log-probabilities in one forward pass.
@@ -65,7 +68,7 @@ class ModelRunner:
             self._device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         # The token each request sampled last, which may not have come back to the engine yet.
         self._last_token: dict[Request, int] = {}
-        self._sampler = Sampler()
+        self._sampler = Sampler(MaskFiller(info.vocab_size))
         self._pooler = Pooler()
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
@@ -106,6 +109,9 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch, results: list[RowResult]) -> None:
         """One forward pass; puts what its pieces give into the results of their rows."""
+        sampling = [piece for piece in batch.pieces if piece.samples]
+        sample_rows = [_sample_row(piece) for piece in sampling]
+        self._sampler.prepare(sample_rows)
         logits, hidden = self.model.forward(
             batch.input_ids, batch.positions, batch.attention, batch.logit_rows, batch.hidden_rows
         )
@@ -113,7 +119,6 @@ class ModelRunner:
             self._pooler.pool(hidden, batch.pieces, results)
         offset = 0
         sampled: list[int] = []
-        sampling: list[Piece] = []
         for piece in batch.pieces:
             if piece.num_prompt_logprobs:
                 part = logits[offset : offset + piece.num_prompt_logprobs]
@@ -121,13 +126,12 @@ class ModelRunner:
                 offset += piece.num_prompt_logprobs
             if piece.samples:
                 sampled.append(offset)
-                sampling.append(piece)
                 offset += 1
         if not sampling:
             return
         if len(sampled) < len(logits):
             logits = logits[torch.tensor(sampled, device=logits.device)]
-        drawn = self._sampler.sample(logits, [_sample_row(piece) for piece in sampling])
+        drawn = self._sampler.sample(logits, sample_rows)
         for piece, result in zip(sampling, drawn, strict=True):
             result.prompt_logprobs = results[piece.row].prompt_logprobs
             result.error = result.error or results[piece.row].error

@@ -11,7 +11,8 @@ Parameters act in this order:
    the second as often as the token occurs
 3. logit_bias is added
 4. what cannot be drawn: all but allowed_token_ids; the last id of a bad word whose other ids end
-   the output; ids that stop the sequence, before min_tokens
+   the output; ids that stop the sequence, before min_tokens; what the constraint does not allow;
+   while the end of reasoning is forced, all but that
 5. temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely token),
    typical-p (over what the others left): see `draw`
 
@@ -26,11 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penstock_shard.constraints.state import ConstraintState, MaskFiller
 from penstock_shard.request import Request
 from penstock_shard.runner.adjust import adjust
 from penstock_shard.runner.base import Logprobs, RowResult
@@ -60,11 +63,14 @@ class _Pick:
     largest: float
     token: int
     error: str | None = None
+    # It is what the request asks for.
+    is_callers: bool = False
 
-    def check(self, what: str) -> None:
+    def check(self, what: str, *, is_callers: bool = False) -> None:
         # NaN is the largest where there is one; +inf leaves no distribution, -inf no token.
         if not math.isfinite(self.largest):
             self.error = f"{what} at output position {self.row.position}"
+            self.is_callers = is_callers
 
 
 class Sampler:
@@ -72,10 +78,24 @@ class Sampler:
 
     `sample` is called in the order of the steps. What it draws it takes in itself, so a request's
     own tokens may lag behind; they are read where a position does not follow the last one.
+    `prepare` may be called before it, with the same rows: masks are filled meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, masks: MaskFiller | None = None) -> None:
+        """Without `masks` no request may have a constraint."""
         self._states: dict[Request, TokenState] = {}
+        self._masks = masks
+        self._filling: Future[None] | None = None
+
+    def prepare(self, rows: Sequence[SampleRow]) -> None:
+        """These are sampled next: begin with what needs no logits."""
+        constraints: list[ConstraintState] = []
+        for row in rows:
+            if row.request.matcher is not None and (state := self._state(row).constraint):
+                constraints.append(state)
+        if constraints:
+            assert self._masks is not None
+            self._filling = self._masks.start(constraints)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
         """logits [N, V] of any float type -> one result a row; the logits are not changed.
@@ -84,11 +104,16 @@ class Sampler:
         """
         if not rows:
             return []
+        if self._filling is None:
+            self.prepare(rows)
         logits = logits.float()
         picks = [
             _Pick(row, own, value, token)
             for row, own, value, token in zip(rows, logits.unbind(), *_largest(logits), strict=True)
         ]
+        if self._filling is not None:
+            self._filling.result()
+            self._filling = None
         states = [self._state(row) if needs_state(row.request) else None for row in rows]
         for pick in picks:
             pick.check("the model gave no finite logits")
@@ -98,7 +123,10 @@ class Sampler:
             # Also after an error: a step that was launched ahead may still ask for what follows.
             if state is not None:
                 state.append(pick.token)
-        results = [RowResult(None if p.error else p.token, error=p.error) for p in picks]
+        results = [
+            RowResult(None if p.error else p.token, error=p.error, is_callers=p.is_callers)
+            for p in picks
+        ]
         _add_logprobs(logits, rows, results)
         return results
 
@@ -132,11 +160,13 @@ def _adjust(picks: Sequence[tuple[_Pick, TokenState]]) -> None:
         return
     logits = torch.stack([pick.logits for pick, _ in changed])
     adjust(logits, [state for _, state in changed])
-    for (pick, _), own, value, token in zip(
+    for (pick, state), own, value, token in zip(
         changed, logits.unbind(), *_largest(logits), strict=True
     ):
         pick.logits, pick.largest, pick.token = own, value, token
-        pick.check("the sampling parameters leave no token to draw")
+        what = "" if state.constraint is None else state.constraint.error
+        what = what or "the sampling parameters leave no token to draw"
+        pick.check(what, is_callers=True)
 
 
 def _draw(picks: Sequence[_Pick]) -> None:

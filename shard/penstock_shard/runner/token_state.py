@@ -1,7 +1,7 @@
 """What the sampler keeps of a request's tokens, position by position.
 
-Knows how often each token occurs and how far a bad word has come; numpy and plain integers only.
-Knows nothing of logits or of how tokens are drawn.
+Knows how often each token occurs, how far a bad word has come, how long it has reasoned and where
+it stands in its constraint; numpy and plain integers only. Knows nothing of logits or of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.request import Request, SamplingParams
+from penstock_shard.constraints.state import ConstraintState
+from penstock_shard.request import Request, SamplingParams, ThinkingBudget
 
 TokenIds = NDArray[np.int64]
 
@@ -28,6 +29,8 @@ def needs_state(request: Request) -> bool:
         or sampling.allowed_token_ids
         or sampling.bad_words
         or request.min_tokens
+        or request.matcher is not None
+        or request.thinking_budget is not None
     )
 
 
@@ -112,6 +115,35 @@ class BadWords:
         return banned
 
 
+class Thinking:
+    """How far an output is in its reasoning."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._budget = budget
+        self.restart()
+
+    def restart(self) -> None:
+        """Stand before the first token of the output."""
+        self._inside = self._budget.begun
+        self._num_tokens = 0
+
+    def append(self, token_id: int) -> None:
+        """This token is the next one of the output."""
+        if not self._inside:
+            self._inside = token_id == self._budget.begin_token_id
+        elif token_id == self._budget.end_token_id:
+            self._inside = False
+        else:
+            self._num_tokens += 1
+
+    @property
+    def forced_id(self) -> int | None:
+        """The only token that may be next; None where any may."""
+        if self._inside and self._num_tokens >= self._budget.max_tokens:
+            return self._budget.end_token_id
+        return None
+
+
 class TokenState:
     """What decides beside logits and filters, for one request, at one position of its output.
 
@@ -124,16 +156,23 @@ class TokenState:
         self.sampling = sampling
         self.bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
-        self.allowed_ids = np.array(sampling.allowed_token_ids, dtype=np.int64)
+        # The only ones that may be drawn at this position; empty: all.
+        self.allowed_ids = self._always_allowed = _array(sampling.allowed_token_ids)
         # Of prompt and output where a repetition penalty asks for both, else of the output.
         self.counts: TokenCounts | None = None
         # Ids that cannot be drawn at this position.
         self.banned_ids: list[int] = []
+        self.constraint = None if request.matcher is None else ConstraintState(request)
         self._request = request
-        self._stop_ids = sorted(request.stop_token_ids)
+        budget = request.thinking_budget
+        self._thinking = None if budget is None else Thinking(budget)
+        # Where there is a constraint it says when these may be drawn.
+        self._stop_ids = [] if self.constraint else sorted(request.stop_token_ids)
         self._bad_words = BadWords(sampling.bad_words)
         self._tail: deque[int] = deque(maxlen=self._bad_words.num_tail_tokens)
-        self._follows_output = _counts_tokens(sampling) or self._bad_words.num_tail_tokens > 0
+        self._follows_output = bool(
+            _counts_tokens(sampling) or self._bad_words.num_tail_tokens or self._thinking
+        )
         # How many tokens of the output it has taken in.
         self._num_output_tokens = -1
 
@@ -145,6 +184,7 @@ class TokenState:
             or self.banned_ids
             or self.bias_ids.size
             or self.allowed_ids.size
+            or self.constraint is not None
         )
 
     def move_to(self, position: int) -> None:
@@ -155,6 +195,11 @@ class TokenState:
         """
         if self._follows_output and position != self._num_output_tokens:
             self._read(position)
+        if self.constraint is not None:
+            self.constraint.move_to(position, self._output)
+        if self._thinking is not None:
+            forced = self._thinking.forced_id
+            self.allowed_ids = self._always_allowed if forced is None else _array((forced,))
         self.banned_ids = self._bad_words.completing(self._tail)
         if position < self._request.min_tokens:
             self.banned_ids += self._stop_ids
@@ -163,21 +208,38 @@ class TokenState:
         """This token was drawn at the position it stands at."""
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.constraint is not None:
+            self.constraint.append(token_id)
+        if self._thinking is not None:
+            self._thinking.append(token_id)
         self._tail.append(token_id)
         self._num_output_tokens += 1
 
-    def _read(self, position: int) -> None:
+    def _output(self, position: int) -> list[int]:
+        """Its first so many tokens."""
         request = self._request
         end = request.num_prompt_tokens + position
         assert len(request.token_ids) >= end, (
             f"request {request.request_id}: output position {position} is to be drawn, but only "
             f"{request.num_output_tokens} output tokens are known"
         )
-        output = request.token_ids[request.num_prompt_tokens : end]
+        return request.token_ids[request.num_prompt_tokens : end]
+
+    def _read(self, position: int) -> None:
+        request = self._request
+        output = self._output(position)
         if _counts_tokens(self.sampling):
             repeats = self.sampling.repetition_penalty != 1.0
             prompt = request.token_ids[: request.num_prompt_tokens] if repeats else ()
             self.counts = TokenCounts(prompt, output)
+        if self._thinking is not None:
+            self._thinking.restart()
+            for token_id in output:
+                self._thinking.append(token_id)
         self._tail.clear()
         self._tail.extend(output)
         self._num_output_tokens = position
+
+
+def _array(ids: Sequence[int]) -> TokenIds:
+    return np.array(ids, dtype=np.int64)

@@ -183,6 +183,23 @@ async def test_a_duration_ends_the_sending_and_waits_for_what_is_in_flight(plan:
     assert wall_s >= max(answer.ended_s for answer in answers) - first_s
 
 
+def test_reasoning_and_calls_are_tokens_as_content_is() -> None:
+    called = [{"index": 0, "function": {"arguments": "{"}}]
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm"},
+        {"content": "a"},
+        {"tool_calls": called},
+        {},
+    ]
+    answer = Answer(due_s=time.perf_counter(), missing=set())
+    seen = []
+    for delta in deltas:
+        answer.take(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
+        seen.append((answer.first_s > 0, len(answer.gaps_s)))
+    assert seen == [(False, 0), (True, 0), (True, 1), (True, 2), (True, 2)]
+
+
 # ---- Requests ----------------------------------------------------------------------------------
 
 

@@ -220,6 +220,48 @@ def test_chat_prints_a_whole_answer(monkeypatch, capsys) -> None:
     assert "half an ans\n" in capsys.readouterr().out
 
 
+def _said(**delta: object) -> bytes:
+    return _event({"choices": [{"index": 0, "delta": delta}]})
+
+
+def _called(index: int, **function: str) -> bytes:
+    return _said(tool_calls=[{"index": index, "function": function}])
+
+
+_WITH_CALLS = (
+    *(
+        _said(role="assistant", content=""),
+        _said(reasoning_content="Hm"),
+        _said(reasoning_content="m"),
+    ),
+    *(
+        _said(content="I look."),
+        _called(0, name="look_up", arguments=""),
+        _called(0, arguments='{"a"'),
+    ),
+    *(_called(0, arguments=": 1}"), _called(1, name="add", arguments="{}"), _event(_FINISH), _DONE),
+)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_chat_dims_reasoning_and_shows_each_call_on_a_line(
+    is_terminal, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert _chat(monkeypatch, _HEAD + b"".join(_WITH_CALLS) + _END) == 0
+    thought = "\x1b[2mHm\x1b[0m\x1b[2mm\x1b[0m" if is_terminal else "Hmm"
+    shown = f'{thought}\nI look.\n[calls look_up] {{"a": 1}}\n[calls add] {{}}\n'
+    assert shown in capsys.readouterr().out
+
+
+def test_chat_says_again_what_was_said_and_not_what_was_thought() -> None:
+    pieces: list[tuple[chat._Kind, str]] = [
+        *(("reasoning", "Hm"), ("content", "I "), ("content", "look.")),
+        *(("call", "look_up"), ("arguments", "{}")),
+    ]
+    assert chat._print_answer(iter(pieces)) == "I look."
+
+
 @pytest.mark.parametrize(
     "answer",
     [_CUT_IN_A_CHUNK, _CUT_BETWEEN_CHUNKS, _ENDS_WITHOUT_DONE],

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock_client import flag_rules, tgi_flags, translate, translation, vllm_environment
+from penstock_client import (
+    flag_rules,
+    tgi_flags,
+    translate,
+    translation,
+    vllm_environment,
+    vllm_flags,
+)
 from penstock_client.docker_run import DockerError
 from penstock_client.flag_rules import Loss, Part, Rule, Takes
 from penstock_client.serve import _parser as serve_parser
@@ -24,6 +31,8 @@ OF_TGI = "-- --metrics-names tgi"
 # Values that each flag with a counterpart takes there, where "7" is none.
 VALUES = {
     "dtype": "bfloat16",
+    "tool-call-parser": "llama3_json",
+    "reasoning-parser": "qwen3",
     "load-format": "dummy",
     "kv-cache-dtype": "float16",
     "max-model-len": "4k",
@@ -171,6 +180,25 @@ def test_values_go_to_whom_they_are_for() -> None:
     assert result.environment == {"PENSTOCK_API_KEY": "k"}
 
 
+@pytest.mark.parametrize(
+    ("flag", "parsers"),
+    [
+        ("--tool-call-parser", vllm_flags._TOOL_PARSERS),
+        ("--reasoning-parser", vllm_flags._REASONING_PARSERS),
+    ],
+)
+def test_every_parser_of_answers_that_has_a_counterpart_is_one_of_ours(
+    flag: str, parsers: Mapping[str, str | None]
+) -> None:
+    for theirs, ours in parsers.items():
+        result = read(f"vllm serve m --enable-auto-tool-choice {flag} {theirs}")
+        assert result.router[-2:] == ([flag, ours] if ours else ["--metrics-names", "vllm"])
+        assert not result.refused
+        check_parses(result)
+    result = read(f"vllm serve m {flag} of_its_own")
+    assert of(result, flag)[0] in (Loss.LOST, Loss.REFUSED)
+
+
 def test_what_is_switched_off_is_left_out_or_switched_off_here() -> None:
     result = read("vllm serve m --no-trust-remote-code --no-enable-prefix-caching --no-enable-lora")
     assert result.shard == ["--no-enable-prefix-caching"]
@@ -204,7 +232,7 @@ def test_short_names_and_keys_of_objects_are_known(flag: str) -> None:
         ("vllm serve m --block-size x", "--block-size", "'x' is no value"),
         ("vllm serve m --dtype", "--dtype", "no value"),
         ("vllm serve m --chat-template {{x}}", "--chat-template", "into a file"),
-        ("vllm serve m --reasoning-parser qwen3", "--reasoning-parser", "stays in the text"),
+        ("vllm serve m --reasoning-parser openai_gptoss", "--reasoning-parser", "is not told from"),
         ("QUANTIZE=eetq text-generation-launcher", "QUANTIZE", "as precise as"),
         ("vllm serve m -tp two", "-tp", "'two' is no value"),
         ("vllm serve m -tp 1.5", "-tp", "'1.5' is no value"),

@@ -41,6 +41,12 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
     assert config.chat_template == "{{ messages }}"
 
 
+def test_parsers_are_named_as_other_servers_name_them() -> None:
+    flags = ["--tool-call-parser", "llama3_json", "--reasoning-parser", "deepseek-r1"]
+    config = parse_config(["--shards", "a:1", *flags])
+    assert (config.tool_call_parser, config.reasoning_parser) == ("llama3_json", "deepseek_r1")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -57,6 +63,8 @@ def test_the_chat_template_is_read_from_its_file(tmp_path: Path) -> None:
         (["--shards", "a:1", "--response-store-bytes", "4096"], "4096 is below 1048576"),
         (["--shards", "a:1", "--keep-alive-s", "nan"], "'nan' is not a number of seconds from"),
         (["--shards", "a:1", "--chat-template", "/no/such/file"], "No such file"),
+        (["--shards", "a:1", "--tool-call-parser", "x"], "'x' is none of auto, none, "),
+        (["--shards", "a:1", "--reasoning-parser", "x"], "'x' is none of auto, none, "),
         (["--shards", "a:1", "--unknown"], "--unknown"),
         (["--shards", "a:1", "--work", "2"], "unrecognized arguments: --work 2"),
         (["--shards", "::1:5"], "IPv6 as [::1]:50051"),
@@ -161,8 +169,9 @@ TOO_SMALL = ("0", "-0.0", "1e-320", "0.0000001")
 
 
 def _is_a_number(action: argparse.Action) -> bool:
-    lists = ("model_aliases", "cors_origins", "metrics_names")
-    return action.type is not None and action.dest not in lists
+    others = ["model_aliases", "cors_origins", "metrics_names"]
+    others += ["tool_call_parser", "reasoning_parser"]
+    return action.type is not None and action.dest not in others
 
 
 def test_every_flag_that_is_a_number_is_in_the_table() -> None:

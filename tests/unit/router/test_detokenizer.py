@@ -16,6 +16,7 @@ from penstock_router.detokenizer import (
     ByteTable,
     WindowTable,
     make_detokenizers,
+    special_ids,
 )
 
 ALL = ["byte_level", "sentencepiece", "wordpiece", "metaspace"]
@@ -236,6 +237,39 @@ def test_special_tokens_stand_side_by_side_where_no_spaces_are_wanted(
     special = id_of(byte_level, "<ü b>")
     for spaces in (True, False):
         assert shown(byte_level, [special, special], spaces=spaces) == "<ü b><ü b>"
+
+
+_SPECIAL = {
+    "byte_level": ("<|eos|>", "<|im_start|>"),
+    "sentencepiece": ("</s>", "<s>"),
+    "wordpiece": ("[CLS]", "[SEP]"),
+    "metaspace": ("</s>", "<unk>"),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_some_special_tokens_may_be_shown_where_the_others_are_skipped(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    factory = make_detokenizers(tokenizer, decoder_of(tokenizer))
+    shown_id, hidden_id = (id_of(tokenizer, token) for token in _SPECIAL[name])
+    shown_ids = frozenset({shown_id})
+    skipped = special_ids(tokenizer) - shown_ids
+    rng = seeded("shown ids")
+    for _ in range(budget(50, 2_000)):
+        ids = encode(tokenizer, random_text(rng, rng.randrange(1, 9)))
+        for special in rng.choices((shown_id, hidden_id), k=4):
+            ids.insert(rng.randrange(len(ids) + 1), special)
+        cut = rng.randrange(len(ids))
+        some = factory.start(ids[:cut], skip_special_tokens=True, shown_ids=shown_ids)
+        text = "".join([some.feed(piece) for piece in split(ids[cut:], rng)])
+        prompt, out = ([i for i in part if i not in skipped] for part in (ids[:cut], ids[cut:]))
+        assert text == "".join(incremental(tokenizer, prompt, split(out, rng), skip=False)), ids
+        assert text.count(_SPECIAL[name][0]) == out.count(shown_id)
+        # Nothing is skipped, whatever is to be shown.
+        every = factory.start(prompt, skip_special_tokens=False, shown_ids=shown_ids)
+        assert every.feed(out) == "".join(incremental(tokenizer, prompt, [out], skip=False))
 
 
 def test_the_first_word_after_a_prompt_keeps_its_space(tokenizer: Tokenizer) -> None:

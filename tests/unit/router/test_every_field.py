@@ -58,6 +58,8 @@ TEMPLATE = (
     "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Of a model that reasons before it answers.
+THINKING = TEMPLATE + "{# </think> #}"
 SAID = "The quick brown fox<|im_end|> jumps over the lazy dog and stops there"
 
 
@@ -71,7 +73,16 @@ def bos_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def thinking_tokenizer() -> Tokenizer:
+    """One whose special tokens begin and end reasoning."""
+    written = byte_level_tokenizer().to_str()
+    return Tokenizer.from_str(
+        written.replace("<|im_start|>", "<think>").replace("<|im_end|>", "</think>")
+    )
+
+
 BYTE_LEVEL = bos_tokenizer()
+THINKER = thinking_tokenizer()
 WORDPIECE = wordpiece_tokenizer()
 IDS = {text: BYTE_LEVEL.encode(text, add_special_tokens=False).ids for text in (SAID, "fox")}
 
@@ -114,6 +125,7 @@ class Proof:
     # For a field of which nothing may come.
     inert: bool = False
     tokenizer: Tokenizer = BYTE_LEVEL
+    template: str = TEMPLATE
     said: Sequence[int] = tuple(IDS[SAID])
 
 
@@ -127,6 +139,16 @@ def engine(name: str, value: Any, wanted: Any = None, **beside: Any) -> Proof:
     """Reaches the engine."""
     expected = value if wanted is None else wanted
     return Proof(value, lambda seen: getattr(seen.engine, name), expected, beside)
+
+
+def constraint(value: Any, kind: str, wanted: Any, **beside: Any) -> Proof:
+    """Reaches the engine as what the answer must be like."""
+
+    def view(seen: Seen) -> Any:
+        given = seen.engine.constraint
+        return given and (given.kind, given.value or given.options)
+
+    return Proof(value, view, (kind, wanted), beside)
 
 
 def objective(name: str, value: Any, wanted: Any = None) -> Proof:
@@ -151,6 +173,13 @@ def joins(seen: Seen) -> list[list[int]]:
     return [list(word) for word in seen.engine.sampling.bad_words]
 
 
+def may_be_several(seen: Seen) -> bool:
+    """Whether the answer may be a list of calls."""
+    constraint = seen.engine.constraint
+    return constraint is not None and '"value":"["' in constraint.value
+
+
+LOOK: JsonObject = {"type": "function", "function": {"name": "look"}}
 ASSISTANT_LAST = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Well"}]
 FOX_STOP = "The quick brown "
 USAGE: JsonObject = {
@@ -222,6 +251,16 @@ COMMON: dict[str, Proof] = {
     # What is left when it is sent; a tenth of a second is for the router to end it.
     "timeout": Proof(60, lambda seen: round(seen.engine.objective.deadline_s or 0), 60),
     "user": inert("somebody"),
+    "response_format": constraint({"type": "json_object"}, "json_object", ()),
+    "structured_outputs": constraint({"regex": "a+"}, "regex", "a+"),
+    "guided_json": constraint({"type": "array"}, "json_schema", '{"type":"array"}'),
+    "guided_regex": constraint("a+", "regex", "a+"),
+    "guided_choice": constraint(["a", "b"], "choice", ("a", "b")),
+    "guided_grammar": constraint('start: "a"', "grammar", 'start: "a"'),
+    "guided_whitespace_pattern": constraint(
+        " ?", "json_schema", '{"x-guidance":{"whitespace_pattern":" ?"}}', guided_json={}
+    ),
+    "guided_decoding_backend": inert("xgrammar"),
     # Works for its neutral value only, and has a bound that says so.
     "length_penalty": inert(1.0),
 }
@@ -281,7 +320,26 @@ CHAT: dict[str, Proof] = {
     ),
     "documents": Proof([{"text": "a deed"}], lambda seen: "a deed" in seen.prompt, True),
     "reasoning_effort": Proof("high", lambda seen: "high" in seen.prompt, True),
-    "include_reasoning": inert(False),
+    "include_reasoning": Proof(
+        False,
+        lambda seen: "hm" in json.dumps(seen.choice),
+        False,
+        tokenizer=THINKER,
+        template=THINKING,
+        said=THINKER.encode("<think>hm</think>Well").ids,
+    ),
+    "thinking_token_budget": Proof(
+        7,
+        lambda seen: seen.engine.thinking_budget and seen.engine.thinking_budget.max_tokens,
+        7,
+        tokenizer=THINKER,
+        template=THINKING,
+    ),
+    "tools": Proof([LOOK], lambda seen: "look" in seen.prompt, True),
+    "tool_choice": Proof("none", lambda seen: "look" in seen.prompt, False, {"tools": [LOOK]}),
+    "parallel_tool_calls": Proof(
+        False, may_be_several, False, {"tools": [LOOK], "tool_choice": "required"}
+    ),
 }
 PROOFS: dict[str, dict[str, Proof]] = {"completion": COMPLETION, "chat": CHAT}
 
@@ -291,7 +349,7 @@ async def all_seen(
 ) -> list[Seen]:
     """What comes of each body."""
     fleet = CheckedFleet(
-        model_files(proof.tokenizer, TEMPLATE),
+        model_files(proof.tokenizer, proof.template),
         script=lambda request: list(proof.said)[: request.max_tokens],
     )
     seen = []
@@ -332,15 +390,12 @@ async def test_a_field_acts(route: str, name: str) -> None:
 ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "vllm_xargs": ({},),
     "suffix": ("",),
     "best_of": (1,),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
 }
 NOT_SERVED = [
@@ -463,7 +518,20 @@ COMMON_BOUNDS = [
     Bound("cache_salt", "é" * 128, "é" * 129, "1 to 128"),
     *(Bound("cache_salt", "a b", f"a{bad}b", repr(bad)) for bad in "@/\\\0"),
     Bound("session_id", "x" * 256, "x" * 257, "0 to 256"),
+    Bound("guided_regex", "a", "", "1 to any"),
+    Bound("guided_grammar", 'start: "a"', "", "1 to any"),
+    Bound("guided_whitespace_pattern", " ", "", "1 to any", {"guided_json": {}}),
+    Bound("guided_decoding_backend", "auto", "mine", "one of auto, xgrammar"),
+    Bound("guided_choice", ["a"], [], "at least 1"),
+    Bound("guided_choice", ["a"] * 1024, ["a"] * 1025, "at most 1024 choices; given: 1025"),
 ]
+
+
+def looks(count: int) -> list[JsonObject]:
+    """So many tools."""
+    return [{"type": "function", "function": {"name": f"f{index}"}} for index in range(count)]
+
+
 CHAT_PROMPT = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
 CHAT_ROOM = INFO.max_model_len - len(BYTE_LEVEL.encode(CHAT_PROMPT, add_special_tokens=False).ids)
 LENGTH = f"maximum context length is {INFO.max_model_len} tokens"
@@ -493,6 +561,9 @@ BOUNDS: dict[str, list[Bound]] = {
         Bound("max_tokens", CHAT_ROOM, CHAT_ROOM + 1, LENGTH),
         Bound("max_completion_tokens", 1, 0, "at least 1"),
         *range_of("top_logprobs", 0, 20, logprobs=True),
+        Bound("tools", [LOOK], [], "must not be empty"),
+        Bound("tools", looks(128), looks(129), "at most 128 tools; given: 129", only_read=True),
+        Bound("tool_choice", "auto", "any", "none, auto, required", {"tools": [LOOK]}),
         Bound("documents", [{}] * 1000, [{}] * 1001, "at most 1000"),
         Bound("messages", [{"role": "user", "content": ""}], [], "at least one message"),
     ],

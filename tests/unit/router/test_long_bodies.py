@@ -58,6 +58,10 @@ USER = {"role": "user", "content": "the quick brown fox 日本語 😀"}
 ANSWER = {"role": "assistant", "content": "Hello"}
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "status": "completed",
         "content": [{"type": "input_text", "text": "before"}]}  # fmt: skip
+CALL = {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "a fox"}
+FLAT = {"type": "function", "name": "look"}
+LOOK = {"type": "function", "function": {"name": "look", "strict": True}}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # By kind: bodies that are well, and bodies that are refused for all sorts of reasons.
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -70,6 +74,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": "x", "allowed_token_ids": [3, 4, 5], "stop": ["a", "b"]}),
     ("completions", {"prompt": "x", "echo": True, "stream": True, "timeout": 3, "slo": 0.5}),
     ("completions", {"prompt": "x", "stop_token_ids": [9], "logprobs": 1, "request_id": "me"}),
+    ("completions", {"prompt": "x", "response_format": {"type": "json_object"}}),
+    ("completions", {"prompt": "x", "guided_choice": ["a", "b"], "guided_regex": "a"}),
+    ("completions", {"prompt": "x", "guided_choice": ["a", "b"], "n": 2}),
     ("completions", {"prompt": "the fox " * 2000}),
     ("completions", {"prompt": [5] * 600}),
     ("completions", {"prompt": [5, 10**6]}),
@@ -87,6 +94,12 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("chats", {"messages": [USER], "chat_template": "{{ messages[0].content }}!"}),
     ("chats", {"messages": [USER], "chat_template": "{{ nothing"}),
     ("chats", {"messages": [USER], "chat_template": "{{ raise_exception('not so') }}"}),
+    ("chats", {"messages": [USER], "guided_json": {"type": "object"}, "include_reasoning": False}),
+    ("chats", {"messages": [USER], "tools": [LOOK], "parallel_tool_calls": False}),
+    ("chats", {"messages": [USER], "tools": [LOOK], "tool_choice": "required", "n": 2}),
+    ("chats", {"messages": [USER], "tools": [LOOK], "tool_choice": LOOK}),
+    ("chats", {"messages": [USER], "tools": [LOOK], "tool_choice": {"type": "function"}}),
+    ("chats", {"messages": [USER], "response_format": {"type": "json_schema"}}),
     ("chats", {"messages": [{**USER, "content": "the fox " * 2000}]}),
     ("chats", {"messages": []}),
     ("messages", {"model": INFO.model, "messages": [USER], "max_tokens": 4, "system": "be brief"}),
@@ -95,11 +108,16 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("responses", {"input": "the fox", "instructions": "be brief"}),
     ("responses", {"input": [USER, ANSWER, USER], "store": False, "metadata": {"a": "b"}}),
     ("responses", {"input": "the fox", "previous_response_id": "resp_1", "truncation": "auto"}),
+    ("responses", {"input": [USER, CALL, OUTPUT], "tools": [FLAT], "tool_choice": "required"}),
+    ("responses", {"input": [USER, OUTPUT], "text": {"format": {"type": "json_object"}}}),
+    ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}, "tools": [FLAT]}),
     ("responses", {"input": []}),
     ("generate", {"inputs": "the fox", "parameters": {"best_of": 2, "return_full_text": True}}),
     ("generate", {"inputs": "the fox " * 40, "parameters": {"truncate": 5, "details": True}}),
     ("generate", {"inputs": "the fox " * 2000}),
     ("generate", {"inputs": ""}),
+    ("generate", {"inputs": "x", "parameters": {"grammar": {"type": "regex", "value": "a+"}}}),
+    ("generate", {"inputs": "x", "parameters": {"grammar": {"type": "json"}}}),
     ("generate_stream", {"inputs": "the fox", "parameters": {"top_n_tokens": 2}}),
     ("compat", {"inputs": "the fox"}),
     ("compat", {"inputs": "the fox", "stream": True}),

@@ -134,13 +134,13 @@ async def test_tokens_are_counted_without_a_shard(router: MemoryRouter, fleet: F
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: at most 16"),
         ({"stop_sequences": [""]}, "stop_sequences: must be a string of 1 to 1024"),
         ({"system": 3}, "system: must be"),
-        ({"tools": [{"name": "x"}]}, "tools: not served"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: not served"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: not served"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema: required"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: must be an integer"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: must be user or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0]: parts of type 'image' are not served",
+            "messages[0].content[0]: blocks of type 'image' are not served",
         ),
     ],
 )

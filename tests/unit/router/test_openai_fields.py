@@ -9,6 +9,7 @@ import pytest
 from router_doubles import random_text
 from support.budget import budget, seeded
 
+from penstock_router.apis.chat_messages import Called, assistant_message, tool_message
 from penstock_router.apis.openai import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -98,10 +99,8 @@ def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(
         parse({**base, entry.name: neutral})
     asking: dict[str, Any] = {
         "length_penalty": 2,
-        "parallel_tool_calls": 3,
         "modalities": ["audio"],
         "use_beam_search": True,
-        "response_format": {"type": "json_object"},
     }
     candidates = [asking.get(entry.name), {"a": 1}, ["a"], [1], "a", 7]
     refusals = []
@@ -112,8 +111,7 @@ def test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral(
             assert caught.value.param == entry.name
             assert entry.name in caught.value.message
             refusals.append(caught.value.message)
-    if entry.name != "parallel_tool_calls":
-        assert any("not served" in message for message in refusals)
+    assert any("not served" in message for message in refusals)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +192,20 @@ def test_values_out_of_bounds_are_refused_by_field(field: str, value: object, wo
         ("max_tokens", 0, "at least 1"),
         ("logprobs", 1, "true or false"),
         ("top_logprobs", 2, "needs logprobs"),
-        ("tools", [], "not served"),
-        ("tool_choice", "auto", "not served"),
+        ("messages", [{"role": "user", "content": None, "tool_calls": []}], "needs content"),
+        ("messages", [{"role": "tool", "content": "x", "tool_call_id": 3}], "a string; given: 3"),
+        ("messages", [{"role": "tool", "tool_call_id": "x"}], "needs content"),
+        ("messages", [{"role": "assistant", "reasoning_content": ["x"]}], "a string; given: an"),
+        ("messages", [{"role": "assistant", "tool_calls": [{"id": 3}]}], ".id: must be a string"),
+        ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], ".name: must be"),
+        (
+            "messages",
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
+            "function.arguments: must be an object; given: an array",
+        ),
+        ("tools", [], "must not be empty"),
+        ("tool_choice", "auto", "needs tools"),
+        ("thinking_token_budget", -1, "at least 0"),
         ("chat_template_kwargs", {"messages": []}, "a field of its own"),
         ("continue_final_message", "x", "true or false"),
     ],
@@ -209,7 +219,11 @@ def test_chat_values_out_of_bounds_are_refused(field: str, value: object, words:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_completion_tokens", 5), ("top_logprobs", 2), ("tools", [{}])]
+    ("name", "value"),
+    [
+        *(("max_completion_tokens", 5), ("top_logprobs", 2), ("tools", [{}])),
+        *(("tool_choice", "auto"), ("thinking_token_budget", 5)),
+    ],
 )
 def test_a_chats_field_in_a_completion_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(BadRequest, match=name) as refused:
@@ -287,10 +301,40 @@ def test_messages_come_as_templates_expect_them() -> None:
 
 
 def test_tool_calls_arguments_become_an_object_where_they_are_one() -> None:
-    for given, wanted in [('{"a": 1}', {"a": 1}), ("", {}), ("[1]", "[1]"), ("{", "{"), ({}, {})]:
+    for given, wanted in [
+        *(('{"a": 1}', {"a": 1}), ("", {}), ("[1]", "[1]"), ("{", "{"), ({}, {}), (None, {})),
+        ({"a": 1}, {"a": 1}),
+    ]:
         call = {"function": {"name": "f", "arguments": given}}
         [message] = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
         assert message["tool_calls"][0]["function"]["arguments"] == wanted
+
+
+def test_no_calls_at_all_are_not_shown_to_a_template() -> None:
+    [message] = chat(messages=[{"role": "assistant", "content": "x", "tool_calls": []}]).messages
+    assert message == {"role": "assistant", "content": "x"}
+
+
+def test_what_other_apis_say_becomes_the_same_messages() -> None:
+    given = [
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}},
+                {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+    calls = [Called("c1", "f", {"a": 1}), Called("c2", "g", "{")]
+    made = [assistant_message(None, "hm", calls), tool_message("c1", "7")]
+    assert chat(messages=given).messages == made
+    assert assistant_message("x") == {"role": "assistant", "content": "x"}
+    assert assistant_message(None) == {"role": "assistant", "content": ""}
+    assert assistant_message("x", calls=calls[:1])["content"] == "x"
+    assert tool_message("c1", "7", "f")["name"] == "f"
 
 
 def test_no_body_of_nonsense_raises_anything_but_a_refusal() -> None:

@@ -62,6 +62,10 @@ def test_quantization_has_two_spellings(flag: str) -> None:
         ("--step-ms nan", ["--step-ms", "nan"]),
         ("--fake-eos-rate 2", ["--fake-eos-rate", "2", "between 0 and 1"]),
         ("--gpu-memory-utilization 0", ["--gpu-memory-utilization", "above 0"]),
+        ("--constraint-timeout-s 0", ["--constraint-timeout-s", "above 0"]),
+        ("--constraint-threads 0", ["--constraint-threads", "at least 1"]),
+        ("--constraint-memory-bytes lots", ["--constraint-memory-bytes", "512M"]),
+        ("--max-constraint-bytes 0", ["--max-constraint-bytes", "0"]),
         ("--kv-memory lots", ["--kv-memory", "lots", "512M"]),
         ("--kv-memory 1G --kv-blocks 4", ["--kv-blocks", "--kv-memory"]),
         ("--block-size 24", ["--block-size", "24", "multiple of 16"]),
@@ -84,6 +88,16 @@ def test_a_bad_flag_is_one_line_that_names_it(
     assert caught.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(word in error for word in words), error
+
+
+def test_what_a_constraint_may_take_is_told() -> None:
+    line = (
+        "--max-constraint-bytes 1M --constraint-timeout-s 0.5 --constraint-memory-bytes 1G "
+        "--constraint-threads 3"
+    )
+    config = parse_config(line.split())
+    assert (config.max_constraint_bytes, config.constraint_timeout_s) == (2**20, 0.5)
+    assert (config.constraint_memory_bytes, config.constraint_threads) == (2**30, 3)
 
 
 def test_the_level_of_the_log_is_told() -> None:

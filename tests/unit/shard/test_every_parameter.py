@@ -22,6 +22,7 @@ from penstock_client import (
     GenerationRequest,
     Objective,
     SamplingParams,
+    ThinkingBudget,
     _wire,
 )
 from penstock_proto import shard_pb2 as pb
@@ -99,7 +100,7 @@ def submitted(sent: GenerationRequest) -> link.Submit:
 
 
 def test_every_field_of_a_request_is_in_a_table_here() -> None:
-    parts = {"sampling", "objective", "constraint"}
+    parts = {"sampling", "objective", "constraint", "thinking_budget"}
     known = {*REQUEST, *OF_THE_FLEET, *OF_THE_MESSAGE, *parts}
     assert names_of(GenerationRequest) == known
     assert names_of(SamplingParams) == SAMPLING.keys()
@@ -137,13 +138,34 @@ def test_what_is_not_for_the_engine_is_in_the_message(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ConstraintKind)
-def test_a_constraint_is_refused_by_its_name_and_not_dropped(kind: ConstraintKind) -> None:
+def test_a_constraint_reaches_the_engine(kind: ConstraintKind) -> None:
     sent = dataclasses.replace(PLAIN, constraint=Constraint(kind, "x", ["a", "b"]))
-    if kind.value in runner_info().capabilities:
-        pytest.fail("it is served: show here that it reaches the engine")
+    reached = submitted(sent).constraint
+    assert reached is not None
+    value = "" if kind in (ConstraintKind.JSON_OBJECT, ConstraintKind.CHOICE) else "x"
+    options = ("a", "b") if kind is ConstraintKind.CHOICE else ()
+    assert (reached.kind, reached.value, reached.options) == (kind.value, value, options)
+    assert submitted(PLAIN).constraint is None
+
+
+@pytest.mark.parametrize("kind", ConstraintKind)
+def test_a_constraint_that_a_shard_cannot_follow_is_refused_by_its_name(
+    kind: ConstraintKind,
+) -> None:
+    sent = dataclasses.replace(PLAIN, constraint=Constraint(kind, "x", ["a", "b"]))
+    info = runner_info()
+    lacks = dataclasses.replace(info, capabilities=info.capabilities - {kind.value})
     with pytest.raises(Refusal) as refused:
-        submitted(sent)
+        check(wire.incoming(message_of(sent)), lacks, CONFIG)
     assert refused.value.error.field == kind.value
+
+
+def test_a_budget_of_reasoning_reaches_the_engine() -> None:
+    budget = ThinkingBudget(7, 5, 6, begun=True)
+    reached = submitted(dataclasses.replace(PLAIN, thinking_budget=budget)).thinking_budget
+    assert reached is not None
+    assert dataclasses.astuple(reached) == dataclasses.astuple(budget)
+    assert submitted(PLAIN).thinking_budget is None
 
 
 def test_an_adapter_is_refused_and_not_dropped() -> None:
@@ -170,6 +192,8 @@ def test_a_shard_reads_every_field_of_the_message() -> None:
             part.bad_words.add().token_ids.append(1)
         elif name == "choice":
             part.choice.options.append("a")
+        elif path[0] == "thinking_budget":
+            setattr(part, name, 3)
         else:
             setattr(part, name, VALUES[descriptor.type])
         changed = not same(wire.incoming(message), plain)
@@ -193,6 +217,7 @@ def leaves(descriptor: Any, path: tuple[str, ...]) -> Any:
     for field in descriptor.fields:
         here = (*path, field.name)
         is_part = field.name in ("sampling", "stop", "output", "objective", "constraint")
+        is_part |= field.name == "thinking_budget"
         if is_part:
             yield from leaves(field.message_type, here)
         else:
@@ -216,6 +241,8 @@ def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
         **{name: value for name, (value, _, _) in REQUEST.items() if name != "output_token_ids"},
         sampling=SamplingParams(**{name: value for name, (value, _) in SAMPLING.items()}),
         objective=Objective(**{name: value for name, (value, _) in OBJECTIVE.items()}),
+        constraint=Constraint(ConstraintKind.REGEX, "a+"),
+        thinking_budget=ThinkingBudget(7, 5, 6),
     )
     full, plain = submitted(sent), submitted(PLAIN)
     # Of an attempt, of a continued request, and of embeddings.

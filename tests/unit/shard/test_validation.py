@@ -15,10 +15,16 @@ from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Submit
-from penstock_shard.request import NO_OBJECTIVE, Objective, SamplingParams
+from penstock_shard.request import (
+    NO_OBJECTIVE,
+    Constraint,
+    Objective,
+    SamplingParams,
+    ThinkingBudget,
+)
 from penstock_shard.validation import IncomingRequest, Refusal, check, usable_defaults
 
-CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5)
+CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5, max_constraint_bytes=100)
 
 
 def _incoming(**fields: Any) -> IncomingRequest:
@@ -168,6 +174,20 @@ def test_both_names_of_the_model_are_served() -> None:
             "neither bad_words nor min_tokens",
         ),
         ({"features": {"adapter": "lora"}}, "adapter", 9, ""),
+        ({"constraint": Constraint("telepathy", "x")}, "telepathy", 9, ""),
+        ({"constraint": Constraint("regex", "x" * 101)}, "regex", 3, "100 bytes (--max-constr"),
+        # Of bytes, not of characters.
+        ({"constraint": Constraint("grammar", "\u00e9" * 51)}, "grammar", 3, "at most 100 bytes"),
+        ({"constraint": Constraint("choice", options=("x" * 51,) * 2)}, "choice", 3, "100 bytes"),
+        ({"constraint": Constraint("choice")}, "choice", 3, "1..1024 options"),
+        ({"constraint": Constraint("choice", options=("",) * 1025)}, "choice", 3, "1..1024"),
+        (
+            {"thinking_budget": ThinkingBudget(5, 1000, 1)},
+            "thinking_budget.begin_token_id",
+            3,
+            "0..999",
+        ),
+        ({"thinking_budget": ThinkingBudget(5, 1, 1000)}, "thinking_budget.end_token_id", 3, "999"),
     ],
 )
 def test_what_is_out_of_bounds_names_field_value_and_bound(
@@ -180,6 +200,39 @@ def test_what_is_out_of_bounds_names_field_value_and_bound(
     assert bound in error.bound
     assert error.value
     assert field in error.message or field == "model"
+
+
+def test_a_constraint_as_long_as_may_be_is_taken() -> None:
+    for constraint in (
+        Constraint("regex", "x" * 100),
+        Constraint("choice", options=("x" * 50,) * 2),
+    ):
+        assert _check(_incoming(constraint=constraint)).constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("json_schema", Constraint("json_schema", "{}")),
+        ("thinking_budget", ThinkingBudget(5, 1, 2)),
+    ],
+)
+def test_a_shard_that_lacks_the_language_or_budgets_says_so(name: str, value: object) -> None:
+    info = runner_info()
+    info = dataclasses.replace(info, capabilities=info.capabilities - {name})
+    field = "thinking_budget" if name == "thinking_budget" else "constraint"
+    with pytest.raises(Refusal) as caught:
+        check(_incoming(**{field: value}), info, CONFIG)
+    assert (caught.value.error.code, caught.value.error.field) == (9, name)
+    assert f"{name} is not served" in caught.value.error.message
+
+
+def test_what_ends_a_sequence_may_do_so_although_ignored_where_there_is_a_constraint() -> None:
+    constraint = Constraint("regex", "a")
+    assert _check(_incoming(constraint=constraint)).reluctant_stop_ids == []
+    assert _check(_incoming(ignore_eos=True)).reluctant_stop_ids == []
+    both = _check(_incoming(constraint=constraint, ignore_eos=True))
+    assert (both.stop_token_ids, both.reluctant_stop_ids) == ([], [EOS_ID])
 
 
 def test_what_min_tokens_rules_out_may_come_once_they_are_there() -> None:

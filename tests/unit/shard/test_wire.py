@@ -8,7 +8,16 @@ import socket
 import pytest
 from support.engines import EOS_ID, runner_info
 
-from penstock_client import Attempt, GenerationRequest, Objective, SamplingParams, _wire
+from penstock_client import (
+    Attempt,
+    Constraint,
+    ConstraintKind,
+    GenerationRequest,
+    Objective,
+    SamplingParams,
+    ThinkingBudget,
+    _wire,
+)
 from penstock_client import Output as ClientOutput
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, request, wire
@@ -89,6 +98,37 @@ def test_every_field_reaches_the_engine() -> None:
     assert (found.logprobs, found.prompt_logprobs, found.logprob_token_ids) == (1, 4, (8, 7))
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}'),
+        Constraint(ConstraintKind.JSON_OBJECT),
+        Constraint(ConstraintKind.REGEX, "a\x00\u00e9+"),
+        Constraint(ConstraintKind.CHOICE, options=("yes", "", "no")),
+        Constraint(ConstraintKind.GRAMMAR, 'start: "a"'),
+        Constraint(ConstraintKind.STRUCTURAL_TAG, "{}"),
+    ],
+)
+def test_each_kind_of_constraint_reaches_the_engine(constraint: Constraint) -> None:
+    sent = GenerationRequest([1], SamplingParams(seed=0), constraint=constraint)
+    expected = request.Constraint(
+        constraint.kind.value, constraint.value, tuple(constraint.options)
+    )
+    assert _at_the_engine(sent).constraint == expected
+
+
+def test_a_json_object_that_is_not_wanted_is_no_constraint() -> None:
+    message = pb.GenerateRequest(constraint=pb.Constraint(json_object=False))
+    assert wire.incoming(message).constraint is None
+
+
+def test_a_thinking_budget_reaches_the_engine() -> None:
+    sent = GenerationRequest([1], SamplingParams(seed=0), thinking_budget=ThinkingBudget(0, 5, 6))
+    assert _at_the_engine(sent).thinking_budget == request.ThinkingBudget(0, 5, 6, False)
+    sent = dataclasses.replace(sent, thinking_budget=ThinkingBudget(70, 5, 6, begun=True))
+    assert _at_the_engine(sent).thinking_budget == request.ThinkingBudget(70, 5, 6, True)
+
+
 @pytest.mark.parametrize("part", [request.SamplingParams, request.Objective])
 def test_the_test_above_leaves_no_field_neutral(part: type) -> None:
     engines = _at_the_engine(FULL)
@@ -104,6 +144,7 @@ def test_a_plain_request_has_neutral_values_and_no_objective() -> None:
     # The scheduler tells requests without wishes by identity.
     assert found.objective is request.NO_OBJECTIVE
     assert (found.min_tokens, found.logprob_token_ids) == (0, ())
+    assert (found.constraint, found.thinking_budget) == (None, None)
 
 
 def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:

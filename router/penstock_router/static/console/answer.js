@@ -1,6 +1,7 @@
-// One answer in the conversation: its text as it comes, and below it what it took: times, tokens,
-// how it ended, and at which shards it was made, which the feed tells.
+// One answer in the conversation: its reasoning, text and calls as they come, and below them what it
+// took: times, tokens, how it ended, and at which shards it was made, which the feed tells.
 
+import { Calls, Reasoning } from "./asides.js";
 import { colourOf } from "./colours.js";
 import { make } from "./dom.js";
 import { count, duration, rate } from "./format.js";
@@ -11,6 +12,10 @@ export class Answer {
   /** What was said so far: of the next request it is a message. */
   content = "";
   #text = new AnswerText();
+  #reasoning = new Reasoning();
+  #calls = new Calls();
+  // What came last was no text: nor are tokens that nothing is shown of.
+  #isAside = false;
   #facts = make("span", { className: "facts", textContent: "waiting" });
   #shards = make("span", { className: "places" });
   #error = make("p", { className: "error", hidden: true, attributes: { role: "alert" } });
@@ -25,7 +30,8 @@ export class Answer {
   constructor(requestId) {
     this.requestId = requestId;
     this.element = make("article", { className: "message assistant", data: { request: requestId, state: "running" } },
-      make("h4", { textContent: "Assistant" }), this.#text.element, this.#error,
+      make("h4", { textContent: "Assistant" }), this.#reasoning.element, this.#text.element,
+      this.#calls.element, this.#error,
       make("p", { className: "meta" }, this.#shards, this.#facts));
   }
 
@@ -38,17 +44,25 @@ export class Answer {
   }
 
   #takeChoice(choice) {
-    const content = choice.delta?.content ?? "";
+    const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta ?? {};
     const entries = choice.logprobs?.content ?? [];
-    if (content || entries.length) {
+    if (content || reasoning || calls || entries.length) {
       this.#lastMs = performance.now();
       this.#firstMs ??= this.#lastMs;
       this.#tokens += entries.length || 1;
-      this.content += content;
-      if (entries.length) this.#text.addTokens(content, entries);
-      else this.#text.addText(content);
+      if (reasoning) this.#reasoning.add(reasoning);
+      if (content || calls) this.#reasoning.end();
+      this.#isAside = content ? false : this.#isAside || Boolean(reasoning || calls);
+      if (!this.#isAside) this.#addText(content ?? "", entries);
+      if (calls) this.#calls.add(calls);
     }
     if (choice.finish_reason) this.#finish = choice.finish_reason;
+  }
+
+  #addText(content, entries) {
+    this.content += content;
+    if (entries.length) this.#text.addTokens(content, entries);
+    else this.#text.addText(content);
   }
 
   /** It is over: done, stopped, or failed with the server's words. */

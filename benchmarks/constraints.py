@@ -1,0 +1,247 @@
+"""What constraints cost: tokens a second, a device's time, and everybody else's tokens.
+
+    python benchmarks/constraints.py                  # all three
+    python benchmarks/constraints.py throughput --rounds 7
+    python benchmarks/constraints.py period compile
+
+throughput: a shard with a model on the CPU serves 64 sequences, none, half or all of which must be
+JSON of a schema. Rounds of each kind follow one another on the same shard, and medians are given.
+
+period: a shard with the fake runner, whose steps take exactly 20 ms as on a device stream, serves
+the same. Did the device wait for masks, its steps would be longer.
+
+compile: 32 sequences run while twice a second a request comes with a schema of 5 kB that nobody has
+sent before, and without that, in turns: the gaps between tokens of the 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from support.processes import Shard, running
+
+from penstock_client import (
+    Constraint,
+    ConstraintKind,
+    GenerationRequest,
+    SamplingParams,
+    ShardClient,
+)
+
+_SEQUENCES = 64
+_STEP_MS = 20.0
+_SCHEMA_BYTES = 5000
+_COMPILES_A_SECOND = 2.0
+
+
+def main() -> None:
+    parts: dict[str, Callable[[argparse.Namespace, Path], None]] = {
+        "throughput": throughput,
+        "period": period,
+        "compile": compile_beside,
+    }
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {', '.join(parts)}")
+    parser.add_argument("--rounds", type=int, default=5, help="of each kind (default: 5)")
+    parser.add_argument("--tokens", type=int, default=200, help="a sequence (default: 200)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="a round of `compile`")
+    parser.add_argument("--model", help="of `throughput`; default: the built-in one")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(parts):
+        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(parts)}")
+    for name in args.parts or parts:
+        with tempfile.TemporaryDirectory() as scratch:
+            parts[name](args, Path(scratch) / "shard.log")
+
+
+# ---- What is asked -----------------------------------------------------------------------------
+
+
+def schema_of_rows() -> Constraint:
+    """Objects without end, so that every sequence gets all of its tokens."""
+    row = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "kind": {"enum": ["router", "shard", "client"]},
+            "sizes": {"type": "array", "items": {"type": "integer"}},
+            "note": {"type": ["string", "null"]},
+        },
+        "required": ["name", "kind", "sizes"],
+        "additionalProperties": False,
+    }
+    schema = {"type": "array", "items": row, "minItems": 100_000}
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def new_schema(rng: random.Random) -> Constraint:
+    """One that no cache has."""
+    properties: dict[str, object] = {}
+    size = 0
+    while size < _SCHEMA_BYTES:
+        name = f"field_{rng.getrandbits(48):x}"
+        kind = rng.choice(
+            [
+                {"type": "string", "maxLength": rng.randrange(5, 50)},
+                {"type": "integer", "minimum": 0, "maximum": rng.randrange(10, 10_000)},
+                {"enum": [f"choice_{rng.getrandbits(32):x}" for _ in range(5)]},
+                {"type": "array", "items": {"type": "number"}, "maxItems": rng.randrange(2, 9)},
+                {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": "^[a-z]{2,8}$"}]},
+            ]
+        )
+        properties[name] = kind
+        size += len(json.dumps({name: kind}))
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def asked(seed: int, constraint: Constraint | None, num_tokens: int) -> GenerationRequest:
+    return GenerationRequest(
+        [3 + (seed + i) % 2000 for i in range(32)],
+        max_tokens=num_tokens,
+        sampling=SamplingParams(seed=seed, temperature=1.0),
+        ignore_eos=True,
+        constraint=constraint,
+    )
+
+
+async def read(client: ShardClient, request: GenerationRequest) -> list[float]:
+    """When each of its tokens came."""
+    times: list[float] = []
+    async with client.submit(request) as stream:
+        async for output in stream:
+            times += [time.perf_counter()] * len(output.token_ids)
+    return times
+
+
+# ---- The three parts ---------------------------------------------------------------------------
+
+
+def throughput(args: argparse.Namespace, log_file: Path) -> None:
+    model = ("--model", args.model) if args.model else ()
+    shard = Shard(log_file, "--runner", "model", *model, "--max-num-seqs", str(_SEQUENCES))
+    shares = {"none": 0, "half": _SEQUENCES // 2, "all": _SEQUENCES}
+    with running(shard):
+        rates = asyncio.run(_rates(shard.address, shares, args.rounds, args.tokens))
+    print(f"{_SEQUENCES} sequences on the CPU, {args.tokens} tokens each, {args.rounds} rounds")
+    plain = statistics.median(rates["none"])
+    for name, found in rates.items():
+        ratios = [mine / base for mine, base in zip(found, rates["none"], strict=True)]
+        print(
+            f"  {name:>4} constrained: {statistics.median(found):8.0f} tokens/s, "
+            f"{statistics.median(found) / plain:6.1%} of none; of the same round "
+            f"{statistics.median(ratios):6.1%}"
+        )
+
+
+async def _rates(
+    address: str, shares: dict[str, int], rounds: int, num_tokens: int
+) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {name: [] for name in shares}
+    constraint = schema_of_rows()
+    async with ShardClient(address) as client:
+        # The first of each compiles, and warms the automata up.
+        for number in range(-1, rounds):
+            for name, share in shares.items():
+                requests = [
+                    asked(1000 * number + i, constraint if i < share else None, num_tokens)
+                    for i in range(_SEQUENCES)
+                ]
+                before = time.perf_counter()
+                times = await asyncio.gather(*(read(client, request) for request in requests))
+                seconds = time.perf_counter() - before
+                if number >= 0:
+                    rates[name].append(sum(map(len, times)) / seconds)
+    return rates
+
+
+def period(args: argparse.Namespace, log_file: Path) -> None:
+    flags = ("--step-ms", str(_STEP_MS), "--max-num-batched-tokens", "4096")
+    shard = Shard(log_file, "--runner", "fake", *flags)
+    print(f"{_SEQUENCES} sequences, steps of {_STEP_MS:g} ms on a fake device")
+    with running(shard):
+        for name, share in (("none", 0), ("half", _SEQUENCES // 2), ("all", _SEQUENCES)):
+            found = asyncio.run(_period_ms(shard.address, share, args.tokens))
+            print(f"  {name:>4} constrained: {found:7.3f} ms, {found / _STEP_MS - 1:6.2%} longer")
+
+
+async def _period_ms(address: str, share: int, num_tokens: int) -> float:
+    constraint = schema_of_rows()
+    async with ShardClient(address) as client:
+        requests = [
+            asked(i, constraint if i < share else None, num_tokens) for i in range(_SEQUENCES)
+        ]
+        times = await asyncio.gather(*(read(client, request) for request in requests))
+    # Without the first steps, in which prompts are computed.
+    spans = [(of[-1] - of[10]) / (len(of) - 11) for of in times]
+    return 1000 * statistics.median(spans)
+
+
+def compile_beside(args: argparse.Namespace, log_file: Path) -> None:
+    shard = Shard(log_file, "--runner", "fake", "--step-ms", str(_STEP_MS))
+    gaps_ms: dict[str, list[float]] = {"without": [], "with": []}
+    compiled_ms: list[float] = []
+    with running(shard):
+        for number in range(args.rounds):
+            for name, found in gaps_ms.items():
+                compiles = name == "with"
+                gaps, took = asyncio.run(_gaps(shard.address, args.seconds, number, compiles))
+                found += gaps
+                compiled_ms += took
+    print(f"32 sequences, steps of {_STEP_MS:g} ms; gaps between tokens, ms")
+    for name, found in gaps_ms.items():
+        cuts = statistics.quantiles(found, n=1000)
+        print(
+            f"  {name:>7} schemas that are compiled: p50 {cuts[499]:6.2f}  p99 {cuts[989]:6.2f}  "
+            f"p99.9 {cuts[998]:6.2f}  ({len(found)} gaps)"
+        )
+    print(
+        f"  {len(compiled_ms)} schemas of {_SCHEMA_BYTES} bytes; their first token came after "
+        f"{statistics.median(compiled_ms):.1f} ms (median)"
+    )
+
+
+async def _gaps(
+    address: str, seconds: float, number: int, compiles: bool
+) -> tuple[list[float], list[float]]:
+    """Gaps of the sequences beside, and after how long each new schema had its first token; ms."""
+    rng = random.Random(number)
+    took: list[float] = []
+
+    async def send_schemas(client: ShardClient) -> None:
+        while True:
+            before = time.perf_counter()
+            times = await read(client, asked(rng.getrandbits(32), new_schema(rng), 1))
+            took.append(1000 * (times[0] - before))
+            await asyncio.sleep(1 / _COMPILES_A_SECOND)
+
+    async with ShardClient(address) as client:
+        # The child that checks schemas is there.
+        await read(client, asked(0, new_schema(rng), 1))
+        beside = [
+            asyncio.create_task(read(client, asked(i, None, int(1000 * seconds / _STEP_MS))))
+            for i in range(32)
+        ]
+        sender = asyncio.create_task(send_schemas(client)) if compiles else None
+        times = await asyncio.gather(*beside)
+        if sender is not None:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+    gaps = [1000 * (b - a) for of in times for a, b in itertools.pairwise(of[10:])]
+    return gaps, took
+
+
+if __name__ == "__main__":
+    main()

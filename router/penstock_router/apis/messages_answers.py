@@ -1,0 +1,318 @@
+"""Deltas -> answers of Anthropic's Messages: thinking, text and calls, in blocks or in events.
+
+A block ends where another kind begins, and each call has one of its own. An answer of no block at
+all is shown as one empty text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired, TypedDict
+
+import msgspec
+
+from penstock_router.apis.base import Envelope, ErrorForm, call_id, event_frame
+from penstock_router.choice import Delta
+from penstock_router.errors import ApiError
+from penstock_router.fields import JsonObject, decode_json
+from penstock_router.job import Job
+from penstock_router.pieces import Piece, PieceKind, joined
+
+# Under which arguments that are no JSON object, as those of a call that was cut off, stand in a
+# whole answer. It is the name by which this API's documentation has them sent back.
+INVALID_INPUT = "INVALID_JSON"
+
+
+# ---- What answers look like --------------------------------------------------------------------
+
+
+class ThinkingBlock(TypedDict):
+    """Reasoning. The signature is empty: what is sent back is taken as it is."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class TextBlock(TypedDict):
+    """A piece of an answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(TypedDict):
+    """A call of a tool. Arguments that are no JSON object stand as text under INVALID_JSON."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Block = ThinkingBlock | TextBlock | ToolUseBlock
+
+
+class ThinkingTokens(TypedDict):
+    """Of an answer's tokens, those of its thinking."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(TypedDict):
+    """Tokens of a request: those of the prompt that no cache had, and those that one had."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+    output_tokens_details: NotRequired[ThinkingTokens]
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageEnd(TypedDict):
+    """Why a message ended."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class MessageAnswer(TypedDict):
+    """An answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Block]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(TypedDict):
+    """An event of a stream; what else it has depends on its type."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "ping",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    index: NotRequired[int]
+    message: NotRequired[MessageAnswer]
+    content_block: NotRequired[Block]
+    delta: NotRequired[dict[str, Any]]
+    usage: NotRequired[MessageUsage]
+
+
+def _event(type_: str, **rest: Any) -> bytes:
+    return event_frame(type_, {"type": type_, **rest})
+
+
+# ---- Shapes ------------------------------------------------------------------------------------
+
+
+class MessageShape:
+    """Answers of /v1/messages."""
+
+    def __init__(self, job: Job, envelope: Envelope) -> None:
+        self._id = envelope.response_id
+        self._model = job.model.info.model
+        self._usage_so_far = envelope.usage
+        self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
+        self._calls_tools = False
+        # Of a stream: what the block is of that is not ended yet, and how many were before it.
+        self._open: PieceKind | None = None
+        self._index = -1
+
+    def _usage(self) -> MessageUsage:
+        usage = self._usage_so_far
+        cached = usage.cached_tokens or 0
+        shown: MessageUsage = {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.completion_tokens,
+        }
+        if usage.reasoning_tokens is not None:
+            shown["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+        return shown
+
+    def _message(self, content: list[Block]) -> MessageAnswer:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": self._end["stop_reason"],
+            "stop_sequence": self._end["stop_sequence"],
+            "usage": self._usage(),
+        }
+
+    def headers(self) -> Mapping[str, str]:
+        """None of its own."""
+        return {}
+
+    def _note_end(self, delta: Delta) -> None:
+        if delta.pieces is not None and not self._calls_tools:
+            self._calls_tools = any(piece.kind is PieceKind.CALL for piece in delta.pieces)
+        if delta.finish_reason == "length":
+            self._end = {"stop_reason": "max_tokens", "stop_sequence": None}
+        elif isinstance(delta.stop_reason, str):
+            self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+        elif delta.finish_reason is not None:
+            # Also where the request named the tool, which other APIs do not call a reason.
+            reason: StopReason = "tool_use" if self._calls_tools else "end_turn"
+            self._end = {"stop_reason": reason, "stop_sequence": None}
+
+    def _call_block(self, call: Piece, arguments: JsonObject) -> ToolUseBlock:
+        id_ = call_id(self._id, 0, call.call, "toolu_")
+        return {"type": "tool_use", "id": id_, "name": call.text, "input": arguments}
+
+    # ---- whole ----
+
+    def whole(self, deltas: Sequence[Delta]) -> MessageAnswer:
+        """The answer that is no stream."""
+        [delta] = deltas
+        self._note_end(delta)
+        if delta.pieces is None:
+            return self._message([{"type": "text", "text": delta.text}])
+        return self._message(self._blocks(delta.pieces) or [{"type": "text", "text": ""}])
+
+    def _blocks(self, pieces: Sequence[Piece]) -> list[Block]:
+        blocks: list[Block] = []
+        arguments = {
+            piece.call: piece.text for piece in joined(pieces) if piece.kind is PieceKind.ARGUMENTS
+        }
+        for piece in joined(pieces):
+            if piece.kind is PieceKind.REASONING:
+                blocks.append({"type": "thinking", "thinking": piece.text, "signature": ""})
+            elif piece.kind is PieceKind.CONTENT:
+                blocks.append({"type": "text", "text": piece.text})
+            elif piece.kind is PieceKind.CALL:
+                given = _read_input(arguments.get(piece.call, ""))
+                blocks.append(self._call_block(piece, given))
+        return blocks
+
+    # ---- in events ----
+
+    def opening(self) -> list[bytes]:
+        """The message, empty."""
+        return [_event("message_start", message=self._message([]))]
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        """A piece of a block; where another begins, the end of the one before as well."""
+        self._note_end(delta)
+        if delta.pieces is None:
+            return self._gain(Piece(PieceKind.CONTENT, delta.text)) if delta.text else None
+        return b"".join([self._gain(piece) for piece in delta.pieces if piece.text]) or None
+
+    def closing(self) -> list[bytes]:
+        """The last block's end, why the message ended, and the message's end."""
+        first = self._begin(Piece(PieceKind.CONTENT, "")) if self._open is None else b""
+        return [
+            first + self._end_block(),
+            _event("message_delta", delta=self._end, usage=self._usage()),
+            _event("message_stop"),
+        ]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as an event."""
+        return _error_frames(error)
+
+    def _gain(self, piece: Piece) -> bytes:
+        # Arguments follow the beginning of their call.
+        kind = PieceKind.CALL if piece.kind is PieceKind.ARGUMENTS else piece.kind
+        if kind is self._open and piece.kind is not PieceKind.CALL:
+            return self._delta(piece)
+        begun = self._end_block() + self._begin(piece)
+        return begun if kind is PieceKind.CALL else begun + self._delta(piece)
+
+    def _delta(self, piece: Piece) -> bytes:
+        if piece.kind is PieceKind.REASONING:
+            gained = {"type": "thinking_delta", "thinking": piece.text}
+        elif piece.kind is PieceKind.CONTENT:
+            gained = {"type": "text_delta", "text": piece.text}
+        else:
+            gained = {"type": "input_json_delta", "partial_json": piece.text}
+        return _event("content_block_delta", index=self._index, delta=gained)
+
+    def _begin(self, piece: Piece) -> bytes:
+        """The beginning of a block that this piece is the first of."""
+        block: Block = {"type": "text", "text": ""}
+        if piece.kind is PieceKind.REASONING:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif piece.kind is PieceKind.CALL:
+            block = self._call_block(piece, {})
+        self._index += 1
+        self._open = piece.kind
+        begun = _event("content_block_start", index=self._index, content_block=block)
+        # As the API that this is after has it: one, behind the first beginning.
+        return begun + _event("ping") if self._index == 0 else begun
+
+    def _end_block(self) -> bytes:
+        """The end of the block that is open, if one is."""
+        if self._open is None:
+            return b""
+        end = _event("content_block_stop", index=self._index)
+        if self._open is not PieceKind.REASONING:
+            return end
+        signed = {"type": "signature_delta", "signature": ""}
+        return _event("content_block_delta", index=self._index, delta=signed) + end
+
+
+def _read_input(arguments: str) -> JsonObject:
+    """Arguments as the object that they are; what is none is shown as it came."""
+    try:
+        parsed = decode_json(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {INVALID_INPUT: arguments}
+
+
+# ---- Errors ------------------------------------------------------------------------------------
+
+
+class MessageErrorObject(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    """An answer that is an error."""
+
+    type: Literal["error"]
+    error: MessageErrorObject
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _error_answer(error: ApiError) -> JsonObject:
+    fallback = "invalid_request_error" if error.status < 500 else "api_error"
+    type_ = _ERROR_TYPES.get(error.status, fallback)
+    return {"type": "error", "error": {"type": type_, "message": error.message}}
+
+
+def _error_frames(error: ApiError) -> bytes:
+    return event_frame("error", _error_answer(error))
+
+
+ERRORS = ErrorForm(_error_answer, MessageError, _error_frames)

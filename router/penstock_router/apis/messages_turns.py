@@ -1,0 +1,231 @@
+"""Turns of Anthropic's Messages, made of content blocks -> messages of a chat.
+
+A turn may become several messages: results of tools are messages of their own there, in the order
+in which the turn has them. Knows no other field, and nothing of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock_router.apis.chat_messages import TEXT, check_size
+from penstock_router.errors import BadRequest
+from penstock_router.fields import (
+    BOOLEAN,
+    OBJECT,
+    STRING,
+    JsonObject,
+    Kind,
+    read_array,
+    read_object,
+    refusal,
+    short,
+    string,
+)
+from penstock_router.request import Message
+
+_ROLES = ("user", "assistant")
+# Of tools and of their calls.
+_NAME = string(1, 256)
+# Chats have no flag for it: the model is told in words.
+_ERROR_PREFIX = "Error: "
+
+
+def read_turns(name: str, value: Any) -> list[Message]:
+    """A chat; every block checked. Its last message may be an answer to go on with."""
+    turns = read_array(name, value)
+    if not turns:
+        raise BadRequest(f"{name}: at least one message is needed", param=name)
+    check_size(name, turns)
+    check_size(name, list(_blocks_of(turns)))
+    # Templates want to be told which tool a result is of: the id says it here.
+    tools_by_id: dict[str, str] = {}
+    messages: list[Message] = []
+    for index, turn in enumerate(turns):
+        messages += _read_turn(f"{name}[{index}]", turn, tools_by_id)
+    if messages[-1].get("tool_calls"):
+        text = f"{name}: the last turn calls tools; a turn with their results must follow"
+        raise BadRequest(text, param=name)
+    return messages
+
+
+def _blocks_of(turns: Sequence[Any]) -> Iterator[Any]:
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        yield from content if isinstance(content, list) else ()
+
+
+def _read_turn(name: str, value: Any, tools_by_id: dict[str, str]) -> list[Message]:
+    turn = read_object(name, value)
+    role, content = turn.get("role"), turn.get("content")
+    if role not in _ROLES:
+        raise refusal(f"{name}.role", "user or assistant", role)
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise refusal(f"{name}.content", "a string or an array of blocks", content)
+    if role == "user":
+        return _read_user(f"{name}.content", content, tools_by_id)
+    return [_read_assistant(f"{name}.content", content, tools_by_id)]
+
+
+def _read_user(name: str, blocks: list[Any], tools_by_id: dict[str, str]) -> list[Message]:
+    """Results as messages of role tool; the text before, between or after them as the user's."""
+    messages: list[Message] = []
+    texts: list[str] = []
+
+    def end_text() -> None:
+        if texts:
+            messages.append({"role": "user", "content": "\n".join(texts)})
+            texts.clear()
+
+    for index, value in enumerate(blocks):
+        at, block = f"{name}[{index}]", read_object(f"{name}[{index}]", value)
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(STRING.read(f"{at}.text", block.get("text")))
+        elif kind == "tool_result":
+            end_text()
+            messages.append(_read_result(at, block, tools_by_id))
+        else:
+            raise _not_served(at, kind, "text and tool_result")
+    end_text()
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _read_result(name: str, block: JsonObject, tools_by_id: dict[str, str]) -> Message:
+    call_id = _NAME.read(f"{name}.tool_use_id", block.get("tool_use_id"))
+    content, is_error = block.get("content"), block.get("is_error")
+    text = "" if content is None else TEXT.read(f"{name}.content", content)
+    if is_error is not None and BOOLEAN.read(f"{name}.is_error", is_error):
+        text = _ERROR_PREFIX + text
+    message: Message = {"role": "tool", "tool_call_id": call_id, "content": text}
+    if call_id in tools_by_id:
+        message["name"] = tools_by_id[call_id]
+    return message
+
+
+@dataclass(slots=True)
+class _Said:
+    """What the blocks of one turn of the assistant add up to."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
+
+    def message(self) -> Message:
+        message: Message = {"role": "assistant"}
+        # Templates tell "no content" from its being missing.
+        if self.texts or not self.calls:
+            message["content"] = "\n".join(self.texts)
+        if self.reasoning:
+            message["reasoning_content"] = "\n".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+def _read_assistant(name: str, blocks: list[Any], tools_by_id: dict[str, str]) -> Message:
+    said = _Said()
+    for index, value in enumerate(blocks):
+        at = f"{name}[{index}]"
+        block = read_object(at, value)
+        reader = _OF_ASSISTANT.get(str(block.get("type")))
+        if reader is None:
+            raise _not_served(at, block.get("type"), ", ".join(_OF_ASSISTANT))
+        reader(at, block, said)
+    for call in said.calls:
+        tools_by_id[call["id"]] = call["function"]["name"]
+    return said.message()
+
+
+def _read_text(name: str, block: JsonObject, said: _Said) -> None:
+    said.texts.append(STRING.read(f"{name}.text", block.get("text")))
+
+
+def _read_thinking(name: str, block: JsonObject, said: _Said) -> None:
+    said.reasoning.append(STRING.read(f"{name}.thinking", block.get("thinking")))
+
+
+def _read_redacted(name: str, block: JsonObject, said: _Said) -> None:
+    """Nobody but who wrote it can read it, and that was no model of ours."""
+    STRING.read(f"{name}.data", block.get("data"))
+
+
+def _read_call(name: str, block: JsonObject, said: _Said) -> None:
+    said.calls.append(
+        {
+            "id": _NAME.read(f"{name}.id", block.get("id")),
+            "type": "function",
+            "function": {
+                "name": _NAME.read(f"{name}.name", block.get("name")),
+                # As templates expect them.
+                "arguments": OBJECT.read(f"{name}.input", block.get("input")),
+            },
+        }
+    )
+
+
+_OF_ASSISTANT: dict[str, Callable[[str, JsonObject, _Said], None]] = {
+    "text": _read_text,
+    "thinking": _read_thinking,
+    "redacted_thinking": _read_redacted,
+    "tool_use": _read_call,
+}
+
+
+def _not_served(name: str, kind: object, served: str) -> BadRequest:
+    text = f"{name}: blocks of type {short(kind)} are not served here, only {served}"
+    return BadRequest(text, param=name)
+
+
+# ---- What is documented ------------------------------------------------------------------------
+
+
+def _block_schema(kind: str, *optional: str, **properties: JsonObject) -> JsonObject:
+    return {
+        "type": "object",
+        "properties": {"type": {"enum": [kind]}, **properties},
+        "required": ["type", *(name for name in properties if name not in optional)],
+    }
+
+
+def _turn_schema(role: str, *blocks: JsonObject) -> JsonObject:
+    content = {"anyOf": [STRING.schema, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+    return {
+        "type": "object",
+        "properties": {"role": {"enum": [role]}, "content": content},
+        "required": ["role", "content"],
+    }
+
+
+_TEXT_BLOCK = _block_schema("text", text=STRING.schema)
+_RESULT_BLOCK = _block_schema(
+    "tool_result",
+    "content",
+    "is_error",
+    tool_use_id=_NAME.schema,
+    content={"anyOf": [TEXT.schema, {"type": "null"}]},
+    is_error={"anyOf": [BOOLEAN.schema, {"type": "null"}]},
+)
+_ASSISTANT_BLOCKS = (
+    _TEXT_BLOCK,
+    _block_schema("thinking", thinking=STRING.schema),
+    _block_schema("redacted_thinking", data=STRING.schema),
+    _block_schema("tool_use", id=_NAME.schema, name=_NAME.schema, input=OBJECT.schema),
+)
+TURNS = Kind(
+    read_turns,
+    {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "anyOf": [
+                _turn_schema("user", _TEXT_BLOCK, _RESULT_BLOCK),
+                _turn_schema("assistant", *_ASSISTANT_BLOCKS),
+            ]
+        },
+    },
+)

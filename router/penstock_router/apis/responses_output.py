@@ -1,0 +1,213 @@
+"""Items of a response that is being made: grown by pieces of text, shown whole and as events.
+
+What an event has around a piece of text is the same JSON each time and is rendered once. Knows one
+item at a time: neither their order nor the response that they belong to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import msgspec
+
+from penstock_router.apis.base import event_frame
+from penstock_router.apis.logprobs import ChatLogprob
+from penstock_router.apis.responses_items import (
+    CallItem,
+    Item,
+    ItemStatus,
+    MessageItem,
+    Part,
+    ReasoningItem,
+)
+from penstock_router.pieces import PieceKind
+
+# Its type, and what it has besides that and a number.
+Event = tuple[str, dict[str, Any]]
+
+_encode = msgspec.json.encode
+
+
+class Growing(ABC):
+    """An item that grows; a class for each type. Its text is empty until a piece has come."""
+
+    # What it takes after its first piece.
+    grows_by: ClassVar[PieceKind]
+    _prefix: ClassVar[str]
+    _delta_type: ClassVar[str]
+    # What an event has after its piece, where there are no log-probabilities.
+    _beside_deltas: ClassVar[bytes] = b""
+
+    def __init__(self, stem: str, index: int) -> None:
+        """`stem` is of the response's id, `index` the item's place in the output."""
+        self.id = f"{self._prefix}_{stem}" if index == 0 else f"{self._prefix}_{stem}_{index}"
+        self._index = index
+        self._texts: list[str] = []
+        self._delta_opens = b""
+
+    def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> None:
+        """Append a piece, with the log-probabilities that are shown beside it."""
+        self._texts.append(text)
+
+    @abstractmethod
+    def shown(self, status: ItemStatus) -> Item:
+        """The item with all that it says."""
+
+    @abstractmethod
+    def opening(self) -> list[Event]:
+        """The events before its first piece."""
+
+    def delta(self, text: str, logprobs: Sequence[msgspec.Raw], number: int) -> bytes:
+        """The event of a piece, framed."""
+        return b'%b,"delta":%b%b,"sequence_number":%d}\n\n' % (
+            self._delta_opens or self._begin_deltas(),
+            _encode(text),
+            self._beside_delta(logprobs) if logprobs else self._beside_deltas,
+            number,
+        )
+
+    @abstractmethod
+    def closing(self, shown: Item) -> list[Event]:
+        """The events after its last piece; `shown` is the item as it ends."""
+
+    @abstractmethod
+    def _place(self) -> dict[str, Any]:
+        """Where the text of its events belongs."""
+
+    def _beside_delta(self, logprobs: Sequence[msgspec.Raw]) -> bytes:
+        return b""
+
+    def _begin_deltas(self) -> bytes:
+        fields = {"type": self._delta_type, **self._place()}
+        self._delta_opens = event_frame(self._delta_type, fields).removesuffix(b"}\n\n")
+        return self._delta_opens
+
+    def _added(self) -> Event:
+        item = self.shown("in_progress")
+        return "response.output_item.added", {"output_index": self._index, "item": item}
+
+    def _done(self, shown: Item) -> Event:
+        return "response.output_item.done", {"output_index": self._index, "item": shown}
+
+
+class _WithPart(Growing):
+    """An item whose text is one part of its content."""
+
+    @abstractmethod
+    def _part(self) -> Part:
+        """With all of the text so far."""
+
+    def _content(self) -> list[Part]:
+        return [self._part()] if self._texts else []
+
+    def _place(self) -> dict[str, Any]:
+        return {"output_index": self._index, "content_index": 0, "item_id": self.id}
+
+    def opening(self) -> list[Event]:
+        begun = {**self._place(), "part": self._part()}
+        return [self._added(), ("response.content_part.added", begun)]
+
+    def closing(self, shown: Item) -> list[Event]:
+        assert shown["type"] == "message" or shown["type"] == "reasoning"
+        [part] = shown["content"]
+        said = {key: value for key, value in part.items() if key in ("text", "logprobs")}
+        return [
+            (self._delta_type.replace(".delta", ".done"), {**self._place(), **said}),
+            ("response.content_part.done", {**self._place(), "part": part}),
+            self._done(shown),
+        ]
+
+
+class GrowingMessage(_WithPart):
+    """What is said."""
+
+    grows_by = PieceKind.CONTENT
+    _prefix = "msg"
+    _delta_type = "response.output_text.delta"
+    _beside_deltas = b',"logprobs":[]'
+
+    def __init__(self, stem: str, index: int) -> None:
+        super().__init__(stem, index)
+        # As JSON by now: the end of a stream says all of them four times over.
+        self._logprobs: list[msgspec.Raw] = []
+
+    def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> None:
+        self._texts.append(text)
+        self._logprobs += logprobs
+
+    def shown(self, status: ItemStatus) -> MessageItem:
+        return {
+            "type": "message",
+            "id": self.id,
+            "role": "assistant",
+            "status": status,
+            "content": self._content(),
+        }
+
+    def _part(self) -> Part:
+        return output_text("".join(self._texts), self._logprobs)
+
+    def _beside_delta(self, logprobs: Sequence[msgspec.Raw]) -> bytes:
+        return b',"logprobs":%b' % _encode(logprobs)
+
+
+class GrowingReasoning(_WithPart):
+    """What is thought before."""
+
+    grows_by = PieceKind.REASONING
+    _prefix = "rs"
+    _delta_type = "response.reasoning_text.delta"
+
+    def shown(self, status: ItemStatus) -> ReasoningItem:
+        return {
+            "type": "reasoning",
+            "id": self.id,
+            "summary": [],
+            "content": self._content(),
+            "status": status,
+        }
+
+    def _part(self) -> Part:
+        return {"type": "reasoning_text", "text": "".join(self._texts)}
+
+
+class GrowingCall(Growing):
+    """A function that is called; its pieces are of the arguments."""
+
+    grows_by = PieceKind.ARGUMENTS
+    _prefix = "fc"
+    _delta_type = "response.function_call_arguments.delta"
+
+    def __init__(self, stem: str, index: int, call_id: str, name: str) -> None:
+        super().__init__(stem, index)
+        self._call_id = call_id
+        self._name = name
+
+    def shown(self, status: ItemStatus) -> CallItem:
+        return {
+            "type": "function_call",
+            "id": self.id,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self._texts),
+            "status": status,
+        }
+
+    def _place(self) -> dict[str, Any]:
+        return {"output_index": self._index, "item_id": self.id}
+
+    def opening(self) -> list[Event]:
+        return [self._added()]
+
+    def closing(self, shown: Item) -> list[Event]:
+        assert shown["type"] == "function_call"
+        done = {**self._place(), "name": self._name, "arguments": shown["arguments"]}
+        return [("response.function_call_arguments.done", done), self._done(shown)]
+
+
+def output_text(text: str, logprobs: Sequence[msgspec.Raw]) -> Part:
+    """The part of a message that was answered."""
+    shown = cast(list[ChatLogprob], list(logprobs))
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}

@@ -1,0 +1,427 @@
+"""What an answer's text must be like: the fields that ask for it -> one `Constraint`.
+
+The same wish has several forms: OpenAI's `response_format`, vLLM's `structured_outputs` and its
+older `guided_*`, those of Hugging Face's clients. Knows these forms and no grammar: whether a
+schema or an expression can be honoured, and whether it is too large, is said by the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock_client.types import Constraint, ConstraintKind
+from penstock_router.errors import BadRequest
+from penstock_router.fields import (
+    BOOLEAN,
+    STRING,
+    Field,
+    JsonObject,
+    Kind,
+    array_of,
+    decode_json,
+    one_of,
+    read_array,
+    read_object,
+    refusal,
+    string,
+)
+
+# Objects and arrays within each other, of schemas. Whatever goes through them later may recurse.
+MAX_NESTING = 200
+# As shards have it.
+MAX_CHOICES = 1024
+# A schema's key for how its JSON is written, as grammars of shards have it.
+WRITTEN_KEY = "x-guidance"
+_TEXT = string(1)
+_CHOICES = array_of(STRING, at_least=1, at_most=MAX_CHOICES, unit="choices")
+
+
+# ---- JSON that a field holds -------------------------------------------------------------------
+
+
+def check_nesting(name: str, value: object) -> None:
+    """Refuses JSON that is nested deeper than `MAX_NESTING`."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        if depth > MAX_NESTING:
+            text = f"{name}: at most {MAX_NESTING} objects and arrays within each other"
+            raise BadRequest(text, param=name)
+        within: list[Any] = []
+        for item in level:
+            within += item.values() if isinstance(item, dict) else item
+        level = within
+
+
+def _object_or_text(name: str, value: Any) -> JsonObject:
+    """An object, or a text that is the JSON of one, as some clients send schemas."""
+    if isinstance(value, str):
+        try:
+            value = decode_json(value)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise BadRequest(f"{name}: not valid JSON: {error}", param=name) from None
+        except RecursionError:
+            raise BadRequest(f"{name}: nested too deeply", param=name) from None
+    if not isinstance(value, dict):
+        raise refusal(name, "an object or a string with the JSON of one", value)
+    check_nesting(name, value)
+    return value
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def constraint_of_schema(name: str, value: Any) -> Constraint:
+    """JSON that is as a schema says, which is an object or the JSON of one."""
+    return Constraint(ConstraintKind.JSON_SCHEMA, _json(_object_or_text(name, value)))
+
+
+def _constraint_of_regex(name: str, value: Any) -> Constraint:
+    return Constraint(ConstraintKind.REGEX, _TEXT.read(name, value))
+
+
+def _constraint_of_grammar(name: str, value: Any) -> Constraint:
+    return Constraint(ConstraintKind.GRAMMAR, _TEXT.read(name, value))
+
+
+def _constraint_of_choices(name: str, value: Any) -> Constraint:
+    return Constraint(ConstraintKind.CHOICE, options=_CHOICES.read(name, value))
+
+
+def _constraint_of_tag(name: str, value: Any) -> Constraint:
+    """Either form of a structural tag: one format, or structures that triggers begin."""
+    given = _object_or_text(name, value)
+    tag: JsonObject = {"type": "structural_tag"}
+    newer, older = given.get("format"), given.get("structures")
+    if (newer is None) == (older is None):
+        text = f"{name}: must have either format, or structures and triggers"
+        raise BadRequest(text, param=name)
+    if newer is not None:
+        tag["format"] = read_object(f"{name}.format", newer)
+    else:
+        tag["structures"] = read_array(f"{name}.structures", older)
+        tag["triggers"] = read_array(f"{name}.triggers", given.get("triggers"))
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, _json(tag))
+
+
+# ---- How JSON is written -----------------------------------------------------------------------
+
+
+def _written(name: str, constraint: Constraint, how: JsonObject) -> Constraint:
+    """The same JSON written so, by rules that stand in its schema."""
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        schema: JsonObject = {"type": "object"}
+    elif constraint.kind is ConstraintKind.JSON_SCHEMA:
+        schema = decode_json(constraint.value)
+    else:
+        raise BadRequest(f"{name}: only for JSON", param=name)
+    if WRITTEN_KEY in schema:
+        text = f"{name}: not beside {WRITTEN_KEY} in the schema, which says it already"
+        raise BadRequest(text, param=name)
+    return Constraint(ConstraintKind.JSON_SCHEMA, _json({**schema, WRITTEN_KEY: how}))
+
+
+# Keywords whose value is a schema or a list of them, and those with schemas by name. Not `not` and
+# `if`: what is closed within them would let more through.
+_HOLDING = frozenset(
+    (
+        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+        *("allOf", "anyOf", "oneOf", "then", "else"),
+        *("additionalProperties", "unevaluatedProperties"),
+    )
+)
+_HOLDING_BY_NAME = frozenset(
+    (
+        *("properties", "patternProperties", "$defs", "definitions"),
+        *("dependentSchemas", "dependencies"),
+    )
+)
+
+
+def close(schema: JsonObject) -> None:
+    """Lets objects have no other properties than those that their schemas list, but where a schema
+    says itself whether there may be others.
+    """
+    rest: list[Any] = [schema]
+    while rest:
+        part = rest.pop()
+        # Also true, false, and names that a property depends on.
+        if isinstance(part, dict):
+            rest += _parts_of(part)
+            lists = "properties" in part or "patternProperties" in part
+            says = "additionalProperties" in part or "unevaluatedProperties" in part
+            if lists and not says:
+                part["additionalProperties"] = False
+
+
+def _parts_of(schema: JsonObject) -> list[Any]:
+    parts: list[Any] = []
+    for key, value in schema.items():
+        if key in _HOLDING:
+            parts += value if isinstance(value, list) else [value]
+        elif key in _HOLDING_BY_NAME and isinstance(value, dict):
+            parts += value.values()
+    return parts
+
+
+# ---- response_format, and what other APIs have in its place ------------------------------------
+
+FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_tag")
+
+
+def constraint_of_format(name: str, value: Any) -> Constraint | None:
+    """All forms of it: OpenAI's for chats and its flat one for responses, the one of Messages, and
+    those with a `value` of Hugging Face's clients. None: any text.
+    """
+    given = read_object(name, value)
+    match given.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return _constraint_of_object(name, given)
+        case "json_schema":
+            return _constraint_of_named_schema(name, given)
+        case "json":
+            return constraint_of_schema(f"{name}.value", given.get("value"))
+        case "regex":
+            return _constraint_of_regex(f"{name}.value", given.get("value"))
+        case "structural_tag":
+            return _constraint_of_tag(name, given)
+        case other:
+            raise refusal(f"{name}.type", f"one of {', '.join(FORMATS)}", other)
+
+
+def _constraint_of_object(name: str, given: JsonObject) -> Constraint:
+    key = _only_key(name, given, "value", "schema")
+    if key is None:
+        return Constraint(ConstraintKind.JSON_OBJECT)
+    return constraint_of_schema(f"{name}.{key}", given[key])
+
+
+def _constraint_of_named_schema(name: str, given: JsonObject) -> Constraint:
+    key = _only_key(name, given, "json_schema", "value", "schema")
+    if key is None:
+        raise BadRequest(f"{name}: needs json_schema with a schema in it", param=name)
+    holder = given
+    if key != "schema":
+        name, holder = f"{name}.{key}", read_object(f"{name}.{key}", given[key])
+    # A schema is kept to whether or not `strict` says so.
+    for key, kind in (("strict", BOOLEAN), ("name", STRING), ("description", STRING)):
+        if holder.get(key) is not None:
+            kind.read(f"{name}.{key}", holder[key])
+    return constraint_of_schema(f"{name}.schema", holder.get("schema"))
+
+
+def _only_key(name: str, given: JsonObject, *keys: str) -> str | None:
+    """The one of `keys` that is given, if any is."""
+    found = [key for key in keys if given.get(key) is not None]
+    if len(found) > 1:
+        raise BadRequest(f"{name}: not both {found[0]} and {found[1]}", param=name)
+    return found[0] if found else None
+
+
+# ---- structured_outputs ------------------------------------------------------------------------
+
+
+def _constraint_of_flag(name: str, value: Any) -> Constraint | None:
+    return Constraint(ConstraintKind.JSON_OBJECT) if BOOLEAN.read(name, value) else None
+
+
+_LANGUAGES: Mapping[str, Callable[[str, Any], Constraint | None]] = {
+    "json": constraint_of_schema,
+    "regex": _constraint_of_regex,
+    "choice": _constraint_of_choices,
+    "grammar": _constraint_of_grammar,
+    "json_object": _constraint_of_flag,
+    "structural_tag": _constraint_of_tag,
+}
+_FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+
+
+def constraint_of_outputs(name: str, value: Any) -> Constraint | None:
+    """vLLM's `structured_outputs`: one of several languages, and how JSON is written. None: any
+    text.
+    """
+    given = {key: item for key, item in read_object(name, value).items() if item is not None}
+    if not given:
+        return None
+    languages = [key for key in _LANGUAGES if key in given]
+    if len(languages) != 1:
+        found = f"; given: {' and '.join(languages)}" if languages else ""
+        text = f"{name}: must have one of {', '.join(_LANGUAGES)}{found}"
+        raise BadRequest(text, param=name)
+    flags = {key for key in _FLAGS if key in given and BOOLEAN.read(f"{name}.{key}", given[key])}
+    [language] = languages
+    constraint = _LANGUAGES[language](f"{name}.{language}", given[language])
+    how, asking = _how_written(name, given, flags)
+    if constraint is None:
+        return None
+    if "disable_additional_properties" in flags:
+        constraint = _closed(f"{name}.disable_additional_properties", constraint)
+    return _written(f"{name}.{asking}", constraint, how) if how else constraint
+
+
+def _closed(name: str, constraint: Constraint) -> Constraint:
+    if constraint.kind is not ConstraintKind.JSON_SCHEMA:
+        raise BadRequest(f"{name}: only beside json", param=name)
+    schema = decode_json(constraint.value)
+    close(schema)
+    return Constraint(ConstraintKind.JSON_SCHEMA, _json(schema))
+
+
+def _how_written(name: str, given: JsonObject, flags: set[str]) -> tuple[JsonObject, str]:
+    """Rules of white space, and the key that asks for them."""
+    compact = "disable_any_whitespace" in flags
+    if "whitespace_pattern" in given:
+        pattern = _TEXT.read(f"{name}.whitespace_pattern", given["whitespace_pattern"])
+        if compact:
+            text = f"{name}.whitespace_pattern: not together with disable_any_whitespace"
+            raise BadRequest(text, param=f"{name}.whitespace_pattern")
+        return {"whitespace_pattern": pattern}, "whitespace_pattern"
+    return ({"whitespace_flexible": False} if compact else {}), "disable_any_whitespace"
+
+
+# ---- The one constraint of a body --------------------------------------------------------------
+
+
+def only_constraint(asked: Mapping[str, Constraint | None]) -> JsonObject:
+    """What fields ask for, as `Options` takes it. Raises `BadRequest` where several ask."""
+    found = [(name, wish) for name, wish in asked.items() if wish is not None]
+    if not found:
+        return {}
+    if len(found) > 1:
+        (first, _), (second, _) = found[:2]
+        text = f"{second}: not together with {first}; an answer has one form"
+        raise BadRequest(text, param=second)
+    [(name, constraint)] = found
+    return {"constraint": constraint, "constraint_field": name}
+
+
+_ASKING = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def constraint_options(values: JsonObject) -> JsonObject:
+    """What the `CONSTRAINT_FIELDS` of a body ask for, as `Options` takes it."""
+    options = only_constraint({name: values.get(name) for name in _ASKING})
+    pattern = values.get("guided_whitespace_pattern")
+    if pattern is not None:
+        name = "guided_whitespace_pattern"
+        if not options:
+            raise BadRequest(f"{name}: needs guided_json", param=name)
+        how = {"whitespace_pattern": pattern}
+        options["constraint"] = _written(name, options["constraint"], how)
+    return options
+
+
+# ---- Kinds, and the fields of completions and chats --------------------------------------------
+
+
+def _form(*types: str, required: tuple[str, ...] = (), **properties: JsonObject) -> JsonObject:
+    return {
+        "type": "object",
+        "properties": {"type": {"enum": list(types)}, **properties},
+        "required": ["type", *required],
+    }
+
+
+def _or_null(schema: JsonObject) -> JsonObject:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_SCHEMA: JsonObject = {"anyOf": [{"type": "object"}, {"type": "string"}]}
+_NAMED: JsonObject = {
+    "type": "object",
+    "properties": {
+        "name": _or_null(STRING.schema),
+        "description": _or_null(STRING.schema),
+        "schema": _SCHEMA,
+        "strict": _or_null(BOOLEAN.schema),
+    },
+    "required": ["schema"],
+}
+_NEWER_TAG: JsonObject = {"format": {"type": "object"}}
+_OLDER_TAG: JsonObject = {"structures": {"type": "array"}, "triggers": {"type": "array"}}
+_TAG: JsonObject = {
+    "anyOf": [
+        {"type": "object", "properties": _NEWER_TAG, "required": list(_NEWER_TAG)},
+        {"type": "object", "properties": _OLDER_TAG, "required": list(_OLDER_TAG)},
+        {"type": "string"},
+    ]
+}
+FORMAT = Kind(
+    constraint_of_format,
+    {
+        "anyOf": [
+            _form("text"),
+            _form("json_object", value=_or_null(_SCHEMA), schema=_or_null(_SCHEMA)),
+            _form("json_schema", required=("json_schema",), json_schema=_NAMED),
+            _form("json_schema", required=("value",), value=_NAMED),
+            _form("json_schema", required=("schema",), schema=_SCHEMA),
+            _form("json", required=("value",), value=_SCHEMA),
+            _form("regex", required=("value",), value=_TEXT.schema),
+            _form("structural_tag", required=tuple(_NEWER_TAG), **_NEWER_TAG),
+            _form("structural_tag", required=tuple(_OLDER_TAG), **_OLDER_TAG),
+        ]
+    },
+)
+OUTPUTS = Kind(
+    constraint_of_outputs,
+    {
+        "type": "object",
+        "properties": {
+            name: _or_null(schema)
+            for name, schema in {
+                "json": _SCHEMA,
+                "regex": _TEXT.schema,
+                "choice": _CHOICES.schema,
+                "grammar": _TEXT.schema,
+                "json_object": BOOLEAN.schema,
+                "structural_tag": _TAG,
+                "whitespace_pattern": _TEXT.schema,
+                **dict.fromkeys(_FLAGS, BOOLEAN.schema),
+            }.items()
+        },
+    },
+)
+# Of vLLM: what makes grammars there.
+_BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
+
+CONSTRAINT_FIELDS = (
+    Field(
+        "response_format",
+        FORMAT,
+        "text, json_object, json_schema (kept to with or without strict) or structural_tag; also "
+        "the forms with a value of Hugging Face's clients. At most one of these fields.",
+    ),
+    Field(
+        "structured_outputs",
+        OUTPUTS,
+        "One of json, regex, choice, grammar (Lark), json_object and structural_tag; for JSON: how "
+        "it is written. disable_fallback changes nothing: there is none.",
+    ),
+    Field("guided_json", Kind(constraint_of_schema, _SCHEMA), "As structured_outputs.json."),
+    Field("guided_regex", Kind(_constraint_of_regex, _TEXT.schema), "As structured_outputs.regex."),
+    Field(
+        "guided_choice",
+        Kind(_constraint_of_choices, _CHOICES.schema),
+        "As structured_outputs.choice.",
+    ),
+    Field(
+        "guided_grammar",
+        Kind(_constraint_of_grammar, _TEXT.schema),
+        "As structured_outputs.grammar: Lark.",
+    ),
+    Field("guided_whitespace_pattern", _TEXT, "A regular expression; only for JSON."),
+    Field(
+        "guided_decoding_backend",
+        one_of(*_BACKENDS),
+        "Accepted, and nothing comes of it: there is one way here.",
+    ),
+)

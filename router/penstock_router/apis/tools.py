@@ -1,0 +1,343 @@
+"""Functions that an answer may call, as three APIs describe them -> `Tool` and `ToolChoice`.
+
+Those of OpenAI's chats, the flat ones of its responses, and those of Messages. Knows neither how a
+model writes calls nor whether a schema can be kept to: the shard says that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock_router.apis.structured import check_nesting
+from penstock_router.errors import BadRequest
+from penstock_router.fields import (
+    BOOLEAN,
+    STRING,
+    JsonObject,
+    Kind,
+    read_array,
+    read_object,
+    refusal,
+    short,
+)
+from penstock_router.request import ChatRequest, Tool, ToolChoice
+
+# As OpenAI has it.
+MAX_TOOLS = 128
+# As the Model Context Protocol names tools, which OpenAI's own rule is part of.
+MAX_NAME_CHARS = 128
+_NAME_PATTERN = f"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"
+_NAME = re.compile(_NAME_PATTERN.removesuffix("$") + r"\Z")
+# A function without parameters, as templates expect it.
+_NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
+
+
+# ---- Tools -------------------------------------------------------------------------------------
+
+
+def _read_name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not _NAME.match(value):
+        wanted = f"1 to {MAX_NAME_CHARS} of a-z, A-Z, 0-9, _, - and ."
+        raise refusal(name, wanted, value)
+    return value
+
+
+def _read_parameters(name: str, value: Any) -> JsonObject | None:
+    """A schema of an object; None where nothing is said of it."""
+    if value is None or value == {}:
+        return None
+    parameters = read_object(name, value)
+    kind = parameters.get("type", "object")
+    if kind != "object":
+        raise refusal(f"{name}.type", "object, as arguments have names", kind)
+    check_nesting(name, parameters)
+    return {"type": "object", **parameters}
+
+
+def _tool(
+    where: str, function: JsonObject, shown_keys: Iterable[str], parameters_key: str = "parameters"
+) -> Tool:
+    """A tool, of which templates are given what is under `shown_keys`, and the parameters."""
+    name = _read_name(f"{where}.name", function.get("name"))
+    for key, kind in (("strict", BOOLEAN), ("description", STRING)):
+        if function.get(key) is not None:
+            kind.read(f"{where}.{key}", function[key])
+    given = function.get(parameters_key)
+    parameters = _read_parameters(f"{where}.{parameters_key}", given)
+    shown = {key: function[key] for key in shown_keys if function.get(key) is not None}
+    check_nesting(where, shown)
+    shown["parameters"] = given or _NO_PARAMETERS
+    strict = bool(function.get("strict"))
+    return Tool(name, parameters, strict, {"type": "function", "function": shown})
+
+
+# What else others say of a tool is for their own servers.
+_SHOWN = ("name", "description")
+
+
+def _chat_tool(where: str, value: Any) -> Tool:
+    tool = read_object(where, value)
+    _check_type(where, tool.get("type"), "function")
+    function = read_object(f"{where}.function", tool.get("function"))
+    # Some templates want more, such as what a function returns. How arguments are kept to their
+    # schema is no matter of theirs.
+    shown = [key for key in function if key not in ("strict", "parameters")]
+    return _tool(f"{where}.function", function, shown)
+
+
+def _flat_tool(where: str, value: Any) -> Tool:
+    tool = read_object(where, value)
+    _check_type(where, tool.get("type"), "function")
+    return _tool(where, tool, _SHOWN)
+
+
+def _message_tool(where: str, value: Any) -> Tool:
+    tool = read_object(where, value)
+    # Theirs need no type.
+    kind = tool.get("type")
+    _check_type(where, "custom" if kind is None else kind, "custom")
+    if tool.get("input_schema") is None:
+        raise BadRequest(f"{where}.input_schema: required", param=f"{where}.input_schema")
+    return _tool(where, tool, _SHOWN, "input_schema")
+
+
+def _check_type(where: str, given: object, served: str) -> None:
+    if given != served:
+        text = f"{where}.type: tools of type {short(given)} are not served, only {served}"
+        raise BadRequest(text, param=f"{where}.type")
+
+
+def _reader(tool: Callable[[str, Any], Tool], at_least: int) -> Callable[[str, Any], Any]:
+    def read(name: str, value: Any) -> tuple[Tool, ...]:
+        given = read_array(name, value)
+        if len(given) < at_least:
+            raise BadRequest(f"{name}: must not be empty; leave it out", param=name)
+        if len(given) > MAX_TOOLS:
+            text = f"{name}: at most {MAX_TOOLS} tools; given: {len(given)}"
+            raise BadRequest(text, param=name)
+        tools = [tool(f"{name}[{index}]", item) for index, item in enumerate(given)]
+        names: set[str] = set()
+        for entry in tools:
+            if entry.name in names:
+                raise BadRequest(f"{name}: two are named {entry.name}", param=name)
+            names.add(entry.name)
+        return tuple(tools)
+
+    return read
+
+
+# ---- Whether they are called -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChoice:
+    """What a body says of calls."""
+
+    choice: ToolChoice
+    # The only ones that may be called; None: all.
+    allowed: tuple[str, ...] | None = None
+    # Whether there may be several; None: it does not say.
+    parallel: bool | None = None
+
+
+def _chat_choice(name: str, value: Any) -> AskedChoice:
+    return _openai_choice(name, value, _function_name)
+
+
+def _flat_choice(name: str, value: Any) -> AskedChoice:
+    return _openai_choice(name, value, _own_name)
+
+
+def _function_name(where: str, entry: JsonObject) -> str:
+    return _own_name(f"{where}.function", read_object(f"{where}.function", entry.get("function")))
+
+
+def _own_name(where: str, entry: JsonObject) -> str:
+    return _read_name(f"{where}.name", entry.get("name"))
+
+
+def _openai_choice(name: str, value: Any, named: Callable[[str, JsonObject], str]) -> AskedChoice:
+    words = "none, auto, required or an object that names a function"
+    match value:
+        case "none" | "auto" | "required":
+            return AskedChoice(ToolChoice(value))
+        case {"type": "function"}:
+            return AskedChoice(ToolChoice("named", named(name, value)))
+        case {"type": "allowed_tools"}:
+            return _allowed(name, value, named)
+        case {"type": other}:
+            raise refusal(f"{name}.type", "function or allowed_tools", other)
+    raise refusal(name, words, value)
+
+
+def _allowed(name: str, value: JsonObject, named: Callable[[str, JsonObject], str]) -> AskedChoice:
+    """Of chats, within an object of its own; of responses, without."""
+    key = "allowed_tools"
+    held = value
+    if value.get(key) is not None:
+        name, held = f"{name}.{key}", read_object(f"{name}.{key}", value[key])
+    mode = held.get("mode")
+    if mode not in ("auto", "required"):
+        raise refusal(f"{name}.mode", "auto or required", mode)
+    entries = read_array(f"{name}.tools", held.get("tools"))
+    if not 1 <= len(entries) <= MAX_TOOLS:
+        text = f"{name}.tools: 1 to {MAX_TOOLS} tools; given: {len(entries)}"
+        raise BadRequest(text, param=f"{name}.tools")
+    names = []
+    for index, entry in enumerate(entries):
+        where = f"{name}.tools[{index}]"
+        _check_type(where, read_object(where, entry).get("type"), "function")
+        names.append(named(where, entry))
+    return AskedChoice(ToolChoice(mode), allowed=tuple(names))
+
+
+def _message_choice(name: str, value: Any) -> AskedChoice:
+    given = read_object(name, value)
+    alone = given.get("disable_parallel_tool_use")
+    if alone is not None:
+        BOOLEAN.read(f"{name}.disable_parallel_tool_use", alone)
+    parallel = None if alone is None else not alone
+    match given.get("type"):
+        case "none":
+            return AskedChoice(ToolChoice("none"), parallel=parallel)
+        case "auto":
+            return AskedChoice(ToolChoice("auto"), parallel=parallel)
+        case "any":
+            return AskedChoice(ToolChoice("required"), parallel=parallel)
+        case "tool":
+            tool = _read_name(f"{name}.name", given.get("name"))
+            return AskedChoice(ToolChoice("named", tool), parallel=parallel)
+        case other:
+            raise refusal(f"{name}.type", "auto, any, tool or none", other)
+
+
+# ---- What a body says, all of it ---------------------------------------------------------------
+
+
+def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> JsonObject:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for, as `ChatRequest`
+    takes it. Choices in `idle` are fine without tools.
+    """
+    tools: tuple[Tool, ...] = values.get("tools", ())
+    asked: AskedChoice = values.get("tool_choice") or AskedChoice(ToolChoice("auto"))
+    if not tools:
+        if "tool_choice" in values and asked.choice.mode not in idle:
+            raise BadRequest("tool_choice: needs tools", param="tool_choice")
+        return {}
+    names = {tool.name for tool in tools}
+    wanted = [asked.choice.name] if asked.choice.mode == "named" else asked.allowed or ()
+    for name in wanted:
+        if name not in names:
+            text = f"tool_choice: none of the tools is named {name}"
+            raise BadRequest(text, param="tool_choice")
+    if asked.allowed is not None:
+        tools = tuple(tool for tool in tools if tool.name in asked.allowed)
+    parallel = values.get("parallel_tool_calls", True) if asked.parallel is None else asked.parallel
+    return {"tools": tools, "tool_choice": asked.choice, "parallel_tool_calls": parallel}
+
+
+def check_one_form(request: ChatRequest) -> None:
+    """Refuses an answer that must be a call and must have another form too."""
+    if request.constraint is not None and request.tool_choice.forces:
+        field = request.constraint_field
+        text = f"{field}: not together with a tool_choice that asks for a call"
+        raise BadRequest(text, param=field)
+
+
+# ---- Kinds -------------------------------------------------------------------------------------
+
+
+def _described(**forms: JsonObject) -> JsonObject:
+    properties = {
+        "name": {"type": "string", "pattern": _NAME_PATTERN},
+        "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        **forms,
+    }
+    return {"type": "object", "properties": properties, "required": ["name"]}
+
+
+def _several(tool: JsonObject, at_least: int) -> JsonObject:
+    return {"type": "array", "items": tool, "minItems": at_least, "maxItems": MAX_TOOLS}
+
+
+_PARAMETERS: JsonObject = {
+    "type": "object",
+    "properties": {"type": {"enum": ["object"]}},
+}
+_MAYBE: JsonObject = {"anyOf": [_PARAMETERS, {"type": "null"}]}
+_FUNCTION: JsonObject = {"enum": ["function"]}
+_CHAT_TOOL: JsonObject = {
+    "type": "object",
+    "properties": {"type": _FUNCTION, "function": _described(parameters=_MAYBE)},
+    "required": ["type", "function"],
+}
+_FLAT_TOOL = _described(type=_FUNCTION, parameters=_MAYBE)
+_FLAT_TOOL["required"] = ["type", "name"]
+_MESSAGE_TOOL = _described(type={"enum": ["custom", None]}, input_schema=_PARAMETERS)
+_MESSAGE_TOOL["required"] = ["name", "input_schema"]
+_NAMED: JsonObject = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": _NAME_PATTERN}},
+    "required": ["name"],
+}
+
+
+def _choices(*forms: JsonObject) -> JsonObject:
+    words: JsonObject = {"type": "string", "enum": ["none", "auto", "required"]}
+    return {"anyOf": [words, *forms]}
+
+
+def _allowing(tool: JsonObject) -> JsonObject:
+    properties = {"mode": {"enum": ["auto", "required"]}, "tools": _several(tool, 1)}
+    return {"type": "object", "properties": properties, "required": ["mode", "tools"]}
+
+
+def _typed(kind: str, form: JsonObject) -> JsonObject:
+    properties = {**form["properties"], "type": {"enum": [kind]}}
+    return {**form, "properties": properties, "required": ["type", *form["required"]]}
+
+
+def _holding(key: str, form: JsonObject) -> JsonObject:
+    return {"type": "object", "properties": {key: form}, "required": [key]}
+
+
+_ONE = _typed("function", _holding("function", _NAMED))
+_FLAT_ONE = _typed("function", _NAMED)
+
+
+def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
+    allowing = _allowing(tool)
+    return [
+        _typed("allowed_tools", allowing),
+        _typed("allowed_tools", _holding("allowed_tools", allowing)),
+    ]
+
+
+# Of chats: {"type": "function", "function": {"name": ...}}.
+TOOLS = Kind(_reader(_chat_tool, 1), _several(_CHAT_TOOL, 1))
+CHOICE = Kind(_chat_choice, _choices(_ONE, *_allowed_forms(_ONE)))
+# Of responses: {"type": "function", "name": ...}.
+FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _several(_FLAT_TOOL, 0))
+FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
+# Of messages: {"name": ..., "input_schema": ...}.
+MESSAGE_TOOLS = Kind(_reader(_message_tool, 0), _several(_MESSAGE_TOOL, 0))
+MESSAGE_CHOICE = Kind(
+    _message_choice,
+    {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["auto", "any", "none"]},
+                    "disable_parallel_tool_use": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                },
+                "required": ["type"],
+            },
+            _typed("tool", _NAMED),
+        ]
+    },
+)

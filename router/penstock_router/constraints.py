@@ -1,0 +1,164 @@
+"""What an answer's text must be like: what a request asks for, its tools, and reasoning before it,
+as the one constraint that shards are sent.
+
+Where nothing is to be combined it goes as the request has it. Else it is one structural tag:
+reasoning up to its end mark, then calls, or the format that was asked for. Knows how models write
+calls and reasoning through their formats and styles only; no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock_client.types import Constraint, ConstraintKind
+from penstock_router.errors import BadRequest
+from penstock_router.fields import JsonObject
+from penstock_router.reasoning import ReasoningStyle
+from penstock_router.request import ChatRequest, Options, Tool
+from penstock_router.tool_calls.base import ToolFormat
+
+# What models write behind their reasoning; any more of it would let one go on so for ever.
+_SPACE: JsonObject = {"type": "regex", "pattern": "[ \\n]{0,2}"}
+_ANY_TEXT: JsonObject = {"type": "any_text"}
+_NOTHING: JsonObject = {"type": "const_string", "value": ""}
+
+
+def tools_of(request: ChatRequest) -> tuple[Tool, ...]:
+    """The tools that the answer may call."""
+    return () if request.tool_choice.mode == "none" else request.tools
+
+
+def answer_constraint(
+    request: Options,
+    tool_format: ToolFormat | None,
+    style: ReasoningStyle | None,
+    *,
+    begun: bool = False,
+) -> Constraint | None:
+    """What the request's answers must be like; None: anything.
+
+    `style` is of reasoning that may come, `begun` says that the prompt ends within it. Raises
+    `BadRequest` for calls that are asked for where no format of them is known.
+    """
+    if not isinstance(request, ChatRequest):
+        return request.constraint
+    answer = _with_calls(request, tool_format)
+    if answer is None:
+        if request.constraint is None or style is None:
+            return request.constraint
+        answer = format_of(request.constraint)
+    if style is not None:
+        answer = {"type": "sequence", "elements": [*_reasoning(style, begun), answer]}
+    tag = msgspec.json.encode({"type": "structural_tag", "format": answer})
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, tag.decode())
+
+
+# ---- Calls -------------------------------------------------------------------------------------
+
+
+def _with_calls(request: ChatRequest, tool_format: ToolFormat | None) -> JsonObject | None:
+    """Where tools have a say: the format of all that follows reasoning."""
+    tools, choice = tools_of(request), request.tool_choice
+    parallel = request.parallel_tool_calls
+    if not tools:
+        return None
+    if tool_format is None:
+        if choice.forces:
+            raise BadRequest(
+                f"tool_choice: {choice.mode} is not served, as it is not known how the model "
+                "writes calls (--tool-call-parser)",
+                param="tool_choice",
+            )
+        return None
+    if choice.mode == "named":
+        tools, parallel = tuple(tool for tool in tools if tool.name == choice.name), False
+    if choice.forces:
+        # There is no content that a constraint of its own could be about.
+        return tool_format.calls(tools, required=True, parallel=parallel)
+    if request.constraint is not None:
+        calls = tool_format.calls(tools, required=True, parallel=parallel)
+        return {"type": "or", "elements": [calls, format_of(request.constraint)]}
+    if parallel and not any(tool.strict for tool in tools):
+        return None
+    return tool_format.calls(tools, required=False, parallel=parallel)
+
+
+# ---- Reasoning ---------------------------------------------------------------------------------
+
+
+def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
+    """What comes before the answer: its reasoning or, where that is not begun, perhaps nothing."""
+    mark = "" if begun else style.begin
+    reasoning = {"type": "tag", "begin": mark, "content": _ANY_TEXT, "end": style.end}
+    parts: list[JsonObject] = [reasoning, _SPACE]
+    if begun:
+        return parts
+    whole = {"type": "sequence", "elements": parts}
+    return [{"type": "or", "elements": [whole, _NOTHING]}]
+
+
+# ---- Constraints as part of a structural tag ---------------------------------------------------
+
+
+class _Structure(msgspec.Struct, forbid_unknown_fields=True):
+    begin: str
+    end: str | list[str]
+    # "schema" in JSON.
+    content: msgspec.Raw = msgspec.field(name="schema", default=msgspec.Raw(b"true"))
+
+
+class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
+    """Of either form: a format, or structures and triggers."""
+
+    type: str = "structural_tag"
+    format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    structures: list[_Structure] = []
+    triggers: list[str] = []
+
+
+def format_of(constraint: Constraint) -> Any:
+    """The same as a format; JSON in it stays as it was written."""
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return _json(msgspec.Raw(constraint.value.encode()))
+        case ConstraintKind.JSON_OBJECT:
+            return _json({"type": "object"})
+        case ConstraintKind.REGEX:
+            return {"type": "regex", "pattern": constraint.value}
+        case ConstraintKind.GRAMMAR:
+            return {"type": "grammar", "grammar": constraint.value}
+        case ConstraintKind.CHOICE:
+            return _one_of(constraint.options)
+        case ConstraintKind.STRUCTURAL_TAG:
+            return _tagged(constraint.value)
+
+
+def _json(schema: Any) -> JsonObject:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _one_of(options: Sequence[str]) -> JsonObject:
+    values: list[JsonObject] = [{"type": "const_string", "value": option} for option in options]
+    return values[0] if len(values) == 1 else {"type": "or", "elements": values}
+
+
+def _tagged(value: str) -> Any:
+    try:
+        tag = msgspec.json.decode(value, type=_StructuralTag)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"structural_tag: {error}", param="structural_tag") from None
+    if isinstance(tag.format, msgspec.Raw):
+        return tag.format
+    tags = [
+        {
+            "type": "tag",
+            "begin": structure.begin,
+            "content": _json(structure.content),
+            "end": structure.end,
+        }
+        for structure in tag.structures
+    ]
+    return {"type": "triggered_tags", "triggers": tag.triggers, "tags": tags}

@@ -1,0 +1,42 @@
+"""How a model writes what is no plain text: its calls of tools and its reasoning.
+
+Chosen once for a model, by its chat template or as the operator says. Knows no tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock_router.chat_template import ChatTemplate
+from penstock_router.reasoning import AUTO, NONE, ReasoningStyle, style_of
+from penstock_router.tool_calls.base import ToolFormat
+from penstock_router.tool_calls.choose import tool_format_of
+
+# What models are asked for whose templates take no tools.
+_WITHOUT_TEMPLATE = "plain_json"
+
+
+@dataclass(frozen=True, slots=True)
+class Conventions:
+    """None: calls, or reasoning, are not told from content."""
+
+    tool_format: ToolFormat | None = None
+    reasoning: ReasoningStyle | None = None
+
+
+def conventions_of(
+    template: ChatTemplate | None, tool_call_parser: str, reasoning_parser: str
+) -> Conventions:
+    """What goes for a model with this chat template; the names are known ones, "auto" or "none"."""
+    if tool_call_parser == AUTO and (template is None or not template.takes_tools):
+        tool_call_parser = _WITHOUT_TEMPLATE
+    source = "" if template is None else template.source
+    tools_source = "" if template is None else template.tools_source
+    return Conventions(
+        tool_format_of(tools_source, tool_call_parser), style_of(source, reasoning_parser)
+    )
+
+
+def conventions_named(tool_format: str, reasoning: str) -> Conventions:
+    """Of these names; "" for none."""
+    return conventions_of(None, tool_format or NONE, reasoning or NONE)

@@ -1,0 +1,190 @@
+"""Reasoning that a model writes before its answer: how it marks it, and the two told apart.
+
+A style has a mark at either end. Of an answer only what stands first counts: a begin mark, with
+nothing but whitespace before it, or reasoning that the prompt has begun already. From its end on
+all is content, also what looks like a mark. Whitespace right behind the begin mark, before the end
+mark and behind it belongs to neither and is dropped; of reasoning that does not come to its end,
+whitespace at the end is part. So an answer gives the same pieces however its text is cut.
+
+Knows text, neither tokens nor calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock_router.pieces import Piece, PieceKind
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningStyle:
+    """What stands at the beginning and at the end of a model's reasoning."""
+
+    name: str
+    begin: str
+    end: str
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """Both."""
+        return self.begin, self.end
+
+
+_THINK = ReasoningStyle("think", "<think>", "</think>")
+_GRANITE = ReasoningStyle("granite", "Here is my thought process:", "Here is my response:")
+_MISTRAL = ReasoningStyle("mistral", "[THINK]", "[/THINK]")
+_SEED = ReasoningStyle("seed", "<seed:think>", "</seed:think>")
+_KIMI = ReasoningStyle("kimi", "◁think▷", "◁/think▷")
+
+# By their names, and by those that users of other servers know them by.
+STYLES = {style.name: style for style in (_THINK, _GRANITE, _MISTRAL, _SEED, _KIMI)} | {
+    "deepseek_r1": _THINK,
+    "deepseek_v3": _THINK,
+    "qwen3": _THINK,
+    "glm45": _THINK,
+    "minimax_m2": _THINK,
+    "olmo3": _THINK,
+    "magistral": _MISTRAL,
+    "seed_oss": _SEED,
+}
+AUTO, NONE = "auto", "none"
+
+
+def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
+    """The style of this name; "auto": the one whose end mark stands in the chat template.
+
+    A template that does no more than take old reasoning off is of a model that writes it all the
+    same, as DeepSeek R1's first was. One that has the mark for another reason does no harm: an
+    answer without a begin mark is content from its first character on. Raises `KeyError` for a
+    name that is none.
+    """
+    if name == NONE:
+        return None
+    if name != AUTO:
+        return STYLES[name]
+    for style in STYLES.values():
+        if style.end in template_source:
+            return style
+    return None
+
+
+# ---- What a prompt says of it ------------------------------------------------------------------
+
+
+def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = "") -> bool:
+    """Whether the prompt ends within reasoning.
+
+    Its begin mark is the prompt's end, or stands in or right before the message that the answer
+    goes on with (`continued`); one that a user has written somewhere begins nothing.
+    """
+    _, mark, since = prompt_text.rpartition(style.begin)
+    if not mark or style.end in since:
+        return False
+    since = since.strip()
+    return not since or continued.rstrip().endswith(since)
+
+
+def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
+    """Whether the prompt itself has ended the reasoning, so that none follows."""
+    return prompt_text.rstrip().endswith(style.end)
+
+
+# ---- What an answer has of it ------------------------------------------------------------------
+
+
+class ReasoningSplitter:
+    """Tells one answer's reasoning from its content."""
+
+    __slots__ = ("_held", "_is_content", "_space", "_style", "has_reasoning", "in_reasoning")
+
+    def __init__(self, style: ReasoningStyle, begun: bool) -> None:
+        """`begun`: the prompt ends within reasoning."""
+        self._style = style
+        # So far: whether it is text of reasoning that comes, and whether there was any.
+        self.in_reasoning = self.has_reasoning = begun
+        # Nothing is looked for any more.
+        self._is_content = False
+        # May be the beginning of a mark.
+        self._held = ""
+        # Whitespace that may stand before one; None: what comes next is dropped.
+        self._space: list[str] | None = None if begun else []
+
+    @property
+    def is_over(self) -> bool:
+        """No reasoning follows."""
+        return (self.has_reasoning and not self.in_reasoning) or self._is_content
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain by now."""
+        if self._is_content:
+            return [Piece(PieceKind.CONTENT, text)] if text else []
+        if self.in_reasoning:
+            return self._reason(text)
+        return self._answer(text) if self.has_reasoning else self._begin(text)
+
+    def flush(self) -> list[Piece]:
+        """The text is over: what was held back is what it looked like."""
+        if self._is_content or (self.has_reasoning and not self.in_reasoning):
+            return []
+        kind = PieceKind.REASONING if self.in_reasoning else PieceKind.CONTENT
+        text = "".join(self._space or ()) + self._held
+        self._held, self._space = "", None
+        return [Piece(kind, text)] if text else []
+
+    def _begin(self, text: str) -> list[Piece]:
+        assert self._space is not None
+        seen, begin = self._held + text, self._style.begin
+        if not self._held:
+            seen = text.lstrip()
+            self._space.append(text[: len(text) - len(seen)])
+        if seen.startswith(begin):
+            self._held, self._space = "", None
+            self.in_reasoning = self.has_reasoning = True
+            return self._reason(seen[len(begin) :])
+        self._held = seen
+        if begin.startswith(seen):
+            return []
+        content = self.flush()
+        self._is_content = True
+        return content
+
+    def _reason(self, text: str) -> list[Piece]:
+        text, self._held = self._held + text, ""
+        body, end, rest = text.partition(self._style.end)
+        if end:
+            shown = self._reasoning(body)
+            self.in_reasoning, self._space = False, None
+            return shown + self._answer(rest)
+        keep = _begun_length(text, self._style.end)
+        self._held = text[len(text) - keep :]
+        return self._reasoning(text[: len(text) - keep])
+
+    def _reasoning(self, text: str) -> list[Piece]:
+        """Show it but for whitespace at its end, which is kept until it is known what follows."""
+        if self._space is None:
+            text = text.lstrip()
+            if not text:
+                return []
+            self._space = []
+        body = text.rstrip()
+        if not body:
+            self._space.append(text)
+            return []
+        shown = "".join([*self._space, body])
+        self._space = [text[len(body) :]]
+        return [Piece(PieceKind.REASONING, shown)]
+
+    def _answer(self, text: str) -> list[Piece]:
+        text = text.lstrip()
+        self._is_content = bool(text)
+        return [Piece(PieceKind.CONTENT, text)] if text else []
+
+
+def _begun_length(text: str, mark: str) -> int:
+    """How much of the text's end is the beginning of the mark, and not all of it."""
+    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while start >= 0:
+        if mark.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(mark[0], start + 1)
+    return 0

@@ -1,0 +1,1 @@
+"""How models write calls of functions: one file a family, text in and pieces out."""

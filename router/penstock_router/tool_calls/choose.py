@@ -1,0 +1,60 @@
+"""Which way a model writes calls: by name, or by what its chat template shows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock_router.tool_calls.base import ToolFormat
+from penstock_router.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from penstock_router.tool_calls.hermes import HermesFormat
+from penstock_router.tool_calls.llama_json import LlamaJsonFormat
+from penstock_router.tool_calls.mistral import MistralFormat, MistralNamedFormat
+from penstock_router.tool_calls.plain_json import PlainJsonFormat
+from penstock_router.tool_calls.pythonic import PythonicFormat
+
+AUTO, NONE = "auto", "none"
+
+# In the order in which templates are asked: markers before words.
+_FORMATS: tuple[ToolFormat, ...] = (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    MistralFormat(),
+    MistralNamedFormat(),
+    HermesFormat(),
+    PythonicFormat(),
+    LlamaJsonFormat(),
+    PlainJsonFormat(),
+)
+# What others call them.
+_ALIASES = {
+    "deepseek": "deepseek_v3",
+    "gemma": "pythonic",
+    "json": "plain_json",
+    "llama": "llama_json",
+    "llama3_json": "llama_json",
+    "llama4_json": "llama_json",
+    "llama4_pythonic": "pythonic",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3": "hermes",
+}
+_BY_NAME = {each.name: each for each in _FORMATS}
+FORMATS: Mapping[str, ToolFormat] = _BY_NAME | {
+    alias: _BY_NAME[name] for alias, name in _ALIASES.items()
+}
+
+
+def tool_format_of(template: str, name: str = AUTO) -> ToolFormat | None:
+    """The format of this name, or the template's own.
+
+    None: it shows tools to its model and no form of calls that is known here. Raises ValueError
+    for a name that is none.
+    """
+    if name == NONE:
+        return None
+    if name != AUTO:
+        if name not in FORMATS:
+            known = ", ".join([AUTO, NONE, *sorted(FORMATS)])
+            raise ValueError(f"no tool-call parser is called {name!r}: there are {known}")
+        return FORMATS[name]
+    return next((each for each in _FORMATS if each.is_of(template)), None)

@@ -1,0 +1,123 @@
+"""DeepSeek: calls between markers of their own, all of them between two more.
+
+V3 has the word "function", a marker, the name and a code block with the arguments; V3.1 has the
+name, a marker and the arguments. Answers may be in either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from penstock_router.fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.tool_calls.json_calls import (
+    JsonCallReader,
+    among_text,
+    arguments_schema,
+    json_format,
+    literal,
+    one_or_more,
+    sequence,
+)
+
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_MARKERS = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
+_FENCE = "```"
+_KIND = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeekFormat:
+    """Calls as V3 and R1 write them, or as V3.1 does."""
+
+    name: str
+    # Of a call: what stands before its name, and on both sides of its arguments.
+    _before: str
+    _between: str
+    _behind: str
+    # Between two calls.
+    _apart: str
+    _fenced: bool
+    markers: tuple[str, ...] = _MARKERS
+
+    def is_of(self, template: str) -> bool:
+        """It shows the markers, and a code block or none."""
+        return _CALL in template and (f"{_FENCE}json" in template) == self._fenced
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        """For one answer."""
+        return _Reader(names)
+
+    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+        """All calls between one pair of markers."""
+        tags: list[JsonObject] = [
+            {
+                "type": "tag",
+                "begin": f"{_CALL}{self._before}{tool.name}{self._between}",
+                "content": json_format(arguments_schema(tool, required=required)),
+                "end": f"{self._behind}{_CALL_END}",
+            }
+            for tool in tools
+        ]
+        calls = one_or_more(tags, self._apart, parallel=parallel)
+        if required:
+            return sequence(literal(_CALLS), calls, literal(_CALLS_END))
+        tag = {"type": "tag", "begin": _CALLS, "content": calls, "end": _CALLS_END}
+        return among_text([tag], _CALLS, parallel=False)
+
+
+DEEPSEEK_V3 = DeepSeekFormat(
+    "deepseek_v3", f"{_KIND}{_SEPARATOR}", f"\n{_FENCE}json\n", f"\n{_FENCE}", "\n", True
+)
+DEEPSEEK_V31 = DeepSeekFormat("deepseek_v31", "", _SEPARATOR, "", "", False)
+
+
+class _Reader(JsonCallReader):
+    def _read(self) -> Reading[None]:
+        if (yield from self._until(_CALLS, _CALL)) == _CALLS:
+            yield from self._space()
+            yield from self._expect(_CALL)
+        while True:
+            yield from self._one_call()
+            yield from self._after_call()
+            # Whatever else comes, this call is over.
+            marker = yield from self._any_of(_CALL, _CALLS_END)
+            if marker != _CALL:
+                yield from self._after_call()
+                return
+            self._fits = False
+
+    def _one_call(self) -> Reading[None]:
+        yield from self._space()
+        name = yield from self._name()
+        yield from self._space()
+        yield from self._expect(_SEPARATOR)
+        fenced = False
+        first = yield from self._space()
+        if name == _KIND and first not in "{<":
+            name = yield from self._name()
+            yield from self._space()
+            fenced = (yield from self._any_of(_FENCE)) is not None
+            if fenced:
+                yield from self._name()
+            first = yield from self._space()
+        if name not in self._names:
+            raise Misfit
+        if first == "{":
+            self._call(name)
+            yield from self._value(shown=True)
+        yield from self._end(name, begun=first == "{", fenced=fenced)
+
+    def _end(self, name: str, *, begun: bool, fenced: bool) -> Reading[None]:
+        """The end of a call; of one that has no arguments it is what makes it a call."""
+        yield from self._space()
+        if fenced and (yield from self._any_of(_FENCE)) is None:
+            raise Misfit
+        yield from self._space()
+        yield from self._expect(_CALL_END)
+        if not begun:
+            self._call(name, "{}")

@@ -1,0 +1,274 @@
+"""Calls that are JSON objects: what the families that write them so share.
+
+A call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order.
+Arguments stream as they come once the name is known, in the model's own words. Where they come
+before the name, or as a string that has JSON in it, they are held until both are known. Other
+members, an "id" or a "type", are form and dropped, as long as they could not have been meant as
+arguments: those with an object or a list in them make it no call, and so does one of unknown
+meaning where there are no arguments.
+
+Knows no markers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock_router.fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.tool_calls.base import SPACE, CallReader, Misfit, Reading
+from penstock_router.tool_calls.json_scanner import JsonScanner, is_object
+
+_ARGUMENTS = ("arguments", "parameters")
+# What calls are known to have besides.
+_BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
+
+
+@dataclass(slots=True)
+class _Call:
+    """What is known of an object that may be a call."""
+
+    name: str | None = None
+    # That came before its name.
+    early: str | None = None
+    has_arguments: bool = False
+    # Its CALL was given.
+    begun: bool = False
+    has_strangers: bool = False
+
+
+class JsonCallReader(CallReader):
+    """Reads objects that are calls, and lists of them."""
+
+    def _value(self, *, shown: bool = False) -> Reading[str]:
+        """One JSON value; its text, or nothing where it is shown as arguments."""
+        yield from self._space()
+        first = len(self._held)
+        yield from self._scan(JsonScanner(), shown=shown)
+        return "" if shown else "".join(self._held[first:])
+
+    def _scan(self, scanner: JsonScanner, *, shown: bool) -> Reading[None]:
+        while True:
+            end = scanner.feed(self._text, self._at)
+            if shown:
+                self._arguments(self._text[self._at : end])
+                self._at = end
+            else:
+                self._take(end)
+            if scanner.complete:
+                return
+            if scanner.failed:
+                raise Misfit
+            yield from self._more()
+
+    def _object_or_list(self) -> Reading[bool]:
+        """One call, or a list of them; whether it (of a list: the last one) was a call."""
+        if (yield from self._peek()) == "[":
+            return (yield from self._list())
+        return (yield from self._object())
+
+    def _list(self) -> Reading[bool]:
+        """Calls in brackets. An element that is none is content, and the list goes on."""
+        yield from self._expect("[")
+        while True:
+            yield from self._space()
+            was_call = yield from self._object()
+            after = yield from self._space()
+            if after not in ",]":
+                raise Misfit
+            self._take(self._at + 1)
+            if after == "]":
+                break
+        # What ends the list is of what was last.
+        self._drop() if was_call else self._give_back()
+        return was_call
+
+    def _object(self) -> Reading[bool]:
+        """One object; whether it was a call. What was none is content."""
+        self._fits = False
+        yield from self._expect("{")
+        call = _Call()
+        after = yield from self._space()
+        while after != "}":
+            if not (yield from self._member(call)):
+                if call.begun:
+                    raise Misfit
+                return (yield from self._no_call())
+            after = yield from self._space()
+            if after == ",":
+                self._take(self._at + 1)
+                after = yield from self._space()
+                if after == "}":
+                    raise Misfit
+            elif after != "}":
+                raise Misfit
+        if call.name is None or (call.has_strangers and not call.has_arguments):
+            return (yield from self._no_call())
+        self._take(self._at + 1)
+        if not call.begun:
+            self._begin(call, "{}")
+        self._drop()
+        return True
+
+    def _no_call(self) -> Reading[bool]:
+        """The object is content, to its end."""
+        rest = JsonScanner(inside_object=True)
+        while not rest.complete:
+            end = rest.feed(self._text, self._at)
+            self._take(end)
+            self._give_back()
+            if rest.failed:
+                raise Misfit
+            if not rest.complete:
+                yield from self._more()
+        return False
+
+    def _member(self, call: _Call) -> Reading[bool]:
+        """One member; whether the object may still be a call."""
+        if (yield from self._peek()) != '"':
+            raise Misfit
+        key = json.loads((yield from self._value()))
+        yield from self._space()
+        yield from self._expect(":")
+        first = yield from self._space()
+        if key == "name":
+            return (yield from self._named(call))
+        if key in _ARGUMENTS:
+            return (yield from self._given(call, first))
+        if first in "{[":
+            return (yield from self._unless_begun(call))
+        yield from self._value()
+        call.has_strangers = call.has_strangers or key not in _BESIDES
+        return True
+
+    def _unless_begun(self, call: _Call) -> Reading[bool]:
+        """A value that no call has: of one that has begun, it is not read."""
+        if not call.begun:
+            yield from self._value()
+        return False
+
+    def _named(self, call: _Call) -> Reading[bool]:
+        if call.name is not None:
+            return (yield from self._unless_begun(call))
+        text = yield from self._value()
+        name = json.loads(text) if text.startswith('"') else None
+        if name not in self._names:
+            return False
+        call.name = name
+        if call.early is not None:
+            self._begin(call, call.early)
+        return True
+
+    def _given(self, call: _Call, first: str) -> Reading[bool]:
+        """The arguments: an object, or one in a string, or none."""
+        if call.has_arguments:
+            return (yield from self._unless_begun(call))
+        call.has_arguments = True
+        if first == "{" and call.name is not None:
+            self._begin(call, "")
+            yield from self._value(shown=True)
+            return True
+        text = yield from self._value()
+        if text.startswith('"'):
+            text = json.loads(text)
+        if text == "null" or not text.strip(SPACE):
+            text = "{}"
+        if not is_object(text):
+            return False
+        if call.name is None:
+            call.early = text
+        else:
+            self._begin(call, text)
+        return True
+
+    def _begin(self, call: _Call, arguments: str) -> None:
+        call.begun = True
+        self._call(call.name or "", arguments)
+
+
+class BareJsonReader(JsonCallReader):
+    """Objects and lists one after the other, as at the beginning of an answer."""
+
+    _at_beginning = True
+
+    def _several(self) -> Reading[bool]:
+        """Objects and lists until something else comes; whether the last was a call."""
+        while True:
+            was_call = yield from self._object_or_list()
+            after = yield from self._space()
+            if after in ";,":
+                self._take(self._at + 1)
+                after = yield from self._space()
+                if after not in "{[":
+                    raise Misfit
+            elif after not in "{[":
+                break
+        self._drop() if was_call else self._give_back()
+        return was_call
+
+
+# Forms that answers are held to.
+
+
+def arguments_schema(tool: Tool, *, required: bool) -> JsonObject:
+    """What its arguments are held to: its schema, unless it may be called loosely."""
+    schema = tool.parameters if required or tool.strict else None
+    return {"type": "object"} | (schema or {})
+
+
+def json_format(schema: JsonObject) -> JsonObject:
+    """A value that obeys a schema."""
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def call_tag(tool: Tool, before: str, between: str, end: str, *, required: bool) -> JsonObject:
+    """One call: its name in quotes behind `before`, its arguments between `between` and `end`."""
+    name = json.dumps(tool.name, ensure_ascii=False)
+    content = json_format(arguments_schema(tool, required=required))
+    return {"type": "tag", "begin": before + name + between, "content": content, "end": end}
+
+
+def one_or_more(tags: Sequence[JsonObject], separator: str, *, parallel: bool) -> JsonObject:
+    """Calls and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(tags),
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def among_text(tags: Sequence[JsonObject], trigger: str, *, parallel: bool) -> JsonObject:
+    """Free text, in which a marker begins a call."""
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": list(tags),
+        "at_least_one": False,
+        "stop_after_first": not parallel,
+    }
+
+
+def sequence(*elements: JsonObject) -> JsonObject:
+    """One behind the other."""
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def either(elements: Iterable[JsonObject]) -> JsonObject:
+    """One of them."""
+    return {"type": "or", "elements": list(elements)}
+
+
+def literal(text: str) -> JsonObject:
+    """Exactly this."""
+    return {"type": "const_string", "value": text}
+
+
+def calls_or_text(calls: JsonObject, beginnings: str) -> JsonObject:
+    """Calls, or text that does not begin like one: with none of `beginnings`."""
+    others = beginnings.replace("[", "\\[")
+    text = {"type": "regex", "pattern": f"[ \\t\\r\\n]*([^{others} \\t\\r\\n][\\s\\S]*)?"}
+    return either([calls, text])

@@ -1,0 +1,59 @@
+"""Llama 3: `{"name": .., "parameters": {..}}` as the answer, or behind `<|python_tag|>`.
+
+Several are set apart by `;`, a comma or white space. JSON further on in the text is no call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from penstock_router.fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.tool_calls.json_calls import (
+    BareJsonReader,
+    call_tag,
+    calls_or_text,
+    one_or_more,
+)
+
+_MARKER = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaJsonFormat:
+    """An object that is the answer."""
+
+    name: str = "llama_json"
+    markers: tuple[str, ...] = (_MARKER,)
+
+    def is_of(self, template: str) -> bool:
+        """It has the roles of Llama 3, and calls with parameters."""
+        has_role = "ipython" in template or _MARKER in template
+        return has_role and '"parameters"' in template
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        """For one answer."""
+        return _Reader(names)
+
+    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+        """Objects in the order and spacing of the template; several as `{..}; {..}`."""
+        tags = [
+            call_tag(tool, '{"name": ', ', "parameters": ', "}", required=required)
+            for tool in tools
+        ]
+        calls = one_or_more(tags, "; ", parallel=parallel)
+        return calls if required else calls_or_text(calls, "[{")
+
+
+class _Reader(BareJsonReader):
+    def _read(self) -> Reading[None]:
+        begins, self._at_beginning = self._at_beginning, False
+        if begins and (yield from self._space()) in "{[":
+            yield from self._several()
+        else:
+            yield from self._until(_MARKER)
+            if (yield from self._space()) not in "{[":
+                raise Misfit
+            yield from self._several()

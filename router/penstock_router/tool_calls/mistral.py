@@ -1,0 +1,115 @@
+"""Mistral: `[TOOL_CALLS]` and a list of objects, or a name and its arguments for each call.
+
+The newer form is `[TOOL_CALLS]name[ARGS]{..}`, of some models with `[CALL_ID]` and an id before
+`[ARGS]`, of others without any marker between the two. Answers may be in any of them, whichever
+form the model's template has; a template's form is what forced calls are written in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from penstock_router.fields import JsonObject
+from penstock_router.request import Tool
+from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.tool_calls.json_calls import (
+    JsonCallReader,
+    among_text,
+    arguments_schema,
+    call_tag,
+    json_format,
+    literal,
+    one_or_more,
+    sequence,
+)
+
+_CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+@dataclass(frozen=True, slots=True)
+class MistralFormat:
+    """A list of objects behind one marker."""
+
+    name: str = "mistral"
+    markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
+
+    def is_of(self, template: str) -> bool:
+        """It shows the marker of calls and none of arguments."""
+        return _CALLS in template and _ARGUMENTS not in template
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        """For one answer."""
+        return _Reader(names)
+
+    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+        """One marker, and all calls in one list."""
+        tags = [
+            call_tag(tool, '{"name": ', ', "arguments": ', "}", required=required) for tool in tools
+        ]
+        calls = one_or_more(tags, ", ", parallel=parallel)
+        if required:
+            return sequence(literal(f"{_CALLS}["), calls, literal("]"))
+        tag = {"type": "tag", "begin": f"{_CALLS}[", "content": calls, "end": "]"}
+        return among_text([tag], _CALLS, parallel=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MistralNamedFormat:
+    """A marker, a name, a marker, arguments: for each call."""
+
+    name: str = "mistral_named"
+    markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
+
+    def is_of(self, template: str) -> bool:
+        """It shows both markers."""
+        return _CALLS in template and _ARGUMENTS in template
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        """For one answer."""
+        return _Reader(names)
+
+    def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
+        """Nothing between one call and the next."""
+        tags: list[JsonObject] = [
+            {
+                "type": "tag",
+                "begin": f"{_CALLS}{tool.name}{_ARGUMENTS}",
+                "content": json_format(arguments_schema(tool, required=required)),
+                "end": "",
+            }
+            for tool in tools
+        ]
+        if required:
+            return one_or_more(tags, "", parallel=parallel)
+        return among_text(tags, _CALLS, parallel=parallel)
+
+
+class _Reader(JsonCallReader):
+    def _read(self) -> Reading[None]:
+        yield from self._until(_CALLS)
+        while (yield from self._any_of(_CALLS)) is not None:
+            # Said twice, it says no more.
+            pass
+        if (yield from self._space()) in "[{":
+            was_call = yield from self._object_or_list()
+        else:
+            was_call = yield from self._named_call()
+        if was_call:
+            yield from self._after_call()
+
+    def _named_call(self) -> Reading[bool]:
+        name = yield from self._name()
+        if name not in self._names:
+            raise Misfit
+        yield from self._space()
+        if (yield from self._any_of(_ID)) is not None:
+            yield from self._space()
+            yield from self._name()
+            yield from self._space()
+        yield from self._any_of(_ARGUMENTS)
+        if (yield from self._space()) != "{":
+            raise Misfit
+        self._call(name)
+        yield from self._value(shown=True)
+        return True

@@ -1,0 +1,1 @@
+"""What an output must look like: languages, their compiler, and the process that tries them out."""

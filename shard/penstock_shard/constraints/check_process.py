@@ -1,0 +1,222 @@
+"""The process that tries constraints out: compiles each one, fills its first mask, says yes or why
+not. Started by `checker` with one end of a socket pair; ends itself when the server is gone.
+
+Each constraint is compiled by a fork of this process, so that one may use up its memory, its time
+or its stack and the next one is none the worse for it. The time that counts is the fork's own on
+the processor: the verdict is about the constraint, not about how busy the machine was. Never
+imports torch or grpc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from penstock_shard.constraints.check_link import (
+    LENGTH,
+    Start,
+    Started,
+    Verdict,
+    encode_frame,
+    patience_s,
+)
+from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, TokenizerUnusable
+from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.request import Constraint
+
+# The engine's threads have more: what fits in this does not overflow there.
+_STACK_BYTES = 1 << 20
+# Requests that are being computed go first.
+_NICENESS = 5
+# What a pipe takes in one piece is less than a page.
+_REASON_CHARACTERS = 300
+# A fork that has found out begins with this: one that died has said nothing at all.
+_DONE = b"+"
+
+_Message = TypeVar("_Message")
+
+_start_decoder = msgspec.msgpack.Decoder(Start)
+_constraint_decoder = msgspec.msgpack.Decoder(Constraint)
+
+
+class ServerGone(Exception):
+    """Nobody is left to tell a verdict."""
+
+
+def main() -> None:
+    """Check what comes until the server is gone. The socket's file descriptor is the argument."""
+    # Service managers tell all processes at once; the server decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    with (
+        socket.socket(fileno=int(sys.argv[1])) as connection,
+        contextlib.suppress(ServerGone, ConnectionError),
+    ):
+        _serve(connection)
+
+
+def _serve(connection: socket.socket) -> None:
+    start = _receive(connection, _start_decoder)
+    limits = ConstraintLimits(start.max_bytes, start.timeout_s, start.memory_bytes)
+    try:
+        compiler = Compiler(start.tokenizer_json, start.vocab_size, start.eos_token_ids, limits)
+    except TokenizerUnusable as error:
+        connection.sendall(encode_frame(Started(str(error))))
+        return
+    # Forks share what is here already as long as nobody writes to it.
+    gc.freeze()
+    connection.sendall(encode_frame(Started("")))
+    while True:
+        constraint = _receive(connection, _constraint_decoder)
+        verdict = _check(compiler, constraint, limits, connection)
+        connection.sendall(encode_frame(verdict))
+
+
+def _check(
+    compiler: Compiler, constraint: Constraint, limits: ConstraintLimits, connection: socket.socket
+) -> Verdict:
+    reading, writing = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        connection.close()
+        os.close(reading)
+        _try_out(compiler, constraint, limits, writing)
+    os.close(writing)
+    said = None
+    try:
+        said = _wait_for_word(reading, connection, patience_s(limits.timeout_s))
+    finally:
+        os.close(reading)
+        if said is None:
+            os.kill(process_id, signal.SIGKILL)
+        _, status = os.waitpid(process_id, 0)
+    if said is None:
+        return Verdict("constraints take too long to check just now", is_lasting=False)
+    if said:
+        return Verdict(said[len(_DONE) :].decode())
+    return _verdict_on_the_dead(constraint.kind, status, limits)
+
+
+def _wait_for_word(reading: int, connection: socket.socket, longest_s: float) -> bytes | None:
+    """What the fork says: nothing if it died, None if it took too long.
+
+    Raises:
+        ServerGone: it says nothing before it has heard the verdict, so it hung up.
+    """
+    hung_up = connection.fileno()
+    readable, _, _ = select.select([reading, hung_up], [], [], longest_s)
+    if hung_up in readable:
+        raise ServerGone
+    return os.read(reading, select.PIPE_BUF) if readable else None
+
+
+def _verdict_on_the_dead(kind: str, status: int, limits: ConstraintLimits) -> Verdict:
+    """How a fork ended says what its constraint took too much of."""
+    ending = f"exit status {os.waitstatus_to_exitcode(status)}"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGPROF:
+            bound = f"{limits.timeout_s:g} s to compile (--constraint-timeout-s)"
+            return Verdict(f"{kind}: needs more than {bound}")
+        if number in (signal.SIGABRT, signal.SIGKILL):
+            # The library aborts where it gets no memory; the kernel kills.
+            return Verdict(_too_large(kind, limits))
+        ending = signal.strsignal(number) or f"signal {number}"
+    return Verdict(f"{kind}: cannot be compiled", ending=ending)
+
+
+def _too_large(kind: str, limits: ConstraintLimits) -> str:
+    return f"{kind}: needs more than {limits.memory_bytes} bytes (--constraint-memory-bytes)"
+
+
+# ---- in the fork ----
+
+
+def _try_out(
+    compiler: Compiler, constraint: Constraint, limits: ConstraintLimits, writing: int
+) -> NoReturn:
+    """Say why the constraint is refused, if it is, and end, whatever happens."""
+    try:
+        _limit_this_process(limits)
+        reason = _refusal_of(compiler, constraint, limits)
+        os.write(writing, _DONE + reason[:_REASON_CHARACTERS].encode(errors="replace"))
+    finally:
+        os._exit(1)
+
+
+def _limit_this_process(limits: ConstraintLimits) -> None:
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_STACK, _STACK_BYTES)
+    in_use_bytes = _address_space_bytes()
+    if in_use_bytes is not None:
+        _lower(resource.RLIMIT_AS, in_use_bytes + limits.memory_bytes)
+    # Its signal ends the process, also within the library and when nobody is left to end it.
+    signal.setitimer(signal.ITIMER_PROF, limits.timeout_s)
+
+
+def _lower(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(kind, (most, hard))
+
+
+def _address_space_bytes() -> int | None:
+    """None where the system does not tell (macOS), nor would keep to a limit."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        return None
+
+
+def _refusal_of(compiler: Compiler, constraint: Constraint, limits: ConstraintLimits) -> str:
+    try:
+        matcher = compiler.compile(constraint)
+        matcher.compute_bitmask()
+    except ConstraintRefused as error:
+        return _named(constraint.kind, str(error))
+    except MemoryError:
+        return _too_large(constraint.kind, limits)
+    except RecursionError:
+        return f"{constraint.kind}: is nested too deeply"
+    if matcher.is_error():
+        return _named(constraint.kind, " ".join(matcher.get_error().split()))
+    return ""
+
+
+def _named(kind: str, reason: str) -> str:
+    return reason if reason.startswith(f"{kind}:") else f"{kind}: {reason}"
+
+
+# ---- framing ----
+
+
+def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
+    """The next message. Raises `ServerGone`."""
+    (count,) = LENGTH.unpack(_receive_exactly(connection, LENGTH.size))
+    return decoder.decode(_receive_exactly(connection, count))
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = connection.recv(min(count - len(data), 1 << 20))
+        if not piece:
+            raise ServerGone
+        data += piece
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main()

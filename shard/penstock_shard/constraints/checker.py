@@ -1,0 +1,268 @@
+"""Whether constraints can be honoured, as the server finds out: asks a process made for it.
+
+Knows nothing of requests. One check runs at a time; equal constraints share one, and verdicts are
+kept by content. The process is started as soon as the tokenizer is known: to read a large one takes
+seconds, which the first constraint, or one that goes on after a failure elsewhere, must not wait
+for. A constraint that goes wrong costs a fork of that process and nothing else; the process itself
+is started anew, by the next check, where it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.check_link import (
+    LENGTH,
+    Start,
+    Started,
+    Verdict,
+    encode_frame,
+    patience_s,
+)
+from penstock_shard.request import Constraint
+
+logger = logging.getLogger(__name__)
+
+# Different constraints that wait for their check.
+MAX_PENDING = 256
+_MAX_VERDICTS = 8192
+# To read the largest of tokenizers on a busy machine.
+_START_S = 120.0
+# Beyond the time after which the process itself gives up.
+_GRACE_S = 5.0
+_KEY_VARIABLE = "PENSTOCK_API_KEY"
+
+_started_decoder = msgspec.msgpack.Decoder(Started)
+_verdict_decoder = msgspec.msgpack.Decoder(Verdict)
+
+
+class NotChecked(Exception):
+    """There is no verdict, for want of time or room: the same constraint may be served later."""
+
+
+class _ProcessLost(Exception):
+    """The check process does not do what it should; the text says what."""
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A constraint that waits for its verdict, and how many wait for that."""
+
+    constraint: Constraint
+    verdict: asyncio.Future[Verdict]
+    num_waiting: int = 0
+    is_running: bool = False
+
+
+class ConstraintChecker:
+    """Asks the check process, which it owns. Lives on the server's event loop."""
+
+    def __init__(self, config: ShardConfig) -> None:
+        self._config = config
+        self._start: Start | None = None
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        # By content, in the order they came.
+        self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
+        self._worker: asyncio.Task[None] | None = None
+        self._process: _CheckProcess | None = None
+
+    def use(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """From now on constraints are for this tokenizer; gets ready for them meanwhile."""
+        config = self._config
+        start = Start(
+            tokenizer_json,
+            vocab_size,
+            eos_token_ids,
+            config.max_constraint_bytes,
+            config.constraint_timeout_s,
+            config.constraint_memory_bytes,
+        )
+        if start != self._start:
+            # A process that was for another one is replaced before the next check.
+            self._start = start
+            self._verdicts.clear()
+            self._go_to_work()
+
+    def known(self, constraint: Constraint) -> str | None:
+        """The verdict on it, where it was checked before; see `check`."""
+        key = _key(constraint)
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+        return self._verdicts.get(key)
+
+    async def check(self, constraint: Constraint) -> str:
+        """Why it is refused; "" where it is not.
+
+        Raises:
+            NotChecked: too many wait, or the machine is too busy.
+        """
+        key = _key(constraint)
+        pending = self._pending.get(key)
+        if pending is None:
+            if len(self._pending) >= MAX_PENDING:
+                raise NotChecked(f"{MAX_PENDING} constraints wait to be checked, and no more may")
+            pending = _Pending(constraint, asyncio.get_running_loop().create_future())
+            self._pending[key] = pending
+            self._go_to_work()
+        pending.num_waiting += 1
+        try:
+            verdict = await asyncio.shield(pending.verdict)
+        finally:
+            pending.num_waiting -= 1
+            if not pending.num_waiting and not pending.is_running:
+                self._pending.pop(key, None)
+        if not verdict.is_lasting:
+            raise NotChecked(verdict.reason)
+        return verdict.reason
+
+    async def close(self) -> None:
+        """End the process. What waits is cancelled."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.wait([self._worker])
+        for pending in self._pending.values():
+            pending.verdict.cancel()
+        self._pending.clear()
+        await self._end_process()
+
+    def _go_to_work(self) -> None:
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        """Have a process, and make one check after another until none waits."""
+        try:
+            await self._prepare()
+            while self._pending:
+                key, pending = next(iter(self._pending.items()))
+                pending.is_running = True
+                start = self._start
+                verdict = await self._verdict_on(pending.constraint)
+                if verdict.is_lasting and start is self._start:
+                    self._keep(key, verdict.reason)
+                del self._pending[key]
+                pending.verdict.set_result(verdict)
+        finally:
+            self._worker = None
+
+    async def _prepare(self) -> None:
+        try:
+            await self._running_process()
+        except (_ProcessLost, OSError) as error:
+            await self._lose_process(error)
+
+    async def _verdict_on(self, constraint: Constraint) -> Verdict:
+        longest_s = patience_s(self._config.constraint_timeout_s) + _GRACE_S
+        try:
+            process = await self._running_process()
+            verdict = await process.verdict_on(constraint, longest_s)
+        except (_ProcessLost, OSError) as error:
+            await self._lose_process(error)
+            return Verdict("constraints cannot be checked just now", is_lasting=False)
+        if verdict.ending:
+            logger.warning("a constraint (%s) ended its check: %s", constraint.kind, verdict.ending)
+        return verdict
+
+    async def _running_process(self) -> _CheckProcess:
+        assert self._start is not None  # no engine, no request
+        if self._process is not None and self._process.start is not self._start:
+            await self._end_process()
+        if self._process is None:
+            self._process = await _CheckProcess.started(self._start)
+        return self._process
+
+    def _keep(self, key: bytes, reason: str) -> None:
+        self._verdicts[key] = reason
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    async def _lose_process(self, error: Exception) -> None:
+        logger.error("the process that checks constraints is lost: %s", error)
+        await self._end_process()
+
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+
+
+class _CheckProcess:
+    """The process, and our end of the socket."""
+
+    def __init__(
+        self,
+        start: Start,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.start = start
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def started(cls, start: Start) -> _CheckProcess:
+        """One that takes constraints. Raises `_ProcessLost`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "penstock_shard.constraints.check_process",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                # The library's last words hold what strangers sent.
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                # As the engine: what a terminal sends to its process group is for the server.
+                start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name != _KEY_VARIABLE},
+            )
+        one = cls(start, process, *await asyncio.open_connection(sock=ours))
+        try:
+            problem = _started_decoder.decode(await one._ask(start, _START_S)).problem
+            if problem:
+                raise _ProcessLost(problem)
+        except (_ProcessLost, asyncio.CancelledError):
+            await one.end()
+            raise
+        return one
+
+    async def verdict_on(self, constraint: Constraint, longest_s: float) -> Verdict:
+        """Raises `_ProcessLost`, also where it takes longer than `longest_s`."""
+        return _verdict_decoder.decode(await self._ask(constraint, longest_s))
+
+    async def end(self) -> None:
+        """Whatever it does just now."""
+        self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    async def _ask(self, message: Start | Constraint, longest_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(longest_s):
+                self._writer.write(encode_frame(message))
+                header = await self._reader.readexactly(LENGTH.size)
+                return await self._reader.readexactly(LENGTH.unpack(header)[0])
+        except TimeoutError:
+            raise _ProcessLost(f"no answer in {longest_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _ProcessLost("it ended without a word") from None
+
+
+def _key(constraint: Constraint) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(constraint)).digest()

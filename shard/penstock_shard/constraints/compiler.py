@@ -1,0 +1,187 @@
+"""Constraints to matchers over a model's vocabulary, kept by content.
+
+Knows llguidance's tokenizer, limits and errors; what a constraint says is `languages.py`'s matter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from penstock_shard.constraints.languages import Constraint, ConstraintRefused, grammar_of
+
+__all__ = ["Compiler", "ConstraintLimits", "ConstraintRefused", "TokenizerUnusable"]
+
+# What a state of the lexer takes, by llguidance's word.
+_BYTES_PER_STATE = 2048
+_MOST_STATES = 250_000
+# Fuel is work, whatever it is spent on: by llguidance's word 50,000 of it burn in a millisecond.
+_FUEL_PER_S = 2_000_000
+# Templates that are kept: of so many constraints (one of a 5 kB schema takes about 1 MB), and of no
+# more than this text together.
+_KEPT = 64
+_KEPT_BYTES = 8 << 20
+
+
+class TokenizerUnusable(Exception):
+    """llguidance cannot read the model's tokenizer; the message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split())[:300])
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintLimits:
+    """What one constraint may take."""
+
+    max_bytes: int = 262_144
+    timeout_s: float = 2.0
+    memory_bytes: int = 256 << 20
+
+
+class Compiler:
+    """Compiles constraints for one model. May be called by several threads."""
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: ConstraintLimits,
+    ) -> None:
+        """Takes up to a second for a large vocabulary."""
+        self.limits = limits
+        self._parser_limits = _parser_limits(limits)
+        self.special_tokens: dict[str, int] = {}
+        self.tokenizer = self._made(tokenizer_json, vocab_size, eos_token_ids)
+        self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def compile(self, constraint: Constraint) -> LLMatcher:
+        """A matcher at its beginning, the caller's own. Raises ConstraintRefused."""
+        with self._lock:
+            template = self._kept.get(constraint)
+            if template is not None:
+                self._kept.move_to_end(constraint)
+        if template is None:
+            template = self._compiled(constraint)
+            self._keep(constraint, template)
+        return template.deep_copy()
+
+    def _compiled(self, constraint: Constraint) -> LLMatcher:
+        size = _size(constraint)
+        if size > self.limits.max_bytes:
+            raise ConstraintRefused(
+                f"{constraint.kind}: {size} bytes are over {self.limits.max_bytes}"
+            )
+        try:
+            grammar = grammar_of(constraint, self.special_tokens)
+        except RecursionError as error:
+            raise ConstraintRefused(f"{constraint.kind}: nests too deep") from error
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._parser_limits)
+        # What no text meets, or the first token takes too much for, is known before it is served.
+        begun = not matcher.is_error() and any(matcher.compute_bitmask())
+        if matcher.is_error():
+            raise ConstraintRefused(f"{constraint.kind}: {_reason(matcher.get_error())}")
+        if not begun:
+            raise ConstraintRefused(f"{constraint.kind}: no text is allowed")
+        return matcher
+
+    def _keep(self, constraint: Constraint, template: LLMatcher) -> None:
+        with self._lock:
+            if constraint not in self._kept:
+                self._kept[constraint] = template
+                self._kept_bytes += _size(constraint)
+            while len(self._kept) > _KEPT or self._kept_bytes > _KEPT_BYTES:
+                oldest, _ = self._kept.popitem(last=False)
+                self._kept_bytes -= _size(oldest)
+
+    def _made(self, raw: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+        try:
+            tokenizer = json.loads(raw)
+            self.special_tokens = _marks_apart(tokenizer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TokenizerUnusable(f"tokenizer.json: {error}") from error
+        if not eos_token_ids:
+            raise TokenizerUnusable("the model has no token that ends a text")
+        try:
+            return LLTokenizer(
+                json.dumps(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids)
+            )
+        except (ValueError, OverflowError) as error:
+            raise TokenizerUnusable(str(error)) from error
+
+
+def _parser_limits(limits: ConstraintLimits) -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=int(_FUEL_PER_S * limits.timeout_s),
+        max_lexer_states=min(limits.memory_bytes // _BYTES_PER_STATE, _MOST_STATES),
+        verbose_errors=False,
+    )
+
+
+def _marks_apart(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Texts and ids of tokens that stand in no text but as themselves.
+
+    llguidance takes every added token for one. Many a tokenizer adds letters, or runs of spaces,
+    which are text like any other: these are put where ordinary tokens are.
+    """
+    marks, kept = {}, []
+    for token in tokenizer.get("added_tokens") or []:
+        if token["special"] or not _put_into_vocabulary(tokenizer, token):
+            marks[token["content"]] = token["id"]
+            kept.append(token)
+    tokenizer["added_tokens"] = kept
+    return marks
+
+
+def _put_into_vocabulary(tokenizer: dict[str, Any], token: dict[str, Any]) -> bool:
+    vocabulary = tokenizer["model"].get("vocab")
+    content = token["content"]
+    if _MARK.search(content) or not isinstance(vocabulary, dict):
+        return False
+    name = _spelled(tokenizer, content)
+    return bool(vocabulary.setdefault(name, token["id"]) == token["id"])
+
+
+# Of the kind of <think>, [INST], <|im_end|> or 「」: whoever adds one means it as a mark.
+_MARK = re.compile(r"[<>\[\]|｜「」]")
+
+
+def _spelled(tokenizer: dict[str, Any], text: str) -> str:
+    """How the vocabulary writes a text."""
+    decoder = json.dumps(tokenizer.get("decoder"), ensure_ascii=False)
+    if '"ByteLevel"' in decoder:
+        return "".join(_BYTE_LETTERS[byte] for byte in text.encode())
+    return text.replace(" ", "▁") if "▁" in decoder else text
+
+
+def _byte_letters() -> list[str]:
+    """The letter that byte-level vocabularies write each byte as."""
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in own)
+    letters = {byte: chr(256 + index) for index, byte in enumerate(others)}
+    return [letters.get(byte, chr(byte)) for byte in range(256)]
+
+
+_BYTE_LETTERS = _byte_letters()
+
+
+def _size(constraint: Constraint) -> int:
+    texts = (constraint.value, *constraint.options)
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
+
+
+def _reason(error: str) -> str:
+    """The line of llguidance's that says why."""
+    lines = [line.strip() for line in error.strip().splitlines()]
+    told = [line for line in lines if line.startswith("error:")]
+    return (told or [line for line in lines if line] or ["it cannot be compiled"])[0]

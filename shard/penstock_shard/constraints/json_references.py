@@ -1,0 +1,162 @@
+"""Which schema a `$ref` means: URIs, pointers and anchors within one document.
+
+Knows the drafts' ways to name a schema, and that nothing is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import unquote, urldefrag, urljoin
+
+from penstock_shard.constraints.json_terms import Schema
+from penstock_shard.constraints.refusal import ConstraintRefused, shown
+
+# URI of `$schema` (without scheme and fragment) -> draft.
+_DRAFTS = {
+    "json-schema.org/draft-04/schema": 4,
+    "json-schema.org/draft-06/schema": 6,
+    "json-schema.org/draft-07/schema": 7,
+    "json-schema.org/draft/2019-09/schema": 2019,
+    "json-schema.org/draft/2020-12/schema": 2020,
+}
+# Keywords that hold a schema, a list of schemas, or schemas by name.
+_ONE = [
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "contentSchema",
+]
+_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = (
+    "$defs",
+    "definitions",
+    "dependencies",
+    "dependentSchemas",
+    "patternProperties",
+    "properties",
+)
+_DEEPEST = 80
+
+
+class Document:
+    """A schema and those within it."""
+
+    def __init__(self, root: Schema) -> None:
+        self.draft = _draft(root)
+        self._resources: dict[str, Schema] = {"": root}
+        self._anchors: dict[tuple[str, str], tuple[Schema, str]] = {}
+        self._dynamic: dict[str, int] = {}
+        self._index(root, "", 0)
+
+    @property
+    def references_stand_alone(self) -> bool:
+        """Up to draft 7, keywords beside a `$ref` mean nothing."""
+        return self.draft is not None and self.draft <= 7
+
+    def base(self, schema: Schema, base: str) -> str:
+        """The base within a schema that is found under `base`."""
+        name = self._id(schema)
+        return base if name is None else urljoin(base, name).rstrip("#")
+
+    def resolve(self, reference: object, base: str) -> tuple[Schema, str]:
+        """The schema that is meant, and the base it is read with."""
+        if not isinstance(reference, str):
+            raise ConstraintRefused(f"$ref: {shown(reference)} is no text")
+        address, fragment = urldefrag(_joined(base, reference))
+        if address not in self._resources:
+            raise ConstraintRefused(f"$ref: {shown(reference)} is outside of the schema")
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            if (address, fragment) not in self._anchors:
+                raise ConstraintRefused(f"$ref: {shown(reference)} names nothing in the schema")
+            return self._anchors[address, fragment]
+        return self._pointed(reference, address, fragment)
+
+    def resolve_dynamic(self, reference: object, base: str) -> tuple[Schema, str]:
+        """As `resolve`, for references that depend on how one came there: where only one can be."""
+        name = reference.rpartition("#")[2] if isinstance(reference, str) else ""
+        if self._dynamic.get(name, 0) > 1 or not name or len(self._resources) > 2:
+            raise ConstraintRefused(f"$dynamicRef: {shown(reference)} may mean several schemas")
+        return self.resolve(reference, base)
+
+    def _pointed(self, reference: str, address: str, pointer: str) -> tuple[Schema, str]:
+        schema, base = self._resources[address], address
+        for part in pointer.split("/")[1:]:
+            base = self.base(schema, base)
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(schema, dict) and key in schema:
+                schema = schema[key]
+            elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+                schema = schema[int(key)]
+            else:
+                raise ConstraintRefused(f"$ref: {shown(reference)} names nothing in the schema")
+        return schema, base
+
+    def _id(self, schema: Schema) -> str | None:
+        if not isinstance(schema, dict) or (self.references_stand_alone and "$ref" in schema):
+            return None
+        name = schema.get("id" if self.draft == 4 else "$id")
+        if not isinstance(name, str) or name.startswith("#"):
+            return None
+        return name
+
+    def _index(self, schema: Schema, base: str, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise ConstraintRefused(f"json_schema: nests deeper than {_DEEPEST} schemas")
+        if not isinstance(schema, dict):
+            return
+        base = self.base(schema, base)
+        if self._id(schema) is not None:
+            if self._resources.get(base, schema) is not schema:
+                raise ConstraintRefused(f"$id: {shown(base)} is there twice")
+            self._resources[base] = schema
+        for name in _anchor_names(schema, self.references_stand_alone):
+            self._anchors[base, name] = (schema, base)
+        for key in ("$dynamicAnchor", "$anchor"):
+            if isinstance(schema.get(key), str):
+                self._dynamic[schema[key]] = self._dynamic.get(schema[key], 0) + 1
+        for inner in _subschemas(schema):
+            self._index(inner, base, depth + 1)
+
+
+def _joined(base: str, reference: str) -> str:
+    # urljoin knows no URNs: a fragment belongs to the base as it is.
+    return base + reference if reference.startswith("#") else urljoin(base, reference)
+
+
+def _anchor_names(schema: dict[str, Schema], by_id: bool) -> Iterator[str]:
+    for key in ("$anchor", "$dynamicAnchor"):
+        if isinstance(schema.get(key), str):
+            yield schema[key]
+    name = schema.get("$id")
+    if by_id and isinstance(name, str) and "#" in name and "$ref" not in schema:
+        yield name.partition("#")[2]
+
+
+def _subschemas(schema: dict[str, Schema]) -> Iterator[Schema]:
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            yield from value.values()
+        elif key in _LIST and isinstance(value, list):
+            yield from value
+        elif key in _ONE:
+            yield value
+
+
+def _draft(root: Schema) -> int | None:
+    """None where the schema does not say; then what any draft has is taken as it has it."""
+    named = root.get("$schema") if isinstance(root, dict) else None
+    if named is None:
+        return None
+    address = str(named).removeprefix("http://").removeprefix("https://").rstrip("#")
+    if address not in _DRAFTS:
+        raise ConstraintRefused(f"$schema: {shown(named)} is none of the drafts 4 to 2020-12")
+    return _DRAFTS[address]

@@ -1,0 +1,191 @@
+"""unevaluatedProperties and unevaluatedItems, by the cases in which names and items are evaluated.
+
+A schema comes to cases: which alternatives are met, and what these evaluate. In each, the rest is
+closed by ordinary keywords. Fewer cases than there are is safe. Knows the keywords that apply to
+the same value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock_shard.constraints.json_patterns import rust_pattern
+from penstock_shard.constraints.json_terms import Place, Schema, all_of, any_of, unless, without
+from penstock_shard.constraints.refusal import ConstraintRefused
+
+UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
+_IN_PLACE = (
+    frozenset(("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas"))
+    | {"$ref", "$dynamicRef"}
+    | UNEVALUATED
+)
+_MOST_CASES = 256
+_DEEPEST = 20
+# Of so many alternatives all sets are tried, of more only single ones and all.
+_SETS_OF = 3
+
+
+class Places(Place, Protocol):
+    def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]: ...
+
+    def base(self, schema: Schema, base: str) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Values that all of `parts` allow, and what they evaluate of such a value."""
+
+    parts: tuple[Schema, ...] = ()
+    names: frozenset[str] = frozenset()
+    patterns: frozenset[str] = frozenset()
+    all_names: bool = False
+    items: int = 0
+    all_items: bool = False
+
+    def and_(self, other: _Case) -> _Case:
+        return _Case(
+            self.parts + other.parts,
+            self.names | other.names,
+            self.patterns | other.patterns,
+            self.all_names or other.all_names,
+            max(self.items, other.items),
+            self.all_items or other.all_items,
+        )
+
+
+_Cases = list[_Case]
+
+
+def closed(place: Places, schema: dict[str, Any], base: str) -> Schema:
+    """The schema in keywords that do not look at what others have evaluated."""
+    return any_of(all_of(case.parts) for case in _cases(place, schema, base, 0))
+
+
+def _cases(place: Places, schema: Schema, base: str, depth: int) -> _Cases:
+    if isinstance(schema, bool):
+        return [_Case()] if schema else []
+    if depth > _DEEPEST or not isinstance(schema, dict):
+        raise ConstraintRefused("unevaluatedProperties: references go in a circle or too deep")
+    base = place.base(schema, base)
+    found = [_own(place, schema, base)]
+    for keyword in schema:
+        if keyword in _APPLIED:
+            found = _both(found, _APPLIED[keyword](place, schema, base, depth + 1))
+    return [_closed(place, schema, base, case) for case in found]
+
+
+def _own(place: Place, schema: dict[str, Any], base: str) -> _Case:
+    plain = {keyword: value for keyword, value in schema.items() if keyword not in _IN_PLACE}
+    items = schema.get("items")
+    prefix = items if isinstance(items, list) else schema.get("prefixItems", ())
+    rest = "additionalItems" if isinstance(items, list) else "items"
+    return _Case(
+        (place.positive(plain, base),),
+        frozenset(schema.get("properties", ())),
+        frozenset(map(rust_pattern, schema.get("patternProperties", ()))),
+        "additionalProperties" in schema,
+        len(prefix),
+        rest in schema,
+    )
+
+
+def _closed(place: Place, schema: dict[str, Any], base: str, case: _Case) -> _Case:
+    if "unevaluatedProperties" in schema:
+        if not case.all_names:
+            rest = place.positive(schema["unevaluatedProperties"], base)
+            case = case.and_(_Case((unless("object", _named(case, rest)),)))
+        case = case.and_(_Case(all_names=True))
+    if "unevaluatedItems" in schema:
+        if not case.all_items:
+            rest = place.positive(schema["unevaluatedItems"], base)
+            first = {"prefixItems": [True] * case.items} if case.items else {}
+            case = case.and_(_Case((unless("array", {**first, "items": rest}),)))
+        case = case.and_(_Case(all_items=True))
+    return case
+
+
+def _named(case: _Case, rest: Schema) -> dict[str, Any]:
+    out: dict[str, Any] = {"additionalProperties": rest}
+    if case.names:
+        out["properties"] = dict.fromkeys(sorted(case.names), True)
+    if case.patterns:
+        out["patternProperties"] = dict.fromkeys(sorted(case.patterns), True)
+    return out
+
+
+def _both(some: _Cases, others: _Cases) -> _Cases:
+    if len(some) * len(others) > _MOST_CASES:
+        raise ConstraintRefused(f"unevaluatedProperties: over {_MOST_CASES} cases")
+    return [case.and_(other) for case in some for other in others]
+
+
+def _every(place: Places, parts: Iterable[Schema], base: str, depth: int) -> _Cases:
+    found = [_Case()]
+    for part in parts:
+        found = _both(found, _cases(place, part, base, depth))
+    return found
+
+
+def _all(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    return _every(place, schema["allOf"], base, depth)
+
+
+def _any(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    parts = schema["anyOf"]
+    sizes = range(1, len(parts) + 1) if len(parts) <= _SETS_OF else (1, len(parts))
+    # The largest sets evaluate most: what others allow beside them is their own.
+    return [
+        case
+        for size in sizes
+        for some in itertools.combinations(parts, size)
+        for case in _every(place, some, base, depth)
+    ]
+
+
+def _one(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    parts = schema["oneOf"]
+    negatives = [place.negative(part, base) for part in parts]
+    found = []
+    for index, part in enumerate(parts):
+        others = _Case((*negatives[:index], *negatives[index + 1 :]))
+        found += _both(_cases(place, part, base, depth), [others])
+    return found
+
+
+def _if(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    condition = schema["if"]
+    met = _every(place, [condition, schema.get("then", True)], base, depth)
+    unmet = _cases(place, schema.get("else", True), base, depth)
+    return met + _both([_Case((place.negative(condition, base),))], unmet)
+
+
+def _dependent(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    found = [_Case()]
+    for name, needed in schema["dependentSchemas"].items():
+        away = _Case((unless("object", without([name])),))
+        there = _Case(({"type": "object", "required": [name]},))
+        found = _both(found, [away, *_both([there], _cases(place, needed, base, depth))])
+    return found
+
+
+def _reference(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+    found = [_Case()]
+    for keyword in ("$ref", "$dynamicRef"):
+        if keyword in schema:
+            target, target_base = place.resolve(keyword, schema[keyword], base)
+            found = _both(found, _cases(place, target, target_base, depth))
+    return found
+
+
+_APPLIED = {
+    "allOf": _all,
+    "anyOf": _any,
+    "oneOf": _one,
+    "if": _if,
+    "dependentSchemas": _dependent,
+    "$ref": _reference,
+    "$dynamicRef": _reference,
+}

@@ -1,0 +1,129 @@
+"""Where an output stands in its request's constraint: which tokens may follow, and which did.
+
+Knows matchers and token ids; knows neither how constraints are written nor logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from penstock_shard.request import Request
+
+# A bit a token, the lowest first: int32 [words of the vocabulary].
+Mask = NDArray[np.int32]
+
+
+class ConstraintState:
+    """One request's matcher, and the mask of its next token."""
+
+    def __init__(self, request: Request) -> None:
+        assert request.matcher is not None
+        self.matcher: LLMatcher = request.matcher
+        self.mask: Mask | None = None
+        self._request = request
+        # Those that were delivered before are in the matcher.
+        self._position = request.num_delivered
+        self._stop_ids = _ids(request.stop_token_ids)
+        self._reluctant_ids = _ids(request.reluctant_stop_ids)
+
+    @property
+    def error(self) -> str:
+        """Why the matcher cannot go on; "" where it can."""
+        if not self.matcher.is_error():
+            return ""
+        kind = self._request.constraint.kind if self._request.constraint else "constraint"
+        return f"{kind}: cannot be followed any further: {_line(self.matcher.get_error())}"
+
+    def move_to(self, position: int, output: Callable[[int], Sequence[int]]) -> None:
+        """Stand behind the first `position` tokens of the output, which `output` gives."""
+        if position == self._position:
+            return
+        if position < self._position:
+            self.matcher.reset()
+            self._position = 0
+        self.matcher.consume_tokens(list(output(position)[self._position :]))
+        self._position = position
+        self.mask = None
+
+    def append(self, token_id: int) -> None:
+        """This token was drawn."""
+        self.matcher.consume_token(token_id)
+        self._position += 1
+        self.mask = None
+
+    def take(self, mask: Mask) -> None:
+        """The matcher's mask was filled, and changes here: what ends the sequence may be drawn
+        where the constraint may end; what should not end it, where nothing else is left.
+        """
+        if self.matcher.is_error():
+            # It would let the sequence end here.
+            return
+        if self._stop_ids.size and self.matcher.is_accepting():
+            _set(mask, self._stop_ids)
+        reluctant = self._reluctant_ids
+        if self._position < self._request.min_tokens:
+            reluctant = self._stop_ids
+        if reluctant.size:
+            others = mask.copy()
+            _clear(others, reluctant)
+            if others.any():
+                mask = others
+        self.mask = mask
+
+
+class MaskFiller:
+    """Fills masks in threads, while whoever asked does something else."""
+
+    def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
+        self._vocab_size = vocab_size
+        self._executor = LLExecutor(num_threads)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+
+    def fill(self, states: Sequence[ConstraintState]) -> None:
+        """Fill the masks of all, here and now."""
+        bitmasks = allocate_token_bitmask(len(states), self._vocab_size)
+        places = [(state.matcher, row) for row, state in enumerate(states)]
+        fill_next_token_bitmask_par(self._executor, places, bitmasks)
+        for state, mask in zip(states, bitmasks, strict=True):
+            state.take(mask)
+
+    def start(self, states: Sequence[ConstraintState]) -> Future[None]:
+        """Fill the masks of all meanwhile; they must be left alone until that is done."""
+        return self._threads.submit(self.fill, states)
+
+
+def allowed_ids(mask: Mask) -> NDArray[np.intp]:
+    """The ids whose bits are set, in order."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+
+def unpacked(masks: Sequence[Mask], vocab_size: int) -> NDArray[np.uint8]:
+    """uint8 [n, V]: 1 for what may be drawn."""
+    packed = np.stack(masks).view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
+
+
+def _ids(token_ids: frozenset[int]) -> NDArray[np.int64]:
+    return np.array(sorted(token_ids), dtype=np.int64)
+
+
+def _set(mask: Mask, ids: NDArray[np.int64]) -> None:
+    np.bitwise_or.at(mask.view(np.uint32), ids >> 5, _bits(ids))
+
+
+def _clear(mask: Mask, ids: NDArray[np.int64]) -> None:
+    np.bitwise_and.at(mask.view(np.uint32), ids >> 5, ~_bits(ids))
+
+
+def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+    return np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32))
+
+
+def _line(text: str) -> str:
+    return text.splitlines()[0][:200] if text else "it is in no state"

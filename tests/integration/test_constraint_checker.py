@@ -1,0 +1,291 @@
+"""The process that tries constraints out, and the server's end of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import is_alive, wait_until
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.constraints import checker as checker_module
+from penstock_shard.constraints.checker import ConstraintChecker, NotChecked
+from penstock_shard.request import Constraint
+
+TOKENIZER = Path(__file__).parents[2] / "shard/penstock_shard/builtin_model/tokenizer.json"
+VOCAB_SIZE = 3072
+# Fine, and some work.
+LARGE = Constraint("regex", "|".join(f"word{n}" for n in range(25_000)))
+
+
+def _doubling(count: int) -> Constraint:
+    """Each rule is two of the next: the library follows them, and the stack grows."""
+    rules = [f"r{n}: r{n + 1} r{n + 1}" for n in range(count)]
+    return Constraint("grammar", "\n".join(["start: r0", *rules, f'r{count}: "a"']))
+
+
+def _regex(text: str) -> Constraint:
+    return Constraint("regex", text)
+
+
+@contextlib.asynccontextmanager
+async def _checker(**settings: float) -> AsyncIterator[ConstraintChecker]:
+    checker = ConstraintChecker(ShardConfig(**settings))  # type: ignore[arg-type]
+    checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (0,))
+    try:
+        yield checker
+    finally:
+        await checker.close()
+        assert _processes() == []
+
+
+def _processes() -> list[psutil.Process]:
+    module = "penstock_shard.constraints.check_process"
+    children = psutil.Process().children()
+    return [child for child in children if is_alive(child) and module in child.cmdline()]
+
+
+async def test_a_good_constraint_has_nothing_against_it_and_a_bad_one_has_a_reason() -> None:
+    async with _checker() as checker:
+        assert await checker.check(_regex("[ab]+")) == ""
+        assert "regex" in await checker.check(_regex("(["))
+        assert await checker.check(Constraint("json_schema", '{"type": "object"}')) == ""
+        assert "json_schema" in await checker.check(Constraint("json_schema", '{"type": '))
+
+
+async def test_the_process_is_there_before_the_first_constraint_comes() -> None:
+    async with _checker() as checker:
+        async with asyncio.timeout(30):
+            while checker._process is None:
+                await asyncio.sleep(0.01)
+        assert len(_processes()) == 1
+
+
+async def test_a_verdict_is_known_after_its_check_and_only_for_that_text() -> None:
+    async with _checker() as checker:
+        assert checker.known(_regex("a")) is None
+        await checker.check(_regex("a"))
+        assert checker.known(_regex("a")) == ""
+        assert checker.known(Constraint("grammar", "a")) is None
+        assert checker.known(Constraint("choice", options=("a", "b"))) is None
+        await checker.check(_regex("(["))
+        assert checker.known(_regex("(["))
+
+
+async def test_equal_constraints_share_one_check() -> None:
+    async with _checker() as checker:
+        waiting = [asyncio.create_task(checker.check(LARGE)) for _ in range(400)]
+        await asyncio.sleep(0)
+        assert len(checker._pending) == 1
+        assert set(await asyncio.gather(*waiting)) == {""}
+        assert checker._pending == {}
+
+
+async def test_verdicts_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "_MAX_VERDICTS", 2)
+    async with _checker() as checker:
+        for name in "abac":
+            if checker.known(_regex(name)) is None:
+                await checker.check(_regex(name))
+        assert [checker.known(_regex(name)) for name in "abc"] == ["", None, ""]
+
+
+async def test_a_queue_that_is_full_takes_nothing_more() -> None:
+    async with _checker() as checker:
+        waiting = [
+            asyncio.create_task(checker.check(_regex(f"a{number}")))
+            for number in range(checker_module.MAX_PENDING)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(NotChecked, match="256 constraints wait"):
+            await checker.check(_regex("b"))
+        assert set(await asyncio.gather(*waiting)) == {""}
+        assert await checker.check(_regex("b")) == ""
+
+
+async def test_what_nobody_waits_for_any_more_leaves_the_queue() -> None:
+    async with _checker() as checker:
+        first = asyncio.create_task(checker.check(LARGE))
+        others = [asyncio.create_task(checker.check(_regex("a"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        others[0].cancel()
+        await asyncio.sleep(0)
+        assert len(checker._pending) == 2
+        others[1].cancel()
+        await asyncio.sleep(0)
+        assert len(checker._pending) == 1
+        assert await first == ""
+
+
+async def _patient_check(checker: ConstraintChecker, constraint: Constraint) -> str:
+    """Again where the machine does too much besides."""
+    for _ in range(50):
+        with contextlib.suppress(NotChecked):
+            return await checker.check(constraint)
+    raise AssertionError("it is never checked")
+
+
+async def test_one_that_takes_too_long_is_refused_and_that_is_remembered() -> None:
+    async with _checker(constraint_timeout_s=0.02) as checker:
+        reason = "regex: needs more than 0.02 s to compile (--constraint-timeout-s)"
+        assert await _patient_check(checker, LARGE) == reason
+        assert checker.known(LARGE) == reason
+        assert await checker.check(_regex("a")) == ""
+
+
+async def test_one_that_takes_too_much_memory_is_refused() -> None:
+    async with _checker(constraint_memory_bytes=8 << 20) as checker:
+        reason = "regex: needs more than 8388608 bytes (--constraint-memory-bytes)"
+        assert await checker.check(LARGE) == reason
+        [process] = _processes()
+        assert await checker.check(_regex("a")) == ""
+        assert _processes() == [process]
+
+
+@pytest.mark.parametrize("count", [1000, 5000])
+async def test_one_that_overflows_a_small_stack_costs_no_process_and_is_logged(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where it would not overflow that of this process: a thread's may be smaller."""
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        with caplog.at_level(logging.WARNING):
+            assert await checker.check(_doubling(count)) == "grammar: cannot be compiled"
+        assert "Segmentation fault" in caplog.text
+        assert await checker.check(_doubling(100)) == ""
+        assert _processes() == [process]
+
+
+async def test_one_that_gets_no_time_on_the_processor_is_not_judged() -> None:
+    async with _checker(constraint_timeout_s=0.5) as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        waiting = asyncio.create_task(checker.check(LARGE))
+        async with asyncio.timeout(30):
+            while not (forks := process.children()):
+                await asyncio.sleep(0)
+        forks[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(NotChecked, match="take too long to check just now"):
+            await waiting
+        assert not is_alive(forks[0])
+        assert checker.known(LARGE) is None
+        assert await checker.check(_regex("b")) == ""
+        assert _processes() == [process]
+
+
+async def test_a_process_that_is_killed_is_replaced_and_its_check_may_be_tried_again() -> None:
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        process.send_signal(signal.SIGSTOP)
+        waiting = asyncio.create_task(checker.check(_regex("b")))
+        await asyncio.sleep(0.05)
+        process.kill()
+        with pytest.raises(NotChecked):
+            await waiting
+        assert checker.known(_regex("b")) is None
+        assert await checker.check(_regex("b")) == ""
+        assert _processes() != [process]
+
+
+async def test_one_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "_GRACE_S", 0.0)
+    async with _checker(constraint_timeout_s=0.2) as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(NotChecked):
+            await checker.check(_regex("b"))
+        assert not is_alive(process)
+        assert await checker.check(_regex("b")) == ""
+
+
+async def test_another_tokenizer_makes_another_process_and_the_same_one_does_not() -> None:
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (0,))
+        await checker.check(_regex("b"))
+        assert _processes() == [process]
+        checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (1,))
+        assert checker.known(_regex("a")) is None
+        await checker.check(_regex("a"))
+        [other] = _processes()
+        assert other != process
+
+
+async def test_a_verdict_for_the_tokenizer_before_is_not_kept() -> None:
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        waiting = asyncio.create_task(checker.check(LARGE))
+        await asyncio.sleep(0.01)
+        checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (1,))
+        assert await waiting == ""
+        assert checker.known(LARGE) is None
+
+
+async def test_a_tokenizer_that_cannot_be_read_refuses_without_a_verdict() -> None:
+    async with _checker() as checker:
+        checker.use(b"{}", VOCAB_SIZE, (0,))
+        with pytest.raises(NotChecked):
+            await checker.check(_regex("a"))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_process_ends_itself_when_its_server_is_gone(busy: bool) -> None:
+    program = f"""
+import asyncio
+from pathlib import Path
+from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.checker import ConstraintChecker
+from penstock_shard.request import Constraint
+
+async def main():
+    checker = ConstraintChecker(ShardConfig(constraint_timeout_s=600.0))
+    checker.use(Path({str(TOKENIZER)!r}).read_bytes(), {VOCAB_SIZE}, (0,))
+    await checker.check(Constraint("regex", "a"))
+    print(checker._process._process.pid, flush=True)
+    for number in range(10**6 if {busy} else 0):
+        await checker.check(Constraint("regex", "|".join(f"{{n}}x{{number}}" for n in range(9999))))
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        process = psutil.Process(int(server.stdout.readline()))
+        if busy:
+            wait_until(lambda: bool(process.children()), timeout_s=30, what="a check")
+        everyone = [process, *process.children()]
+        server.kill()
+        wait_until(lambda: not any(map(is_alive, everyone)), timeout_s=30, what="all have ended")
+
+
+async def test_the_process_inherits_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        assert "PENSTOCK_API_KEY" not in process.environ()
+        assert os.getsid(process.pid) != os.getsid(0)
+
+
+def test_the_process_imports_neither_torch_nor_grpc() -> None:
+    program = (
+        "import sys, penstock_shard.constraints.check_process\n"
+        "print(*{'torch', 'grpc', 'google.protobuf', 'asyncio'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip() == ""

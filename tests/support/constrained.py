@@ -1,0 +1,123 @@
+"""Engines whose requests may have constraints: over the built-in model's tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import queue
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+import penstock_shard
+from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
+from penstock_shard.constraints.prepare import ConstraintPreparer
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.link import Output
+from penstock_shard.request import Constraint, Request, SamplingParams
+from penstock_shard.runner.base import Runner
+from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from support.engines import EngineUnderTest, runner_info
+
+BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")
+EOS_IDS = (0, 2)
+_PATIENCE_S = 60.0
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(BUILTIN / "tokenizer.json"))
+
+
+@functools.cache
+def compiler() -> Compiler:
+    data = (BUILTIN / "tokenizer.json").read_bytes()
+    return Compiler(data, tokenizer().get_vocab_size(), EOS_IDS, ConstraintLimits())
+
+
+class ConstrainedEngine:
+    """An engine, and all that it has said."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], Runner] | None = None,
+        *,
+        num_blocks: int = 512,
+        compiler_used: Compiler | None = None,
+    ) -> None:
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.preparer = ConstraintPreparer(
+            compiler_used or compiler(), lambda: self._done.put(None)
+        )
+        runner = fake_runner(num_blocks) if make_runner is None else make_runner()
+        info = runner.info
+        blocks = BlockManager(
+            info.num_blocks, info.block_size, weights_hash="fake", enable_prefix_caching=True
+        )
+        scheduler = Scheduler(SchedulerLimits(64, 512), blocks)
+        engine = Engine(runner, scheduler, blocks, preparer=self.preparer)
+        self.under_test = EngineUnderTest(engine, scheduler, blocks, [])
+
+    def run(self, *requests: Request) -> dict[str, list[Output]]:
+        """Everything that is said of these, once all have ended."""
+        engine = self.under_test.engine
+        for request in requests:
+            engine.submit(request)
+        # Each ends exactly once.
+        while len([o for o in self.under_test.outputs if o.is_last]) < len(requests):
+            if not engine.has_work and len(self.preparer):
+                self._done.get(timeout=_PATIENCE_S)
+            self.under_test.step()
+        said: dict[str, list[Output]] = {request.request_id: [] for request in requests}
+        for output in self.under_test.outputs:
+            said[output.request_id].append(output)
+        self.under_test.outputs.clear()
+        return said
+
+
+def fake_runner(num_blocks: int = 512) -> FakeRunner:
+    info = dataclasses.replace(
+        runner_info(num_blocks=num_blocks, max_model_len=8192),
+        vocab_size=tokenizer().get_vocab_size(),
+        eos_token_ids=EOS_IDS,
+    )
+    return FakeRunner(info, range(100, info.vocab_size), step_s=0.0)
+
+
+def constrained(
+    request_id: str,
+    constraint: Constraint | None,
+    *,
+    output: Sequence[int] = (),
+    seed: int = 0,
+    max_tokens: int = 400,
+    temperature: float = 1.0,
+    stop_token_ids: Sequence[int] = EOS_IDS,
+    min_tokens: int = 0,
+    reluctant: Sequence[int] = (),
+) -> Request:
+    prompt = [101, 102, 103 + seed % 50]
+    return Request(
+        request_id=request_id,
+        attempt=0,
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        num_delivered=len(output),
+        sampling=SamplingParams(temperature=temperature, seed=seed),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(stop_token_ids),
+        min_tokens=min_tokens,
+        reluctant_stop_ids=frozenset(reluctant),
+        constraint=constraint,
+    )
+
+
+def tokens(outputs: Sequence[Output]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def text(outputs: Sequence[Output]) -> str:
+    return tokenizer().decode(tokens(outputs), skip_special_tokens=True)

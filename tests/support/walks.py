@@ -1,0 +1,44 @@
+"""Random walks over what a matcher allows: the least a constraint must hold against."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """`finished`: it ended with a token that ends a text."""
+
+    token_ids: list[int]
+    finished: bool
+
+
+def allowed(matcher: LLMatcher, vocab_size: int) -> list[int]:
+    mask = allocate_token_bitmask(1, vocab_size)
+    fill_next_token_bitmask(matcher, mask)
+    bits = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")[:vocab_size]
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+def walk(matcher: LLMatcher, tokenizer: LLTokenizer, rng: random.Random, limit: int = 2000) -> Walk:
+    """Each token that is allowed is as likely as any other."""
+    token_ids: list[int] = []
+    while len(token_ids) < limit:
+        choices = allowed(matcher, tokenizer.vocab_size)
+        assert choices, f"nothing is allowed: {matcher.get_error()} after {token_ids}"
+        token = rng.choice(choices)
+        if token in tokenizer.eos_tokens:
+            return Walk(token_ids, True)
+        assert matcher.consume_token(token), matcher.get_error()
+        token_ids.append(token)
+    return Walk(token_ids, False)
+
+
+def accepts(matcher: LLMatcher, token_ids: list[int]) -> bool:
+    """Whether these are a whole text of the constraint; the matcher is used up."""
+    return matcher.consume_tokens(token_ids) and matcher.is_accepting()

@@ -1,0 +1,117 @@
+"""Parts of JSON Schema that the official suite does not reach."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.constraints import allows, plain_compiler
+
+from penstock_shard.constraints.json_patterns import rust_pattern
+from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.request import Constraint
+
+EXACT = 2**53
+
+
+def _allows(schema: object, text: str) -> bool:
+    return allows(plain_compiler(), Constraint("json_schema", json.dumps(schema)), text)
+
+
+@pytest.mark.parametrize("keyword", ["maximum", "exclusiveMaximum"])
+def test_a_bound_that_is_not_exact_is_drawn_in(keyword):
+    schema = {"type": "integer", keyword: 2**63 - 1, "minimum": 0}
+    assert _allows(schema, "7")
+    assert _allows(schema, str(EXACT - 1))
+    assert not _allows(schema, str(EXACT + 1))
+    assert not _allows({**schema, "maximum": 5}, "6")
+
+
+@pytest.mark.parametrize("schema", [{"const": EXACT + 1}, {"minimum": EXACT + 1}, {"enum": [1e300]}])
+def test_numbers_that_are_not_exact_are_refused(schema):
+    with pytest.raises(ConstraintRefused, match="beyond 2\\^53"):
+        _allows(schema, "1")
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"not": {"anyOf": [{"type": "string"}, {"const": 1}]}}, ["2", "null"], ['"a"', "1"]),
+        ({"not": {"enum": ["ab", "a", ""]}, "type": "string"}, ['"b"', '"abc"'], ['"a"', '""']),
+        ({"oneOf": [{"minimum": 3}, {"type": "number", "maximum": 5}]}, ["2", "6"], ["4"]),
+        (
+            {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2, "additionalProperties": False},
+            ['{"a":1,"c":1}'],
+            ['{"a":1}', '{"a":1,"a":2}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1},
+            ["{}", '{"b":1}', '{"c":1}'],
+            ['{"a":1,"b":1}', '{"a":1,"c":1}'],
+        ),
+        (
+            {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True},
+            ["4"],
+            ["3"],
+        ),
+    ],
+)
+def test_a_schema_allows_what_it_says(schema, allowed, forbidden):
+    for text in allowed:
+        assert _allows(schema, text), text
+    for text in forbidden:
+        assert not _allows(schema, text), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"colour": "red"}, "the keyword 'colour' is not served"),
+        ({"uniqueItems": True}, "uniqueItems: cannot be held"),
+        ({"minProperties": 2}, "minProperties: 2 of unknown names"),
+        ({"format": "regex"}, "format: regex is not served"),
+        ({"$ref": "https://example.com/s"}, "is outside of the schema"),
+        ({"$ref": "#/$defs/gone"}, "names nothing in the schema"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "is none of the drafts"),
+        ({"nullable": True}, "nullable: say"),
+        ({"type": "text"}, "type: 'text' is no type"),
+        ({"pattern": "a(?=b)"}, "look-around"),
+        ({"pattern": "(a)\\1"}, "\\1 is not served"),
+        ({"const": "a\u0000"}, "a control character"),
+        ({"required": "a"}, "required: 'a' is no list of names"),
+        (False, "no value is valid"),
+        ({"properties": {"a": 3}}, "3 is no schema"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_by_keyword(schema, told):
+    with pytest.raises(ConstraintRefused) as refusal:
+        _allows(schema, "{}")
+    assert told in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed", "forbidden"),
+    [
+        (r"^.$", "aé", "\n\r\u2028"),
+        (r"^\s$", " \ufeff\u2003\t", "\x85a"),
+        (r"^\S$", "a\x85", "\ufeff "),
+        (r"^\d$", "7", "٣"),
+        (r"^\w$", "a_", "é"),
+        (r"^[^\d&&-]$", "a", "7&-"),
+        (r"^[[]$", "[", "]"),
+        (r"^[a&&b]$", "a&b", "c"),
+        (r"^\x61|\u0062$", "ab", "c"),
+        (r"^[\b]$", "\b", "b"),
+        (r"^(?<name>a)$", "a", "n"),
+    ],
+)
+def test_patterns_are_read_as_ecma_262_has_them(pattern, allowed, forbidden):
+    schema = {"type": "string", "pattern": pattern}
+    for character in allowed:
+        assert _allows(schema, json.dumps(character, ensure_ascii=False)), repr(character)
+    for character in forbidden:
+        assert not _allows(schema, json.dumps(character, ensure_ascii=False)), repr(character)
+
+
+def test_braces_that_repeat_nothing_are_letters():
+    assert rust_pattern("a{,3}{2}") == r"a\{,3\}{2}"

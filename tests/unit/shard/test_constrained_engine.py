@@ -1,0 +1,182 @@
+"""Constraints in the engine: compiled off the loop, followed at each token, gone on with."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from support.budget import budget, seeded
+from support.constrained import EOS_IDS, ConstrainedEngine, compiler, constrained, text, tokens
+
+from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "sizes": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 3},
+        "kind": {"enum": ["router", "shard"]},
+    },
+    "required": ["name", "sizes", "kind"],
+    "additionalProperties": False,
+}
+JSON = Constraint("json_schema", json.dumps({**SCHEMA, "x-guidance": {"whitespace_pattern": " ?"}}))
+LANGUAGES = [
+    JSON,
+    Constraint("regex", "[a-f]{3,9}-[0-9]{2}"),
+    Constraint("choice", options=("left", "right", "neither of both")),
+    Constraint("grammar", 'start: item ("," item)*\nitem: /[a-z]{1,4}/ "=" /[0-9]{1,3}/'),
+]
+
+
+@pytest.mark.parametrize("constraint", LANGUAGES, ids=lambda c: c.kind)
+def test_an_output_is_of_its_constraints_language(constraint: Constraint) -> None:
+    engine = ConstrainedEngine()
+    requests = [constrained(f"r{seed}", constraint, seed=seed) for seed in range(8)]
+    for outputs in engine.run(*requests).values():
+        matcher = compiler().compile(constraint)
+        given = tokens(outputs)
+        if outputs[-1].finish is FinishReason.STOP:
+            given = given[:-1]
+        assert matcher.consume_tokens(given)
+        assert outputs[-1].finish is FinishReason.LENGTH or matcher.is_accepting()
+
+
+def test_what_the_schema_allows_is_json_that_has_its_fields() -> None:
+    engine = ConstrainedEngine()
+    for outputs in engine.run(*[constrained(f"r{i}", JSON, seed=i) for i in range(8)]).values():
+        assert outputs[-1].finish is FinishReason.STOP
+        value = json.loads(text(outputs))
+        assert set(value) == {"name", "sizes", "kind"}
+        assert value["kind"] in ("router", "shard")
+
+
+def test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest() -> None:
+    random = seeded("cuts in constrained outputs")
+    for seed in range(budget(3, 30)):
+        constraint = random.choice(LANGUAGES)
+        [outputs] = ConstrainedEngine().run(constrained("r", constraint, seed=seed)).values()
+        whole = tokens(outputs)
+        for cut in sorted({1, len(whole) - 1, *(random.randrange(len(whole)) for _ in range(4))}):
+            again = constrained("r", constraint, seed=seed, output=whole[:cut])
+            [rest] = ConstrainedEngine().run(again).values()
+            assert whole[:cut] + tokens(rest) == whole
+
+
+def test_requests_that_are_put_down_stay_in_their_constraints() -> None:
+    plenty, scarce = ConstrainedEngine(), ConstrainedEngine(num_blocks=12)
+    requests = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
+    again = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
+    expected = {name: tokens(outputs) for name, outputs in plenty.run(*requests).items()}
+    assert {name: tokens(o) for name, o in scarce.run(*again).items()} == expected
+    assert scarce.under_test.scheduler.preemptions_total > 0
+
+
+def test_an_output_that_the_constraint_does_not_allow_is_refused_as_that() -> None:
+    [outputs] = ConstrainedEngine().run(constrained("r", JSON, output=[500, 501])).values()
+    [ending] = outputs
+    assert ending.error is not None
+    assert (ending.error.code, ending.error.field) == (3, "output_token_ids")
+
+
+def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone() -> None:
+    engine = ConstrainedEngine()
+    said = engine.run(
+        constrained("bad", Constraint("regex", "((")), constrained("good", LANGUAGES[1])
+    )
+    [ending] = said["bad"]
+    assert ending.error is not None
+    assert (ending.error.code, ending.error.field) == (3, "regex")
+    assert said["good"][-1].finish is FinishReason.STOP
+
+
+def test_a_stop_id_of_the_request_may_come_where_the_constraint_may_end() -> None:
+    engine = ConstrainedEngine()
+    request = constrained("r", Constraint("regex", "[ab]{3}"), stop_token_ids=[700, *EOS_IDS])
+    [outputs] = engine.run(request).values()
+    assert outputs[-1].stop_token_id in (700, *EOS_IDS)
+    early = constrained("r", Constraint("regex", "[ab]{3}"), stop_token_ids=[700])
+    early.reluctant_stop_ids = frozenset(EOS_IDS)
+    [outputs] = engine.run(early).values()
+    assert outputs[-1].stop_token_id == 700
+
+
+def test_what_should_not_end_an_output_ends_it_only_where_nothing_else_is_left() -> None:
+    # The shortest text has one token, and the eos may follow each.
+    open_end = Constraint("regex", "[ab]*")
+    engine = ConstrainedEngine()
+    [outputs] = engine.run(constrained("r", open_end, max_tokens=40, reluctant=EOS_IDS)).values()
+    assert (outputs[-1].finish, len(tokens(outputs))) == (FinishReason.LENGTH, 40)
+    [outputs] = engine.run(constrained("r", open_end, max_tokens=40, min_tokens=30)).values()
+    assert len(tokens(outputs)) >= 30
+    closed = Constraint("regex", "[ab]{3}")
+    [outputs] = engine.run(constrained("r", closed, reluctant=EOS_IDS, min_tokens=300)).values()
+    assert outputs[-1].finish is FinishReason.STOP
+    assert set(text(outputs)) <= set("ab")
+
+
+def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None:
+    held, entered = threading.Event(), threading.Event()
+
+    class Slow:
+        def compile(self, constraint: Constraint) -> object:
+            entered.set()
+            assert held.wait(60)
+            return compiler().compile(constraint)
+
+    engine = ConstrainedEngine(compiler_used=Slow())  # type: ignore[arg-type]
+    under_test = engine.under_test
+    under_test.engine.submit(constrained("slow", JSON))
+    assert entered.wait(60)
+    # Nothing waits for a step meanwhile, and others run.
+    assert not under_test.engine.has_work
+    under_test.engine.submit(constrained("other", None, max_tokens=5))
+    under_test.run()
+    assert len(under_test.tokens("other")) == 5
+    under_test.engine.abort("slow", 0)
+    under_test.step()
+    held.set()
+    [ending] = under_test.endings("slow")
+    assert ending.finish is FinishReason.ABORTED
+    assert not under_test.engine.has_work
+
+
+def test_what_is_refused_once_is_refused_again() -> None:
+    for _ in range(2):
+        with pytest.raises(ConstraintRefused, match="regex"):
+            compiler().compile(Constraint("regex", "(("))
+
+
+# ---- Budgets of reasoning -----------------------------------------------------------------------
+
+BEGIN, END = 600, 601
+
+
+def _thinking(max_tokens: int, *, begun: bool = True, **options: object) -> Request:
+    request = constrained("r", None, max_tokens=30, **options)  # type: ignore[arg-type]
+    request.thinking_budget = ThinkingBudget(max_tokens, BEGIN, END, begun)
+    return request
+
+
+def test_reasoning_ends_when_its_budget_is_spent() -> None:
+    for max_tokens in (0, 1, 7):
+        [outputs] = ConstrainedEngine().run(_thinking(max_tokens)).values()
+        assert tokens(outputs).index(END) == max_tokens
+
+
+def test_a_budget_counts_what_was_delivered_before() -> None:
+    [outputs] = ConstrainedEngine().run(_thinking(9)).values()
+    whole = tokens(outputs)
+    for cut in (1, 8, 9, 10, 20):
+        [rest] = ConstrainedEngine().run(_thinking(9, output=whole[:cut])).values()
+        assert whole[:cut] + tokens(rest) == whole
+
+
+def test_reasoning_that_has_not_begun_has_no_end() -> None:
+    [outputs] = ConstrainedEngine().run(_thinking(2, begun=False)).values()
+    assert END not in tokens(outputs)
+    request = _thinking(2, begun=False, output=[BEGIN])
+    [outputs] = ConstrainedEngine().run(request).values()
+    assert tokens(outputs)[2] == END
