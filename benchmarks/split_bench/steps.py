@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.prepare import ConstraintPreparer
 from penstock_shard.engine import Engine
 from penstock_shard.link import Inbox
 from penstock_shard.loading import LoadedModel
@@ -141,10 +142,13 @@ def measure_engine(path: str) -> None:
     build_engine, take_inbox = engine_main._build_engine, engine_main._take_inbox
 
     def build(
-        loaded: LoadedModel, config: ShardConfig, tell_started: Callable[[list[str]], None]
+        loaded: LoadedModel,
+        config: ShardConfig,
+        tell_started: Callable[[list[str]], None],
+        preparer: ConstraintPreparer | None = None,
     ) -> Engine:
         timed = dataclasses.replace(loaded, runner=_TimedRunner(loaded.runner, log))
-        return build_engine(timed, config, tell_started)
+        return build_engine(timed, config, tell_started, preparer)
 
     def take(engine: Engine, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
         from_s = time.monotonic()

@@ -18,7 +18,7 @@ from penstock_router.backend import GenerationStream
 from penstock_router.constraints import tools_of
 from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of, joined
+from penstock_router.pieces import Piece, PieceKind, content_of, extend, joined
 from penstock_router.request import ChatRequest
 from penstock_router.stop import StopMatcher
 
@@ -54,7 +54,8 @@ class Delta:
         self.text += later.text
         self.token_ids += later.token_ids
         if later.pieces is not None:
-            self.pieces = joined([*(self.pieces or ()), *later.pieces])
+            self.pieces = self.pieces or []
+            extend(self.pieces, later.pieces)
         if self.logprobs is not None and later.logprobs is not None:
             self.logprobs.extend(later.logprobs)
         else:

@@ -1,4 +1,4 @@
-"""What an answer's text is made of: reasoning, content, calls of tools, in the order they were said.
+"""What an answer's text is made of: reasoning, content and calls of tools, in order.
 
 Knows neither how a model writes them nor how an API shows them.
 """
@@ -33,14 +33,19 @@ class Piece:
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """The same with neighbours of one kind as one piece, and without empty ones."""
     result: list[Piece] = []
-    for piece in pieces:
-        last = result[-1] if result else None
+    extend(result, (Piece(piece.kind, piece.text, piece.call) for piece in pieces))
+    return result
+
+
+def extend(pieces: list[Piece], later: Iterable[Piece]) -> None:
+    """Append what came after, joined to the last one where it goes on with that."""
+    for piece in later:
+        last = pieces[-1] if pieces else None
         if piece.kind is PieceKind.CALL or last is None or not _goes_on(last, piece):
             if piece.text:
-                result.append(Piece(piece.kind, piece.text, piece.call))
+                pieces.append(piece)
         else:
             last.text += piece.text
-    return result
 
 
 def _goes_on(last: Piece, piece: Piece) -> bool:

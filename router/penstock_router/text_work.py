@@ -243,7 +243,7 @@ COUNT_TOKENS = BodyKind(
     parse=messages.parse_count,
     work=_count,
     is_short=is_short,
-    errors=messages.ERRORS,
+    errors=messages.MESSAGES_API.errors,
 )
 _TOKENIZE_PROMPT = BodyKind(
     name="tokenize_prompt",

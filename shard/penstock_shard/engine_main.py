@@ -73,7 +73,7 @@ def main() -> None:
     if preparer is None:
         capabilities = info.capabilities - CONSTRAINT_KINDS
         info = dataclasses.replace(info, capabilities=capabilities)
-    engine = _build_engine(loaded, start.config, preparer, lambda ids: link.send(Started(ids)))
+    engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), preparer)
     threading.Thread(target=_beat, args=(link, engine), daemon=True).start()
     # What was made so far lives for ever: keep the collector from walking it between steps.
     gc.collect()
@@ -108,8 +108,8 @@ def _preparer(
 def _build_engine(
     loaded: LoadedModel,
     config: ShardConfig,
-    preparer: ConstraintPreparer | None,
     tell_started: Callable[[list[str]], None],
+    preparer: ConstraintPreparer | None = None,
 ) -> Engine:
     info = loaded.runner.info
     blocks = BlockManager(

@@ -1,4 +1,4 @@
-"""Constraints beside a real model: what a mask leaves is drawn as ever, wherever the request runs."""
+"""Constraints beside a real model: what a mask leaves is drawn as ever, wherever it runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
         )
         own.sampling = sampling
         mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
-        own.matcher and own.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        assert own.matcher is not None
+        own.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         same = dataclasses.replace(own, constraint=None, matcher=None)
         same.sampling = dataclasses.replace(
             sampling, allowed_token_ids=tuple(int(i) for i in allowed_ids(mask[0]))

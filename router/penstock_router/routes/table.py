@@ -54,7 +54,7 @@ ROUTES: tuple[Route, ...] = (
         fields=messages.COUNT_FIELDS,
         headers=HEADERS,
         answer=messages.TokenCount,
-        errors=messages.ERRORS,
+        errors=messages.MESSAGES_API.errors,
     ),
     _generation(
         "/v1/responses", text_work.RESPONSES, "Answer, and keep the answer.", responses.respond

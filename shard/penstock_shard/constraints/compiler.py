@@ -180,8 +180,12 @@ def _size(constraint: Constraint) -> int:
     return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
 
+# Where in the grammar, which is not the caller's own text.
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+
+
 def _reason(error: str) -> str:
     """The line of llguidance's that says why."""
-    lines = [line.strip() for line in error.strip().splitlines()]
+    lines = [_PLACE.sub("", line.strip()) for line in error.strip().splitlines()]
     told = [line for line in lines if line.startswith("error:")]
     return (told or [line for line in lines if line] or ["it cannot be compiled"])[0]

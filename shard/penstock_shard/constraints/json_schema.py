@@ -461,6 +461,9 @@ def _contains(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
     most = count_of("maxContains", schema["maxContains"]) if "maxContains" in schema else None
     if least == 0 and most is None:
         return True
+    if most is None and schema["contains"] == schema.get("items") and "prefixItems" not in schema:
+        # Each item is one of them.
+        return unless("array", {"minItems": least})
     met = place.positive(schema["contains"], base)
     unmet = True if most is None else place.negative(schema["contains"], base)
     greatest = least if most is None else min(most, least + _CONTAINED_WITHIN)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock_shard.constraints.state import ConstraintState, MaskFiller
+from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.request import Request
 from penstock_shard.runner.adjust import adjust
 from penstock_shard.runner.base import Logprobs, RowResult
@@ -89,10 +89,8 @@ class Sampler:
 
     def prepare(self, rows: Sequence[SampleRow]) -> None:
         """These are sampled next: begin with what needs no logits."""
-        constraints: list[ConstraintState] = []
-        for row in rows:
-            if row.request.matcher is not None and (state := self._state(row).constraint):
-                constraints.append(state)
+        constrained = [self._state(row) for row in rows if row.request.matcher is not None]
+        constraints = [state.constraint for state in constrained if state.constraint is not None]
         if constraints:
             assert self._masks is not None
             self._filling = self._masks.start(constraints)

@@ -1,7 +1,8 @@
 """What the sampler keeps of a request's tokens, position by position.
 
 Knows how often each token occurs, how far a bad word has come, how long it has reasoned and where
-it stands in its constraint; numpy and plain integers only. Knows nothing of logits or of how tokens are drawn.
+it stands in its constraint; numpy and plain integers only. Knows nothing of logits or of how tokens
+are drawn.
 """
 
 from __future__ import annotations

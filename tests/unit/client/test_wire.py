@@ -26,6 +26,7 @@ from penstock_client import (
     SamplingParams,
     ShardFailed,
     ShardUnavailable,
+    ThinkingBudget,
     Unauthenticated,
     _wire,
 )
@@ -58,6 +59,7 @@ FULL = GenerationRequest(
     logprob_token_ids=[8],
     output_token_ids=[11],
     constraint=Constraint(ConstraintKind.REGEX, "a+"),
+    thinking_budget=ThinkingBudget(7, 5, 6, begun=True),
     objective=Objective(
         priority=-1,
         deadline_s=1.5,
@@ -86,7 +88,7 @@ def test_every_field_of_a_request_is_set_on_the_wire() -> None:
                    if not (part.DESCRIPTOR.fields_by_name[name].has_presence
                            and part.HasField(name))]  # fmt: skip
         for field, value in part.ListFields():
-            if field.name in ("sampling", "stop", "output", "objective"):
+            if field.name in ("sampling", "stop", "output", "objective", "thinking_budget"):
                 missing += unset(value, field.name)
         return missing
 

@@ -43,7 +43,7 @@ def record_of(**values: Any) -> RequestRecord:
         "placed_s": 100.012,
         "first_token_s": 100.112,
         "ended_s": 101.112,
-        "usage": Usage(12, 34, 8, 0.005),
+        "usage": Usage(12, 34, 8, queue_s=0.005),
         "status": 200,
         "outcome": "stop",
     }

@@ -191,7 +191,8 @@ async def test_an_engine_that_dies_ends_what_is_checked_as_retryable() -> None:
 async def test_each_request_ends_once_or_is_handed_over_once() -> None:
     rng = seeded("admission of constraints")
     for _ in range(budget(20, 1000)):
-        supervisor, taken = _Supervisor(), []
+        supervisor = _Supervisor()
+        taken: list[tuple[str, int]] = []
         for _ in range(60):
             taken += await _act(supervisor, rng, len(taken))
         await _settled()

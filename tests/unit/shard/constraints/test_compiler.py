@@ -176,9 +176,13 @@ def test_what_only_looks_like_too_much_is_served(name):
 def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
     monkeypatch.setattr("penstock_shard.constraints.compiler._KEPT", 2)
     compiler = _compiler()
-    compiled = []
-    whole = compiler._compiled
-    monkeypatch.setattr(compiler, "_compiled", lambda each: compiled.append(each) or whole(each))
+    compiled, whole = [], compiler._compiled
+
+    def noted(constraint):
+        compiled.append(constraint)
+        return whole(constraint)
+
+    monkeypatch.setattr(compiler, "_compiled", noted)
     one, two, three = (Constraint("regex", pattern) for pattern in ("a", "b", "c"))
     for each in (one, two, one, three, one, two):
         compiler.compile(each)

@@ -27,7 +27,9 @@ def test_a_bound_that_is_not_exact_is_drawn_in(keyword):
     assert not _allows({**schema, "maximum": 5}, "6")
 
 
-@pytest.mark.parametrize("schema", [{"const": EXACT + 1}, {"minimum": EXACT + 1}, {"enum": [1e300]}])
+@pytest.mark.parametrize(
+    "schema", [{"const": EXACT + 1}, {"minimum": EXACT + 1}, {"enum": [1e300]}]
+)
 def test_numbers_that_are_not_exact_are_refused(schema):
     with pytest.raises(ConstraintRefused, match="beyond 2\\^53"):
         _allows(schema, "1")
@@ -40,7 +42,11 @@ def test_numbers_that_are_not_exact_are_refused(schema):
         ({"not": {"enum": ["ab", "a", ""]}, "type": "string"}, ['"b"', '"abc"'], ['"a"', '""']),
         ({"oneOf": [{"minimum": 3}, {"type": "number", "maximum": 5}]}, ["2", "6"], ["4"]),
         (
-            {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2, "additionalProperties": False},
+            {
+                "properties": {"a": {}, "b": {}, "c": {}},
+                "minProperties": 2,
+                "additionalProperties": False,
+            },
             ['{"a":1,"c":1}'],
             ['{"a":1}', '{"a":1,"a":2}'],
         ),
@@ -50,7 +56,11 @@ def test_numbers_that_are_not_exact_are_refused(schema):
             ['{"a":1,"b":1}', '{"a":1,"c":1}'],
         ),
         (
-            {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True},
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "minimum": 3,
+                "exclusiveMinimum": True,
+            },
             ["4"],
             ["3"],
         ),

@@ -170,7 +170,8 @@ def test_walks_through_a_format_are_of_its_pattern(compiler, case):
 
 def _led_walk(compiler: Compiler, matcher, rng, lead: str) -> str | None:
     """Mostly along a text that is allowed, often beside it: free text does not end by chance."""
-    wanted, token_ids = ids_of(compiler, lead), []
+    token_ids: list[int] = []
+    wanted = ids_of(compiler, lead)
     for _ in range(100):
         choices = allowed(matcher, compiler.tokenizer.vocab_size)
         assert choices, matcher.get_error()
