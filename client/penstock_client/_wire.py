@@ -118,7 +118,8 @@ def generate_request(
         _set_constraint(message.constraint, request.constraint)
     if request.thinking_budget is not None:
         for name in ("max_tokens", "begin_token_id", "end_token_id", "begun"):
-            _set(message.thinking_budget, name, getattr(request.thinking_budget, name))
+            value = getattr(request.thinking_budget, name)
+            _set(message.thinking_budget, name, value, f"thinking_budget.{name}")
     _set_objective(message.objective, request.objective)
     return message
 
@@ -156,12 +157,14 @@ def _varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def _set(message: Any, name: str, value: Any) -> None:
+def _set(message: Any, field: str, value: Any, name: str = "") -> None:
+    """`name` as in `_set_ids`."""
     if value is None:
         return
     try:
-        setattr(message, name, value)
+        setattr(message, field, value)
     except (TypeError, ValueError) as error:
+        name = name or field
         text = ascii(value)[:80]
         raise InvalidRequest(f"{name}: {error}", field=name, value=text) from None
 
@@ -312,7 +315,8 @@ def _error(message: pb.Error) -> PenstockError:
 
 _REFUSALS: Mapping[int, type[RequestRefused]] = {
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: InvalidRequest,
-    grpc.StatusCode.OUT_OF_RANGE.value[0]: InvalidRequest,
+    # It asks for what cannot be gone on with, here or elsewhere.
+    grpc.StatusCode.OUT_OF_RANGE.value[0]: RequestRefused,
     grpc.StatusCode.NOT_FOUND.value[0]: InvalidRequest,
     grpc.StatusCode.FAILED_PRECONDITION.value[0]: NotServed,
     grpc.StatusCode.UNIMPLEMENTED.value[0]: NotServed,

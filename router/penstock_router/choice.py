@@ -76,8 +76,8 @@ def has_pieces(job: Job) -> bool:
 class _Reader:
     """Tells the text of one answer into pieces, and counts the tokens of its reasoning.
 
-    Where the mark that ends reasoning is one token, the count is of all tokens up to it; elsewhere
-    of those that had come when the mark was read.
+    They are those up to the mark that ends reasoning: up to its own token or, where it has none, up
+    to the token with which it was read.
     """
 
     def __init__(self, job: Job) -> None:
@@ -101,16 +101,30 @@ class _Reader:
         self._num_reasoning, self._is_counted = 0, False
         self.reasoning_tokens = None if style is None else 0
 
-    def read(self, delta: Delta, echo: str) -> None:
-        """Make pieces of the delta's text, which is the answer's own then; `echo` goes first."""
-        parser = self._parser
-        pieces = parser.feed(delta.text) if delta.text else []
+    @property
+    def counts(self) -> bool:
+        """Text is wanted a token at a time: reasoning may end in the middle of it."""
+        return self.reasoning_tokens is not None and not self._is_counted
+
+    def read(self, delta: Delta, texts: Sequence[str], echo: str) -> None:
+        """Make pieces of texts, whose content is the delta's own text then; `echo` goes first."""
+        parser, token_ids = self._parser, delta.token_ids
+        pieces: list[Piece] = []
+        for place, text in enumerate(texts):
+            if text:
+                pieces += parser.feed(text)
+            if self.counts and place < len(token_ids):
+                self._count(token_ids[place])
         if delta.finish_reason is not None:
-            pieces = pieces + parser.flush()
+            pieces += parser.flush()
             if delta.finish_reason == "stop" and parser.num_calls and self._tells_of_calls:
                 delta.finish_reason = "tool_calls"
         if self.reasoning_tokens is not None:
-            self._count(delta.token_ids)
+            if self.counts:
+                # One that ends the answer has no text.
+                self._num_reasoning += max(0, len(token_ids) - len(texts))
+            # Not before its mark was read, which stop strings may hold back.
+            self.reasoning_tokens = self._num_reasoning if parser.has_reasoning else 0
             if not self._shows_reasoning:
                 pieces = [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
         if echo:
@@ -119,14 +133,9 @@ class _Reader:
         delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else joined(pieces)
         delta.text = content_of(delta.pieces)
 
-    def _count(self, token_ids: list[int]) -> None:
-        if not self._is_counted:
-            num_ids, self._is_counted = len(token_ids), self._parser.is_past_reasoning
-            if self._end_id is not None and self._end_id in token_ids:
-                num_ids, self._is_counted = token_ids.index(self._end_id) + 1, True
-            self._num_reasoning += num_ids
-        # Not before its mark was read, which stop strings may hold back.
-        self.reasoning_tokens = self._num_reasoning if self._parser.has_reasoning else 0
+    def _count(self, token_id: int) -> None:
+        self._num_reasoning += 1
+        self._is_counted = token_id == self._end_id or self._parser.is_past_reasoning
 
 
 class Choice:
@@ -197,12 +206,12 @@ class Choice:
         if self._options.max_tokens == 0:
             return self._scores_only()
         delta = Delta(self.index, "", output.token_ids, logprobs=output.logprobs)
-        self._read(output, delta)
+        texts = self._read(output, delta)
         if self._reader is not None:
-            self._reader.read(delta, self._echo)
-            self._echo = ""
+            self._reader.read(delta, texts, self._echo)
         else:
-            delta.text, self._echo = self._echo + delta.text, ""
+            delta.text = self._echo + "".join(texts)
+        self._echo = ""
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self.finished = delta.finish_reason is not None
         if self._resumed:
@@ -260,31 +269,36 @@ class Choice:
         scores = self._prompt_logprobs
         return Delta(self.index, self._echo, [], prompt_logprobs=scores, finish_reason="length")
 
-    def _read(self, output: Output, delta: Delta) -> None:
-        """Fill in text, and the reason if the choice ends here."""
+    def _read(self, output: Output, delta: Delta) -> list[str]:
+        """The text, of each token or of all; fill in the reason if the choice ends here."""
         token_ids, shown = output.token_ids, len(output.token_ids)
         stopped_by_id = output.stop_token_id is not None
         if stopped_by_id and not self._options.include_stop_str_in_output:
             shown -= 1
+        token_ids = token_ids[:shown] if stopped_by_id else token_ids
         if self._stop.active:
-            delta.text = self._read_until_stop(token_ids[:shown], delta)
+            texts = self._read_until_stop(token_ids, delta)
             if self._stop.stopped_by is not None:
                 delta.finish_reason, delta.stop_reason = "stop", self._stop.stopped_by
-                return
+                return texts
+        elif self._reader is not None and self._reader.counts:
+            texts = [self._detokenizer.feed((token_id,)) for token_id in token_ids]
         else:
-            delta.text = self._detokenizer.feed(token_ids[:shown] if stopped_by_id else token_ids)
+            texts = [self._detokenizer.feed(token_ids)]
         if output.finish_reason is not None:
-            delta.text += self._stop.flush()
+            texts.append(self._stop.flush())
             is_length = output.finish_reason is FinishReason.LENGTH
             delta.finish_reason = "length" if is_length else "stop"
             if stopped_by_id and output.stop_token_id not in self._eos_ids:
                 delta.stop_reason = output.stop_token_id
+        return texts
 
-    def _read_until_stop(self, token_ids: Sequence[int], delta: Delta) -> str:
+    def _read_until_stop(self, token_ids: Sequence[int], delta: Delta) -> list[str]:
         """A token at a time, so that what counts does not depend on how tokens were bundled."""
-        text, unstoppable = "", self._unstoppable_tokens
+        texts, unstoppable = [], self._unstoppable_tokens
         for count, token_id in enumerate(token_ids, 1):
-            text += self._stop.feed(self._detokenizer.feed((token_id,)), count > unstoppable)
+            may_stop = count > unstoppable
+            texts.append(self._stop.feed(self._detokenizer.feed((token_id,)), may_stop))
             if self._stop.stopped_by is not None:
                 delta.token_ids = delta.token_ids[:count]
                 if delta.logprobs is not None:
@@ -292,7 +306,7 @@ class Choice:
                 break
         if unstoppable:
             self._unstoppable_tokens = max(unstoppable - len(token_ids), 0)
-        return text
+        return texts
 
 
 def first_rows(columns: Logprobs, count: int) -> Logprobs:

@@ -8,7 +8,6 @@ calls and reasoning through their formats and styles only; no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,12 +17,19 @@ from penstock_router.errors import BadRequest
 from penstock_router.fields import JsonObject
 from penstock_router.reasoning import ReasoningStyle
 from penstock_router.request import ChatRequest, Options, Tool
+from penstock_router.structural_tag import (
+    ANY_TEXT,
+    either,
+    json_format,
+    literal,
+    regex,
+    sequence,
+    tag,
+)
 from penstock_router.tool_calls.base import ToolFormat
 
 # What models write behind their reasoning; any more of it would let one go on so for ever.
-_SPACE: JsonObject = {"type": "regex", "pattern": "[ \\n]{0,2}"}
-_ANY_TEXT: JsonObject = {"type": "any_text"}
-_NOTHING: JsonObject = {"type": "const_string", "value": ""}
+_SPACE = regex("[ \\n]{0,2}")
 
 
 def tools_of(request: ChatRequest) -> tuple[Tool, ...]:
@@ -51,9 +57,9 @@ def answer_constraint(
             return request.constraint
         answer = format_of(request.constraint)
     if style is not None:
-        answer = {"type": "sequence", "elements": [*_reasoning(style, begun), answer]}
-    tag = msgspec.json.encode({"type": "structural_tag", "format": answer})
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, tag.decode())
+        answer = sequence(*_reasoning(style, begun), answer)
+    value = msgspec.json.encode({"type": "structural_tag", "format": answer})
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, value.decode())
 
 
 # ---- Calls -------------------------------------------------------------------------------------
@@ -80,7 +86,7 @@ def _with_calls(request: ChatRequest, tool_format: ToolFormat | None) -> JsonObj
         return tool_format.calls(tools, required=True, parallel=parallel)
     if request.constraint is not None:
         calls = tool_format.calls(tools, required=True, parallel=parallel)
-        return {"type": "or", "elements": [calls, format_of(request.constraint)]}
+        return either([calls, format_of(request.constraint)])
     if parallel and not any(tool.strict for tool in tools):
         return None
     return tool_format.calls(tools, required=False, parallel=parallel)
@@ -92,12 +98,8 @@ def _with_calls(request: ChatRequest, tool_format: ToolFormat | None) -> JsonObj
 def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
     """What comes before the answer: its reasoning or, where that is not begun, perhaps nothing."""
     mark = "" if begun else style.begin
-    reasoning = {"type": "tag", "begin": mark, "content": _ANY_TEXT, "end": style.end}
-    parts: list[JsonObject] = [reasoning, _SPACE]
-    if begun:
-        return parts
-    whole = {"type": "sequence", "elements": parts}
-    return [{"type": "or", "elements": [whole, _NOTHING]}]
+    parts = [tag(mark, ANY_TEXT, style.end), _SPACE]
+    return parts if begun else [either([sequence(*parts), literal("")])]
 
 
 # ---- Constraints as part of a structural tag ---------------------------------------------------
@@ -123,42 +125,28 @@ def format_of(constraint: Constraint) -> Any:
     """The same as a format; JSON in it stays as it was written."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return _json(msgspec.Raw(constraint.value.encode()))
+            return json_format(msgspec.Raw(constraint.value.encode()))
         case ConstraintKind.JSON_OBJECT:
-            return _json({"type": "object"})
+            return json_format({"type": "object"})
         case ConstraintKind.REGEX:
-            return {"type": "regex", "pattern": constraint.value}
+            return regex(constraint.value)
         case ConstraintKind.GRAMMAR:
             return {"type": "grammar", "grammar": constraint.value}
         case ConstraintKind.CHOICE:
-            return _one_of(constraint.options)
+            return either(map(literal, constraint.options))
         case ConstraintKind.STRUCTURAL_TAG:
             return _tagged(constraint.value)
 
 
-def _json(schema: Any) -> JsonObject:
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _one_of(options: Sequence[str]) -> JsonObject:
-    values: list[JsonObject] = [{"type": "const_string", "value": option} for option in options]
-    return values[0] if len(values) == 1 else {"type": "or", "elements": values}
-
-
 def _tagged(value: str) -> Any:
     try:
-        tag = msgspec.json.decode(value, type=_StructuralTag)
+        given = msgspec.json.decode(value, type=_StructuralTag)
     except msgspec.DecodeError as error:
         raise BadRequest(f"structural_tag: {error}", param="structural_tag") from None
-    if isinstance(tag.format, msgspec.Raw):
-        return tag.format
+    if isinstance(given.format, msgspec.Raw):
+        return given.format
     tags = [
-        {
-            "type": "tag",
-            "begin": structure.begin,
-            "content": _json(structure.content),
-            "end": structure.end,
-        }
-        for structure in tag.structures
+        tag(structure.begin, json_format(structure.content), structure.end)
+        for structure in given.structures
     ]
-    return {"type": "triggered_tags", "triggers": tag.triggers, "tags": tags}
+    return {"type": "triggered_tags", "triggers": given.triggers, "tags": tags}

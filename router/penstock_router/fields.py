@@ -41,6 +41,11 @@ class Kind:
     schema: JsonObject
 
 
+def or_null(schema: JsonObject) -> JsonObject:
+    """The same, or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One field of a body. One that does not work (`works` False) is refused, once its type is
@@ -59,7 +64,7 @@ class Field:
         """Of the values that are accepted, null among them."""
         schema = self.kind.schema if self.works else {"enum": list(self.neutral)}
         if not self.required:
-            schema = {"anyOf": [schema, {"type": "null"}]}
+            schema = or_null(schema)
         return {**schema, "description": self.help} if self.help else schema
 
 

@@ -22,7 +22,7 @@ from penstock_router.reasoning import ReasoningStyle, reasoning_begun, reasoning
 from penstock_router.request import ChatRequest, CompletionRequest, Message, Options, Tool
 from penstock_router.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
 from penstock_router.tool_calls.base import ToolFormat
-from penstock_router.tool_calls.plain_json import instructions
+from penstock_router.tool_calls.plain_json import in_words, instructions
 
 # What an item of a message costs a template, in characters of text.
 _ITEM_CHARS = 10
@@ -238,6 +238,9 @@ def rendered(request: ChatRequest, model: TextModel) -> str:
             param="messages",
         )
     messages, tools = request.messages, tools_of(request)
+    if not (template.takes_tools or "tool" in template.source):
+        # It would drop calls and their results without a word, or fail over them.
+        messages = in_words(messages)
     if tools and not template.takes_tools:
         messages = _with_system_text(messages, instructions(tools))
     return template.render(

@@ -153,13 +153,13 @@ def split(data: memoryview, sizes: Iterable[int]) -> list[memoryview]:
 
 
 def pack_asked(asked: Any) -> bytes:
-    """A dataclass, field by field."""
-    return _encode(asked)
+    """A dataclass, field by field; as JSON, which has integers of any size, as schemas may."""
+    return msgspec.json.encode(asked)
 
 
 def unpack_asked(data: bytes, kind: type[Any]) -> Any:
     """What `pack_asked` was given, of this type."""
-    return msgspec.msgpack.decode(data, type=kind)
+    return msgspec.json.decode(data, type=kind)
 
 
 # ---- Prompts -----------------------------------------------------------------------------------

@@ -5,19 +5,24 @@ Every request that is submitted ends with exactly one output that is last: a fin
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock_shard.constraints.prepare import ConstraintPreparer, OutputRefused
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason, Request, RequestState
 from penstock_shard.runner.base import Logprobs, RowResult, Runner, ScheduledRequest, StepPlan
 from penstock_shard.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+
 # google.rpc.Code
 _INVALID_ARGUMENT = 3
+_OUT_OF_RANGE = 11
 _INTERNAL = 13
 _UNAVAILABLE = 14
 # Looking up a member of an enumeration takes as long as counting a token.
@@ -136,12 +141,7 @@ class Engine:
             if refusal is None:
                 self._scheduler.add(request, self._clock())
                 continue
-            assert request.constraint is not None
-            is_output = isinstance(refusal, OutputRefused)
-            field = "output_token_ids" if is_output else request.constraint.kind
-            self._outputs.append(
-                _ending(request, error=Error(_INVALID_ARGUMENT, str(refusal), field))
-            )
+            self._outputs.append(_ending(request, error=_unprepared(request, refusal)))
             del self._requests[request.request_id]
 
     def _launch(self) -> bool:
@@ -203,8 +203,7 @@ class Engine:
             if request.state is _ENDED:
                 continue
             if result.error is not None:
-                code = _INVALID_ARGUMENT if result.is_callers else _INTERNAL
-                self._end(request, error=Error(code, result.error))
+                self._end(request, error=_failed(request, result))
                 continue
             if result.token_id is not None:
                 output = _token_output(request, result.token_id, result.logprobs)
@@ -260,12 +259,31 @@ def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) ->
     output = Output(request.request_id, request.attempt, position, [token_id], logprobs)
     if position == request.num_delivered:
         output.cached_tokens = request.cached_tokens
-    if token_id in request.stop_token_ids:
+    if token_id in request.stop_token_ids or token_id in request.reluctant_stop_ids:
         output.finish = FinishReason.STOP
         output.stop_token_id = token_id
     elif position + 1 >= request.max_tokens:
         output.finish = FinishReason.LENGTH
     return output
+
+
+def _failed(request: Request, result: RowResult) -> Error:
+    """Why it cannot go on; what is its own doing would be so at any shard."""
+    kind = "" if request.constraint is None else request.constraint.kind
+    code = _OUT_OF_RANGE if result.is_callers else _INTERNAL
+    return Error(code, result.error or "", kind)
+
+
+def _unprepared(request: Request, reason: BaseException) -> Error:
+    """Why it has no matcher."""
+    assert request.constraint is not None
+    kind = request.constraint.kind
+    if isinstance(reason, OutputRefused):
+        return Error(_INVALID_ARGUMENT, str(reason), "output_token_ids")
+    if isinstance(reason, ConstraintRefused):
+        return Error(_INVALID_ARGUMENT, str(reason), kind)
+    logger.error("request %s: its constraint failed", request.request_id, exc_info=reason)
+    return Error(_INTERNAL, f"{kind}: it cannot be compiled: {type(reason).__name__}", kind)
 
 
 def _work(request: Request) -> Work:

@@ -16,7 +16,8 @@ from typing import Any
 from llguidance import LLMatcher
 
 import penstock_shard
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, ConstraintRefused
+from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from penstock_router.reasoning import STYLES
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.tool_calls.choose import FORMATS
 from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
-from penstock_shard.constraints.languages import Constraint as ShardConstraint
+from penstock_shard.request import Constraint as ShardConstraint
 
 THINK, HERMES = STYLES["think"], FORMATS["hermes"]
 ADD = Tool(

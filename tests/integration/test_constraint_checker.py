@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from support.processes import is_alive, wait_until
@@ -206,6 +207,19 @@ async def test_one_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(NotChecked):
             await checker.check(_regex("b"))
+        assert not is_alive(process)
+        assert await checker.check(_regex("b")) == ""
+
+
+async def test_one_that_makes_no_sense_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        with monkeypatch.context() as patched:
+            decoder = msgspec.msgpack.Decoder(int)
+            patched.setattr(checker_module, "_verdict_decoder", decoder)
+            with pytest.raises(NotChecked):
+                await asyncio.wait_for(checker.check(_regex("b")), 60)
         assert not is_alive(process)
         assert await checker.check(_regex("b")) == ""
 

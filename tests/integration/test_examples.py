@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-STREAM = Path(__file__).parents[2] / "examples" / "python" / "stream.py"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 
 
 @pytest.fixture(scope="module")
 def stream():
-    return runpy.run_path(str(STREAM))["stream"]
+    return runpy.run_path(str(EXAMPLES / "stream.py"))["stream"]
 
 
 def test_the_python_example_streams_text(pair, stream, capsys) -> None:
@@ -31,3 +32,11 @@ def test_the_python_example_names_a_field_that_is_wrong(pair, stream, capsys) ->
 def test_the_python_example_keeps_to_its_deadline(pair, stream) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(stream(pair.shard.address, "What is a shard?", limit_s=0.05))
+
+
+def test_the_constrained_example_prints_what_matches_or_the_reason(pair, capsys) -> None:
+    ask = runpy.run_path(str(EXAMPLES / "constrained.py"))["ask"]
+    ask(pair.shard.address, "The parts are", "(router|shard)s?( and (router|shard)s?)?")
+    assert re.fullmatch("(router|shard)s?( and (router|shard)s?)?", capsys.readouterr().out)
+    ask(pair.shard.address, "The parts are", "(a")
+    assert capsys.readouterr() == ("", "regex: error: unclosed group\n")

@@ -13,11 +13,19 @@ from pathlib import Path
 import pytest
 from support.processes import Shard, running
 
-from penstock_client import Fleet, GenerationRequest, SamplingParams
+from penstock_client import (
+    Constraint,
+    ConstraintKind,
+    Fleet,
+    GenerationRequest,
+    SamplingParams,
+    ThinkingBudget,
+)
 from penstock_client.audit import AuditLog, AuditRecord
 from penstock_client.types import FinishReason
 
 REQUESTS = 12
+NUMBERS = Constraint(ConstraintKind.REGEX, "([0-9]{2} ){5,30}")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +52,9 @@ async def _generate(address: str) -> list[AuditRecord]:
                 SamplingParams(temperature=0.8, seed=index, repetition_penalty=1.1),
                 max_tokens=None if index % 2 else 30,
                 min_tokens=index % 3,
+                ignore_eos=index % 5 == 0,
+                constraint=NUMBERS if index % 4 == 1 else None,
+                thinking_budget=ThinkingBudget(3, 600, 601, begun=True) if index % 4 == 2 else None,
                 logprobs=2,
                 label=f"label {index}",
             )
@@ -93,6 +104,7 @@ def test_every_record_is_generated_again_elsewhere(
     shards: tuple[Shard, Shard], records: list[AuditRecord], tmp_path: Path
 ) -> None:
     assert {record.finish_reason for record in records} == set(FinishReason)
+    assert [601 in record.output_token_ids for record in records[2::4]] == [True] * 3
     for where in (shards, shards[1:]):
         run = _replay(_log(tmp_path / "audit", records), *where)
         (tmp_path / "audit").unlink()

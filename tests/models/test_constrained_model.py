@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
 from models.driver import load
+from random_schemas import random_schema
 from support.budget import budget, seeded
 from support.constrained import (
     BUILTIN,
@@ -21,6 +24,7 @@ from support.constrained import (
 )
 
 from penstock_shard.constraints.state import MaskFiller, allowed_ids
+from penstock_shard.link import Output
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.sampler import Sampler, SampleRow
@@ -45,7 +49,7 @@ CODE = Constraint("regex", "[A-Z]{2,5}-[0-9]{1,4}( [a-z]+){0,3}")
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    return load(BUILTIN, kv_blocks=512)
+    return load(BUILTIN, kv_blocks=6000)
 
 
 def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
@@ -127,3 +131,47 @@ def test_the_real_model_is_made_to_end_its_reasoning(runner: Runner) -> None:
     request.thinking_budget = ThinkingBudget(6, 600, 601, begun=True)
     [outputs] = ConstrainedEngine(lambda: runner).run(request).values()
     assert tokens(outputs)[6] == 601
+
+
+_BATCH = 50
+
+
+def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_ends(
+    runner: Runner,
+) -> None:
+    """As if its weights were random, all tokens are as likely. As it is it has habits (a row of
+    digits without end), which no schema forbids: then it is only looked at what ends.
+    """
+    rng = seeded("random schemas and a real model")
+    count, ended = budget(100, 1000), {1.0: 0, 100.0: 0}
+    for start in range(0, count, _BATCH):
+        for temperature in ended:
+            schemas = [random_schema(rng) for _ in range(_BATCH)]
+            said = ConstrainedEngine(lambda: runner).run(
+                *(
+                    constrained(
+                        f"r{index}",
+                        Constraint("json_schema", json.dumps(schema)),
+                        seed=start + index,
+                        temperature=temperature,
+                        max_tokens=1900,
+                    )
+                    for index, schema in enumerate(schemas)
+                )
+            )
+            for schema, outputs in zip(schemas, said.values(), strict=True):
+                ended[temperature] += _ends_well(schema, outputs)
+    print(f"of {count} each, by temperature, ended within 1900 tokens: {ended}")
+    assert ended[100.0] >= 0.95 * count
+    assert ended[1.0] >= 0.5 * count
+
+
+def _ends_well(schema: dict[str, Any], outputs: list[Output]) -> bool:
+    """Whether it ended; what did is of the schema."""
+    assert outputs[-1].error is None, (schema, outputs[-1].error)
+    if outputs[-1].finish is not FinishReason.STOP:
+        return False
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
+    validator.validate(json.loads(text(outputs)))
+    return True

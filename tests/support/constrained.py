@@ -16,11 +16,11 @@ from penstock_shard.constraints.prepare import ConstraintPreparer
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
-from penstock_shard.request import Constraint, Request, SamplingParams
+from penstock_shard.request import Constraint, Request
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.fake import FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
-from support.engines import EngineUnderTest, runner_info
+from support.engines import EngineUnderTest, make_request, runner_info
 
 BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")
 EOS_IDS = (0, 2)
@@ -99,16 +99,17 @@ def constrained(
     min_tokens: int = 0,
     reluctant: Sequence[int] = (),
 ) -> Request:
-    prompt = [101, 102, 103 + seed % 50]
-    return Request(
-        request_id=request_id,
-        attempt=0,
-        token_ids=[*prompt, *output],
-        num_prompt_tokens=len(prompt),
-        num_delivered=len(output),
-        sampling=SamplingParams(temperature=temperature, seed=seed),
+    request = make_request(
+        request_id,
+        [101, 102, 103 + seed % 50],
+        output=output,
         max_tokens=max_tokens,
-        stop_token_ids=frozenset(stop_token_ids),
+        seed=seed,
+        temperature=temperature,
+        stop_token_ids=stop_token_ids,
+    )
+    return dataclasses.replace(
+        request,
         min_tokens=min_tokens,
         reluctant_stop_ids=frozenset(reluctant),
         constraint=constraint,

@@ -18,6 +18,7 @@ from penstock_router.fields import (
     JsonObject,
     Kind,
     decode_json,
+    or_null,
     read_array,
     read_object,
     refusal,
@@ -146,9 +147,11 @@ class Called:
 def assistant_message(
     text: str | None, reasoning: str | None = None, calls: Sequence[Called] = ()
 ) -> Message:
-    """An answer, as templates expect it. Without calls it has content, if an empty one."""
+    """An answer, as templates expect it: they tell "no content", which may be only beside calls,
+    from an empty one.
+    """
     message: Message = {"role": "assistant"}
-    if text or not calls:
+    if text is not None or not calls:
         message["content"] = text or ""
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -209,7 +212,7 @@ _CALLED_SCHEMA: JsonObject = {
     },
     "required": ["name"],
 }
-_TEXT_OR_NULL: JsonObject = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_TEXT_OR_NULL: JsonObject = or_null({"type": "string"})
 _CALLS_SCHEMA: JsonObject = {
     "type": "array",
     "items": {

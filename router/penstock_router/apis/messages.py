@@ -39,6 +39,7 @@ from penstock_router.fields import (
     not_served,
     number,
     one_of,
+    or_null,
     read_fields,
     read_object,
     string,
@@ -74,7 +75,7 @@ def _read_thinking(name: str, value: Any) -> JsonObject:
 
 
 def _thinking_schema(kinds: list[str], *required: str, **more: JsonObject) -> JsonObject:
-    display = {"anyOf": [_DISPLAY.schema, {"type": "null"}]}
+    display = or_null(_DISPLAY.schema)
     properties = {"type": {"enum": kinds}, "display": display, **more}
     return {"type": "object", "properties": properties, "required": ["type", *required]}
 
@@ -109,8 +110,8 @@ _OUTPUT = Kind(
     {
         "type": "object",
         "properties": {
-            "format": {"anyOf": [FORMAT.schema, {"type": "null"}]},
-            "effort": {"anyOf": [STRING.schema, {"type": "null"}]},
+            "format": or_null(FORMAT.schema),
+            "effort": or_null(STRING.schema),
         },
     },
 )

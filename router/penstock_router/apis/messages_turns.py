@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock_router.apis.chat_messages import TEXT, check_size
+from penstock_router.apis.chat_messages import (
+    TEXT,
+    Called,
+    assistant_message,
+    check_size,
+    tool_message,
+)
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     BOOLEAN,
@@ -18,6 +24,7 @@ from penstock_router.fields import (
     STRING,
     JsonObject,
     Kind,
+    or_null,
     read_array,
     read_object,
     refusal,
@@ -101,10 +108,7 @@ def _read_result(name: str, block: JsonObject, tools_by_id: dict[str, str]) -> M
     text = "" if content is None else TEXT.read(f"{name}.content", content)
     if is_error is not None and BOOLEAN.read(f"{name}.is_error", is_error):
         text = _ERROR_PREFIX + text
-    message: Message = {"role": "tool", "tool_call_id": call_id, "content": text}
-    if call_id in tools_by_id:
-        message["name"] = tools_by_id[call_id]
-    return message
+    return tool_message(call_id, text, tools_by_id.get(call_id, ""))
 
 
 @dataclass(slots=True)
@@ -113,18 +117,11 @@ class _Said:
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[JsonObject] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
 
     def message(self) -> Message:
-        message: Message = {"role": "assistant"}
-        # Templates tell "no content" from its being missing.
-        if self.texts or not self.calls:
-            message["content"] = "\n".join(self.texts)
-        if self.reasoning:
-            message["reasoning_content"] = "\n".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message
+        text = "\n".join(self.texts) if self.texts else None
+        return assistant_message(text, "\n".join(self.reasoning), self.calls)
 
 
 def _read_assistant(name: str, blocks: list[Any], tools_by_id: dict[str, str]) -> Message:
@@ -137,7 +134,7 @@ def _read_assistant(name: str, blocks: list[Any], tools_by_id: dict[str, str]) -
             raise _not_served(at, block.get("type"), ", ".join(_OF_ASSISTANT))
         reader(at, block, said)
     for call in said.calls:
-        tools_by_id[call["id"]] = call["function"]["name"]
+        tools_by_id[call.call_id] = call.name
     return said.message()
 
 
@@ -156,15 +153,11 @@ def _read_redacted(name: str, block: JsonObject, said: _Said) -> None:
 
 def _read_call(name: str, block: JsonObject, said: _Said) -> None:
     said.calls.append(
-        {
-            "id": _NAME.read(f"{name}.id", block.get("id")),
-            "type": "function",
-            "function": {
-                "name": _NAME.read(f"{name}.name", block.get("name")),
-                # As templates expect them.
-                "arguments": OBJECT.read(f"{name}.input", block.get("input")),
-            },
-        }
+        Called(
+            call_id=_NAME.read(f"{name}.id", block.get("id")),
+            name=_NAME.read(f"{name}.name", block.get("name")),
+            arguments=OBJECT.read(f"{name}.input", block.get("input")),
+        )
     )
 
 
@@ -207,8 +200,8 @@ _RESULT_BLOCK = _block_schema(
     "content",
     "is_error",
     tool_use_id=_NAME.schema,
-    content={"anyOf": [TEXT.schema, {"type": "null"}]},
-    is_error={"anyOf": [BOOLEAN.schema, {"type": "null"}]},
+    content=or_null(TEXT.schema),
+    is_error=or_null(BOOLEAN.schema),
 )
 _ASSISTANT_BLOCKS = (
     _TEXT_BLOCK,

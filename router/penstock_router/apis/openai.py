@@ -42,6 +42,7 @@ from penstock_router.fields import (
     not_served,
     number,
     one_of,
+    or_null,
     read_array,
     read_fields,
     read_object,
@@ -172,7 +173,7 @@ def _read_stream_options(name: str, value: Any) -> JsonObject:
     return options
 
 
-_FLAG_OR_NULL = {"anyOf": [{"type": "boolean"}, {"type": "null"}]}
+_FLAG_OR_NULL = or_null({"type": "boolean"})
 _STREAM_OPTIONS = Kind(
     _read_stream_options,
     {

@@ -417,15 +417,17 @@ class ChatShape(_OpenAIShape):
         return message
 
     def _calls(self, choice: int, pieces: Sequence[Piece]) -> list[ToolCall]:
-        return [
-            {
-                "id": call_id(self._response_id, choice, piece.call),
-                "type": "function",
-                "function": {"name": piece.text, "arguments": _arguments_of(piece.call, pieces)},
-            }
-            for piece in pieces
-            if piece.kind is PieceKind.CALL
-        ]
+        calls: list[ToolCall] = []
+        # Once over all of them: an answer may make thousands of calls.
+        for piece in pieces:
+            if piece.kind is PieceKind.CALL:
+                id_ = call_id(self._response_id, choice, piece.call)
+                function: CalledFunction = {"name": piece.text, "arguments": ""}
+                calls.append({"id": id_, "type": "function", "function": function})
+            elif piece.kind is PieceKind.ARGUMENTS:
+                # Of the latest call: arguments follow their beginning.
+                calls[-1]["function"]["arguments"] += piece.text
+        return calls
 
     def _choice(self, delta: Delta) -> ChatChoice:
         choice: ChatChoice = {
@@ -509,10 +511,3 @@ class ChatShape(_OpenAIShape):
 
 def _text_of(kind: PieceKind, pieces: Sequence[Piece]) -> str:
     return "".join([piece.text for piece in pieces if piece.kind is kind])
-
-
-def _arguments_of(call: int, pieces: Sequence[Piece]) -> str:
-    texts = [
-        piece.text for piece in pieces if piece.kind is PieceKind.ARGUMENTS and piece.call == call
-    ]
-    return "".join(texts)

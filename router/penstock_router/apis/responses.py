@@ -50,6 +50,7 @@ from penstock_router.fields import (
     integer,
     not_served,
     one_of,
+    or_null,
     read_fields,
     read_object,
     string,
@@ -113,7 +114,7 @@ def _parts_of(**fields: Kind) -> Kind:
             if given.get(key) is not None
         }
 
-    entries = {key: {"anyOf": [kind.schema, {"type": "null"}]} for key, kind in fields.items()}
+    entries = {key: or_null(kind.schema) for key, kind in fields.items()}
     return Kind(read, {"type": "object", "properties": entries})
 
 
@@ -163,9 +164,9 @@ _TEXT_FORMAT = Kind(
                 "properties": {
                     "type": {"enum": ["json_schema"]},
                     "name": _FORMAT_NAME.schema,
-                    "description": {"anyOf": [STRING.schema, {"type": "null"}]},
+                    "description": or_null(STRING.schema),
                     "schema": OBJECT.schema,
-                    "strict": {"anyOf": [BOOLEAN.schema, {"type": "null"}]},
+                    "strict": or_null(BOOLEAN.schema),
                 },
                 "required": ["type", "name", "schema"],
             },

@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
-import msgspec
-
-from penstock_router.apis.chat_messages import check_size
+from penstock_router.apis.chat_messages import (
+    Called,
+    assistant_message,
+    check_size,
+    tool_message,
+)
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     STRING,
     JsonObject,
     Kind,
-    decode_json,
     one_of,
+    or_null,
     read_array,
     read_object,
     refusal,
@@ -105,7 +108,7 @@ class _Said:
 
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    calls: list[JsonObject] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
 
     def takes(self, item: Item) -> bool:
         """Whether the item is of this message; else it begins another.
@@ -116,9 +119,7 @@ class _Said:
 
     def add(self, item: Item) -> None:
         if item["type"] == "function_call":
-            function = {"name": item["name"], "arguments": _arguments(item["arguments"])}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            self.calls.append(call)
+            self.calls.append(Called(item["call_id"], item["name"], item["arguments"]))
         elif item["type"] == "reasoning":
             if item["content"]:
                 self.reasoning.append(_text_of(item["content"]))
@@ -129,15 +130,8 @@ class _Said:
         """It, in the words of a chat; none of reasoning that nobody can read."""
         if not (self.reasoning or self.texts or self.calls):
             return []
-        message: Message = {"role": "assistant"}
-        if self.reasoning:
-            message["reasoning_content"] = "\n".join(self.reasoning)
-        # Templates tell "no content" from its being missing; only beside calls there need be none.
-        if self.texts or not self.calls:
-            message["content"] = "\n".join(self.texts)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return [message]
+        text = "\n".join(self.texts) if self.texts else None
+        return [assistant_message(text, "\n".join(self.reasoning), self.calls)]
 
 
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[Message]:
@@ -173,27 +167,14 @@ def _given(item: Item, names: dict[str, str]) -> Message:
     if item["type"] != "function_call_output":
         assert item["type"] == "message"
         return {"role": item["role"], "content": _text_of(item["content"])}
-    message: Message = {"role": "tool", "tool_call_id": item["call_id"]}
-    # By which some templates tell outputs apart.
-    if item["call_id"] in names:
-        message["name"] = names[item["call_id"]]
-    output = item["output"]
-    message["content"] = output if isinstance(output, str) else _text_of(output)
-    return message
+    output, call_id = item["output"], item["call_id"]
+    text = output if isinstance(output, str) else _text_of(output)
+    return tool_message(call_id, text, names.get(call_id, ""))
 
 
 def _text_of(parts: list[Part]) -> str:
     # Joined as a chat's parts are.
     return "\n".join(part.get("text", part.get("refusal", "")) for part in parts)
-
-
-def _arguments(text: str) -> JsonObject | str:
-    """As templates expect them: the object; the text where it is none, as of a call cut off."""
-    try:
-        parsed = decode_json(text or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return text
-    return parsed if isinstance(parsed, dict) else text
 
 
 def check_outputs(items: Sequence[Item], num_earlier: int = 0) -> None:
@@ -348,7 +329,7 @@ def _part_schema(kinds: tuple[str, ...], key: str) -> JsonObject:
 
 def _plain_parts_schema(kind: str) -> JsonObject:
     parts = {"type": "array", "items": _part_schema((kind,), "text")}
-    return {"anyOf": [parts, {"type": "null"}]}
+    return or_null(parts)
 
 
 _TEXT_SCHEMA: JsonObject = {

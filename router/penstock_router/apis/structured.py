@@ -23,6 +23,7 @@ from penstock_router.fields import (
     array_of,
     decode_json,
     one_of,
+    or_null,
     read_array,
     read_object,
     refusal,
@@ -331,18 +332,14 @@ def _form(*types: str, required: tuple[str, ...] = (), **properties: JsonObject)
     }
 
 
-def _or_null(schema: JsonObject) -> JsonObject:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
 _SCHEMA: JsonObject = {"anyOf": [{"type": "object"}, {"type": "string"}]}
 _NAMED: JsonObject = {
     "type": "object",
     "properties": {
-        "name": _or_null(STRING.schema),
-        "description": _or_null(STRING.schema),
+        "name": or_null(STRING.schema),
+        "description": or_null(STRING.schema),
         "schema": _SCHEMA,
-        "strict": _or_null(BOOLEAN.schema),
+        "strict": or_null(BOOLEAN.schema),
     },
     "required": ["schema"],
 }
@@ -360,7 +357,7 @@ FORMAT = Kind(
     {
         "anyOf": [
             _form("text"),
-            _form("json_object", value=_or_null(_SCHEMA), schema=_or_null(_SCHEMA)),
+            _form("json_object", value=or_null(_SCHEMA), schema=or_null(_SCHEMA)),
             _form("json_schema", required=("json_schema",), json_schema=_NAMED),
             _form("json_schema", required=("value",), value=_NAMED),
             _form("json_schema", required=("schema",), schema=_SCHEMA),
@@ -376,7 +373,7 @@ OUTPUTS = Kind(
     {
         "type": "object",
         "properties": {
-            name: _or_null(schema)
+            name: or_null(schema)
             for name, schema in {
                 "json": _SCHEMA,
                 "regex": _TEXT.schema,
@@ -403,8 +400,8 @@ CONSTRAINT_FIELDS = (
     Field(
         "structured_outputs",
         OUTPUTS,
-        "One of json, regex, choice, grammar (Lark), json_object and structural_tag; for JSON: how "
-        "it is written. disable_fallback changes nothing: there is none.",
+        "One of json, regex, choice, grammar (Lark or EBNF), json_object and structural_tag; for "
+        "JSON: how it is written. disable_fallback changes nothing: there is none.",
     ),
     Field("guided_json", Kind(constraint_of_schema, _SCHEMA), "As structured_outputs.json."),
     Field("guided_regex", Kind(_constraint_of_regex, _TEXT.schema), "As structured_outputs.regex."),
@@ -416,7 +413,7 @@ CONSTRAINT_FIELDS = (
     Field(
         "guided_grammar",
         Kind(_constraint_of_grammar, _TEXT.schema),
-        "As structured_outputs.grammar: Lark.",
+        "As structured_outputs.grammar: Lark or EBNF.",
     ),
     Field("guided_whitespace_pattern", _TEXT, "A regular expression; only for JSON."),
     Field(

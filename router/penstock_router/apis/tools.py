@@ -18,6 +18,7 @@ from penstock_router.fields import (
     STRING,
     JsonObject,
     Kind,
+    or_null,
     read_array,
     read_object,
     refusal,
@@ -170,6 +171,9 @@ def _openai_choice(name: str, value: Any, named: Callable[[str, JsonObject], str
             return _allowed(name, value, named)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
+        case {"function": _}:
+            # Hugging Face's clients give no type.
+            return AskedChoice(ToolChoice("named", named(name, value)))
     raise refusal(name, words, value)
 
 
@@ -253,8 +257,8 @@ def check_one_form(request: ChatRequest) -> None:
 def _described(**forms: JsonObject) -> JsonObject:
     properties = {
         "name": {"type": "string", "pattern": _NAME_PATTERN},
-        "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "description": or_null({"type": "string"}),
+        "strict": or_null({"type": "boolean"}),
         **forms,
     }
     return {"type": "object", "properties": properties, "required": ["name"]}
@@ -268,7 +272,7 @@ _PARAMETERS: JsonObject = {
     "type": "object",
     "properties": {"type": {"enum": ["object"]}},
 }
-_MAYBE: JsonObject = {"anyOf": [_PARAMETERS, {"type": "null"}]}
+_MAYBE: JsonObject = or_null(_PARAMETERS)
 _FUNCTION: JsonObject = {"enum": ["function"]}
 _CHAT_TOOL: JsonObject = {
     "type": "object",
@@ -319,7 +323,9 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 
 # Of chats: {"type": "function", "function": {"name": ...}}.
 TOOLS = Kind(_reader(_chat_tool, 1), _several(_CHAT_TOOL, 1))
-CHOICE = Kind(_chat_choice, _choices(_ONE, *_allowed_forms(_ONE)))
+CHOICE = Kind(
+    _chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE))
+)
 # Of responses: {"type": "function", "name": ...}.
 FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _several(_FLAT_TOOL, 0))
 FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
@@ -333,7 +339,7 @@ MESSAGE_CHOICE = Kind(
                 "type": "object",
                 "properties": {
                     "type": {"enum": ["auto", "any", "none"]},
-                    "disable_parallel_tool_use": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                    "disable_parallel_tool_use": or_null({"type": "boolean"}),
                 },
                 "required": ["type"],
             },

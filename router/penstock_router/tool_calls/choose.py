@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from penstock_router.reasoning import AUTO, NONE
 from penstock_router.tool_calls.base import ToolFormat
 from penstock_router.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from penstock_router.tool_calls.hermes import HermesFormat
@@ -11,8 +12,6 @@ from penstock_router.tool_calls.llama_json import LlamaJsonFormat
 from penstock_router.tool_calls.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.tool_calls.plain_json import PlainJsonFormat
 from penstock_router.tool_calls.pythonic import PythonicFormat
-
-AUTO, NONE = "auto", "none"
 
 # In the order in which templates are asked: markers before words.
 _FORMATS: tuple[ToolFormat, ...] = (
@@ -45,16 +44,13 @@ FORMATS: Mapping[str, ToolFormat] = _BY_NAME | {
 
 
 def tool_format_of(template: str, name: str = AUTO) -> ToolFormat | None:
-    """The format of this name, or the template's own.
+    """The format of this name; "auto": the template's own.
 
-    None: it shows tools to its model and no form of calls that is known here. Raises ValueError
+    None: it shows tools to its model and no form of calls that is known here. Raises `KeyError`
     for a name that is none.
     """
     if name == NONE:
         return None
     if name != AUTO:
-        if name not in FORMATS:
-            known = ", ".join([AUTO, NONE, *sorted(FORMATS)])
-            raise ValueError(f"no tool-call parser is called {name!r}: there are {known}")
         return FORMATS[name]
     return next((each for each in _FORMATS if each.is_of(template)), None)

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from penstock_router.fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import (
-    JsonCallReader,
+from penstock_router.structural_tag import (
     among_text,
-    arguments_schema,
     json_format,
     literal,
     one_or_more,
     sequence,
+    tag,
 )
+from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.tool_calls.json_calls import JsonCallReader, arguments_schema
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -54,20 +54,19 @@ class DeepSeekFormat:
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """All calls between one pair of markers."""
-        tags: list[JsonObject] = [
-            {
-                "type": "tag",
-                "begin": f"{_CALL}{self._before}{tool.name}{self._between}",
-                "content": json_format(arguments_schema(tool, required=required)),
-                "end": f"{self._behind}{_CALL_END}",
-            }
+        tags = [
+            tag(
+                f"{_CALL}{self._before}{tool.name}{self._between}",
+                json_format(arguments_schema(tool, required=required)),
+                f"{self._behind}{_CALL_END}",
+            )
             for tool in tools
         ]
         calls = one_or_more(tags, self._apart, parallel=parallel)
         if required:
             return sequence(literal(_CALLS), calls, literal(_CALLS_END))
-        tag = {"type": "tag", "begin": _CALLS, "content": calls, "end": _CALLS_END}
-        return among_text([tag], _CALLS, parallel=False)
+        among = tag(_CALLS, calls, _CALLS_END)
+        return among_text([among], _CALLS, parallel=False)
 
 
 DEEPSEEK_V3 = DeepSeekFormat(

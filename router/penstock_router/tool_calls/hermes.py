@@ -7,13 +7,9 @@ from dataclasses import dataclass
 
 from penstock_router.fields import JsonObject
 from penstock_router.request import Tool
+from penstock_router.structural_tag import among_text, one_or_more
 from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import (
-    JsonCallReader,
-    among_text,
-    call_tag,
-    one_or_more,
-)
+from penstock_router.tool_calls.json_calls import JsonCallReader, call_tag
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 # Families that have the same marker with something else behind it.

@@ -13,15 +13,18 @@ Knows no markers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
 from dataclasses import dataclass
 
 from penstock_router.fields import JsonObject
 from penstock_router.request import Tool
+from penstock_router.structural_tag import either, json_format, regex, tag
 from penstock_router.tool_calls.base import SPACE, CallReader, Misfit, Reading
 from penstock_router.tool_calls.json_scanner import JsonScanner, is_object
 
 _ARGUMENTS = ("arguments", "parameters")
+# Of a character that JSON writes as two: no text can have one without the other.
+_HALF = re.compile("[\ud800-\udfff]")
 # What calls are known to have besides.
 _BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
 
@@ -177,6 +180,8 @@ class JsonCallReader(CallReader):
             text = "{}"
         if not is_object(text):
             return False
+        # They were written as escapes, and as such they can be shown.
+        text = _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", text)
         if call.name is None:
             call.early = text
         else:
@@ -218,57 +223,15 @@ def arguments_schema(tool: Tool, *, required: bool) -> JsonObject:
     return {"type": "object"} | (schema or {})
 
 
-def json_format(schema: JsonObject) -> JsonObject:
-    """A value that obeys a schema."""
-    return {"type": "json_schema", "json_schema": schema}
-
-
 def call_tag(tool: Tool, before: str, between: str, end: str, *, required: bool) -> JsonObject:
     """One call: its name in quotes behind `before`, its arguments between `between` and `end`."""
     name = json.dumps(tool.name, ensure_ascii=False)
     content = json_format(arguments_schema(tool, required=required))
-    return {"type": "tag", "begin": before + name + between, "content": content, "end": end}
-
-
-def one_or_more(tags: Sequence[JsonObject], separator: str, *, parallel: bool) -> JsonObject:
-    """Calls and nothing else."""
-    return {
-        "type": "tags_with_separator",
-        "tags": list(tags),
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not parallel,
-    }
-
-
-def among_text(tags: Sequence[JsonObject], trigger: str, *, parallel: bool) -> JsonObject:
-    """Free text, in which a marker begins a call."""
-    return {
-        "type": "triggered_tags",
-        "triggers": [trigger],
-        "tags": list(tags),
-        "at_least_one": False,
-        "stop_after_first": not parallel,
-    }
-
-
-def sequence(*elements: JsonObject) -> JsonObject:
-    """One behind the other."""
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def either(elements: Iterable[JsonObject]) -> JsonObject:
-    """One of them."""
-    return {"type": "or", "elements": list(elements)}
-
-
-def literal(text: str) -> JsonObject:
-    """Exactly this."""
-    return {"type": "const_string", "value": text}
+    return tag(before + name + between, content, end)
 
 
 def calls_or_text(calls: JsonObject, beginnings: str) -> JsonObject:
     """Calls, or text that does not begin like one: with none of `beginnings`."""
     others = beginnings.replace("[", "\\[")
-    text = {"type": "regex", "pattern": f"[ \\t\\r\\n]*([^{others} \\t\\r\\n][\\s\\S]*)?"}
+    text = regex(f"[ \\t\\r\\n]*([^{others} \\t\\r\\n][\\s\\S]*)?")
     return either([calls, text])

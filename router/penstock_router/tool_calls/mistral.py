@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 from penstock_router.fields import JsonObject
 from penstock_router.request import Tool
-from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import (
-    JsonCallReader,
+from penstock_router.structural_tag import (
     among_text,
-    arguments_schema,
-    call_tag,
     json_format,
     literal,
     one_or_more,
     sequence,
+    tag,
 )
+from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
+from penstock_router.tool_calls.json_calls import JsonCallReader, arguments_schema, call_tag
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -50,8 +49,8 @@ class MistralFormat:
         calls = one_or_more(tags, ", ", parallel=parallel)
         if required:
             return sequence(literal(f"{_CALLS}["), calls, literal("]"))
-        tag = {"type": "tag", "begin": f"{_CALLS}[", "content": calls, "end": "]"}
-        return among_text([tag], _CALLS, parallel=False)
+        among = tag(f"{_CALLS}[", calls, "]")
+        return among_text([among], _CALLS, parallel=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,12 @@ class MistralNamedFormat:
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """Nothing between one call and the next."""
-        tags: list[JsonObject] = [
-            {
-                "type": "tag",
-                "begin": f"{_CALLS}{tool.name}{_ARGUMENTS}",
-                "content": json_format(arguments_schema(tool, required=required)),
-                "end": "",
-            }
+        tags = [
+            tag(
+                f"{_CALLS}{tool.name}{_ARGUMENTS}",
+                json_format(arguments_schema(tool, required=required)),
+                "",
+            )
             for tool in tools
         ]
         if required:

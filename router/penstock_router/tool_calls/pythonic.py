@@ -14,15 +14,9 @@ from dataclasses import dataclass
 from penstock_router.errors import BadRequest
 from penstock_router.fields import JsonObject
 from penstock_router.request import Tool
+from penstock_router.structural_tag import either, json_format, literal, one_or_more, sequence, tag
 from penstock_router.tool_calls.base import CallReader, Misfit, Reading, ToolParser
-from penstock_router.tool_calls.json_calls import (
-    calls_or_text,
-    either,
-    json_format,
-    literal,
-    one_or_more,
-    sequence,
-)
+from penstock_router.tool_calls.json_calls import calls_or_text
 from penstock_router.tool_calls.python_literals import PythonScanner
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
@@ -54,14 +48,8 @@ class PythonicFormat:
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
         """A list; values are JSON, which is nearly Python and read as well."""
-        tags: list[JsonObject] = [
-            {
-                "type": "tag",
-                "begin": f"{tool.name}(",
-                "content": _arguments_format(tool, required=required),
-                "end": ")",
-            }
-            for tool in tools
+        tags = [
+            tag(f"{tool.name}(", _arguments_format(tool, required=required), ")") for tool in tools
         ]
         listed = one_or_more(tags, ", ", parallel=parallel)
         calls = sequence(literal("["), listed, literal("]"))
@@ -130,7 +118,7 @@ def _listed(named: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
     ways = [sequence(named[at][1], *behind[at + 1 :]) for at in range(last)]
     if first_needed is None:
         ways.append(literal(""))
-    return ways[0] if len(ways) == 1 else either(ways)
+    return either(ways)
 
 
 def _behind_another(needed: bool, argument: JsonObject) -> JsonObject:

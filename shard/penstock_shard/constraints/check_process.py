@@ -30,7 +30,7 @@ from penstock_shard.constraints.check_link import (
     patience_s,
 )
 from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, TokenizerUnusable
-from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 # The engine's threads have more: what fits in this does not overflow there.
@@ -182,16 +182,11 @@ def _address_space_bytes() -> int | None:
 
 def _refusal_of(compiler: Compiler, constraint: Constraint, limits: ConstraintLimits) -> str:
     try:
-        matcher = compiler.compile(constraint)
-        matcher.compute_bitmask()
+        compiler.compile(constraint)
     except ConstraintRefused as error:
         return _named(constraint.kind, str(error))
     except MemoryError:
         return _too_large(constraint.kind, limits)
-    except RecursionError:
-        return f"{constraint.kind}: is nested too deeply"
-    if matcher.is_error():
-        return _named(constraint.kind, " ".join(matcher.get_error().split()))
     return ""
 
 

@@ -18,6 +18,7 @@ import socket
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -45,6 +46,8 @@ _KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 _started_decoder = msgspec.msgpack.Decoder(Started)
 _verdict_decoder = msgspec.msgpack.Decoder(Verdict)
+
+_Message = TypeVar("_Message")
 
 
 class NotChecked(Exception):
@@ -233,7 +236,7 @@ class _CheckProcess:
             )
         one = cls(start, process, *await asyncio.open_connection(sock=ours))
         try:
-            problem = _started_decoder.decode(await one._ask(start, _START_S)).problem
+            problem = _decoded(_started_decoder, await one._ask(start, _START_S)).problem
             if problem:
                 raise _ProcessLost(problem)
         except (_ProcessLost, asyncio.CancelledError):
@@ -243,7 +246,7 @@ class _CheckProcess:
 
     async def verdict_on(self, constraint: Constraint, longest_s: float) -> Verdict:
         """Raises `_ProcessLost`, also where it takes longer than `longest_s`."""
-        return _verdict_decoder.decode(await self._ask(constraint, longest_s))
+        return _decoded(_verdict_decoder, await self._ask(constraint, longest_s))
 
     async def end(self) -> None:
         """Whatever it does just now."""
@@ -262,6 +265,13 @@ class _CheckProcess:
             raise _ProcessLost(f"no answer in {longest_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _ProcessLost("it ended without a word") from None
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise _ProcessLost(f"what it says makes no sense: {error}") from None
 
 
 def _key(constraint: Constraint) -> bytes:

@@ -15,9 +15,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock_shard.constraints.languages import Constraint, ConstraintRefused, grammar_of
-
-__all__ = ["Compiler", "ConstraintLimits", "ConstraintRefused", "TokenizerUnusable"]
+from penstock_shard.constraints.languages import grammar_of
+from penstock_shard.constraints.refusal import ConstraintRefused
+from penstock_shard.request import Constraint
 
 # What a state of the lexer takes, by llguidance's word.
 _BYTES_PER_STATE = 2048
@@ -186,6 +186,9 @@ _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 def _reason(error: str) -> str:
     """The line of llguidance's that says why."""
+    if error.startswith("NoExtensionBias"):
+        # Its name for a beginning that nothing can follow.
+        return "no text is allowed"
     lines = [_PLACE.sub("", line.strip()) for line in error.strip().splitlines()]
     told = [line for line in lines if line.startswith("error:")]
     return (told or [line for line in lines if line] or ["it cannot be compiled"])[0]

@@ -33,6 +33,15 @@ _VARIABLE = r"(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{2})+"
 _CHANGED = rf"{_VARIABLE}(?::[1-9][0-9]{{0,3}}|\*)?"
 _VARIABLES = rf"\{{[+#./;?&]?{_CHANGED}(?:,{_CHANGED})*\}}"
 
+_DIGIT = "[0-9a-fA-F]"
+_UUID = f"{_DIGIT}{{8}}(?:-{_DIGIT}{{4}}){{3}}-{_DIGIT}{{12}}"
+
+
+def _uuid(version: int) -> str:
+    return (
+        f"{_DIGIT}{{8}}-{_DIGIT}{{4}}-{version}{_DIGIT}{{3}}-[89abAB]{_DIGIT}{{3}}-{_DIGIT}{{12}}"
+    )
+
 
 def _pattern(text: str) -> dict[str, Any]:
     return {"pattern": f"^(?:{text})$"}
@@ -46,7 +55,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "ipv4": {"format": "ipv4"},
     "ipv6": {"format": "ipv6"},
     "uri": {"format": "uri"},
-    "uuid": {"format": "uuid"},
+    "uuid": _pattern(_UUID),
+    # Of which version, as pydantic names them.
+    **{f"uuid{version}": _pattern(_uuid(version)) for version in range(1, 9)},
     "idn-email": {"format": "email"},
     "idn-hostname": _pattern(rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"),
     "iri": {"format": "uri"},

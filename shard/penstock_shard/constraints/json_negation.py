@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from penstock_shard.constraints.json_patterns import any_text_but
 from penstock_shard.constraints.json_terms import (
@@ -26,27 +26,23 @@ from penstock_shard.constraints.refusal import ConstraintRefused
 _FIRST_ITEMS = 5
 
 
-class Places(Place, Protocol):
-    def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]: ...
-
-
-def negative(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def negative(place: Place, schema: dict[str, Any], base: str) -> Schema:
     """Values that break one of the keywords at least."""
     return any_of(
         _OPPOSITES[keyword](place, schema, base) for keyword in schema if keyword in _OPPOSITES
     )
 
 
-def _type(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _type(place: Place, schema: dict[str, Any], base: str) -> Schema:
     named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     return other_types(*("number" if name == "integer" else name for name in named))
 
 
-def _const(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _const(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return _none_of([schema["const"]])
 
 
-def _enum(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _enum(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return _none_of(schema["enum"]) if isinstance(schema["enum"], list) else False
 
 
@@ -125,7 +121,7 @@ _BUT: dict[str, Callable[[list[Any]], Schema]] = {
 def _bound(kind: str, opposite: str, step: int) -> _Opposite:
     """Beyond the bound, by `step` where it is a count."""
 
-    def beyond(place: Places, schema: dict[str, Any], base: str) -> Schema:
+    def beyond(place: Place, schema: dict[str, Any], base: str) -> Schema:
         keyword = _OF_OPPOSITE[kind, opposite]
         limit = schema[keyword]
         if isinstance(limit, bool) or not isinstance(limit, int | float):
@@ -155,26 +151,26 @@ _OF_OPPOSITE = {
 }
 
 
-def _more_properties(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _more_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
     # More than one of unknown names cannot be held: they may be the same.
     if schema["maxProperties"] != 0:
         return False
     return {"type": "object", "minProperties": 1}
 
 
-def _required(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _required(place: Place, schema: dict[str, Any], base: str) -> Schema:
     if not isinstance(schema["required"], list):
         return False
     return any_of({"type": "object", **without([name])} for name in schema["required"])
 
 
-def _properties(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return any_of(
         _with(name, place.negative(of, base)) for name, of in schema["properties"].items()
     )
 
 
-def _additional(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _additional(place: Place, schema: dict[str, Any], base: str) -> Schema:
     """Objects with a member that is not named, where any such is forbidden."""
     if schema["additionalProperties"] is not False or schema.get("patternProperties"):
         return False
@@ -182,7 +178,7 @@ def _additional(place: Places, schema: dict[str, Any], base: str) -> Schema:
     return {"type": "object", **(without(named) if named else {}), "minProperties": 1}
 
 
-def _items(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _items(place: Place, schema: dict[str, Any], base: str) -> Schema:
     items = schema["items"]
     if isinstance(items, list):
         return any_of(at(index, place.negative(of, base)) for index, of in enumerate(items))
@@ -191,13 +187,13 @@ def _items(place: Places, schema: dict[str, Any], base: str) -> Schema:
     return any_of(at(index, forbidden) for index in range(first, first + _FIRST_ITEMS))
 
 
-def _prefix(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _prefix(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return any_of(
         at(index, place.negative(of, base)) for index, of in enumerate(schema["prefixItems"])
     )
 
 
-def _contains(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _contains(place: Place, schema: dict[str, Any], base: str) -> Schema:
     if schema.get("minContains", 1) == 0:
         return False
     forbidden = place.negative(schema["contains"], base)
@@ -206,15 +202,15 @@ def _contains(place: Places, schema: dict[str, Any], base: str) -> Schema:
     return {"type": "array", "items": forbidden} if forbidden is not True else {"type": "array"}
 
 
-def _all(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _all(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return any_of(place.negative(part, base) for part in schema["allOf"])
 
 
-def _any(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _any(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return all_of(place.negative(part, base) for part in schema["anyOf"])
 
 
-def _one(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _one(place: Place, schema: dict[str, Any], base: str) -> Schema:
     """None of them, or two."""
     parts = schema["oneOf"]
     if len(parts) > 8:
@@ -226,18 +222,18 @@ def _one(place: Places, schema: dict[str, Any], base: str) -> Schema:
     return any_of([all_of(place.negative(part, base) for part in parts), *pairs])
 
 
-def _not(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _not(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return place.positive(schema["not"], base)
 
 
-def _if(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _if(place: Place, schema: dict[str, Any], base: str) -> Schema:
     condition = schema["if"]
     met = [place.positive(condition, base), place.negative(schema.get("then", True), base)]
     unmet = [place.negative(condition, base), place.negative(schema.get("else", True), base)]
     return any_of([all_of(met), all_of(unmet)])
 
 
-def _dependent_names(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _dependent_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return any_of(
         {"type": "object", "required": [name], **without([needed])}
         for name, some in schema["dependentRequired"].items()
@@ -246,7 +242,7 @@ def _dependent_names(place: Places, schema: dict[str, Any], base: str) -> Schema
     )
 
 
-def _dependent_schemas(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def _dependent_schemas(place: Place, schema: dict[str, Any], base: str) -> Schema:
     return any_of(
         all_of([{"type": "object", "required": [name]}, place.negative(of, base)])
         for name, of in schema["dependentSchemas"].items()
@@ -254,14 +250,14 @@ def _dependent_schemas(place: Places, schema: dict[str, Any], base: str) -> Sche
 
 
 def _reference(keyword: str) -> _Opposite:
-    def opposite(place: Places, schema: dict[str, Any], base: str) -> Schema:
+    def opposite(place: Place, schema: dict[str, Any], base: str) -> Schema:
         target, target_base = place.resolve(keyword, schema[keyword], base)
         return place.negative(target, target_base)
 
     return opposite
 
 
-_Opposite = Callable[[Places, dict[str, Any], str], Schema]
+_Opposite = Callable[[Place, dict[str, Any], str], Schema]
 # What is not here has no opposite that can be said: nothing is forbidden by it.
 _OPPOSITES: dict[str, _Opposite] = {
     "type": _type,

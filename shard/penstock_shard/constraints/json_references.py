@@ -6,7 +6,7 @@ Knows the drafts' ways to name a schema, and that nothing is fetched from anywhe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urljoin
 
 from penstock_shard.constraints.json_terms import Schema
 from penstock_shard.constraints.refusal import ConstraintRefused, shown
@@ -64,13 +64,13 @@ class Document:
     def base(self, schema: Schema, base: str) -> str:
         """The base within a schema that is found under `base`."""
         name = self._id(schema)
-        return base if name is None else urljoin(base, name).rstrip("#")
+        return base if name is None else _joined(base, name).rstrip("#")
 
     def resolve(self, reference: object, base: str) -> tuple[Schema, str]:
         """The schema that is meant, and the base it is read with."""
         if not isinstance(reference, str):
             raise ConstraintRefused(f"$ref: {shown(reference)} is no text")
-        address, fragment = urldefrag(_joined(base, reference))
+        address, _, fragment = _joined(base, reference).partition("#")
         if address not in self._resources:
             raise ConstraintRefused(f"$ref: {shown(reference)} is outside of the schema")
         fragment = unquote(fragment)
@@ -129,7 +129,10 @@ class Document:
 
 def _joined(base: str, reference: str) -> str:
     # urljoin knows no URNs: a fragment belongs to the base as it is.
-    return base + reference if reference.startswith("#") else urljoin(base, reference)
+    try:
+        return base + reference if reference.startswith("#") else urljoin(base, reference)
+    except ValueError as error:
+        raise ConstraintRefused(f"{shown(reference)} is no URI: {error}") from error
 
 
 def _anchor_names(schema: dict[str, Schema], by_id: bool) -> Iterator[str]:

@@ -12,10 +12,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from penstock_shard.constraints.json_endless import without_endless
 from penstock_shard.constraints.json_formats import FORMATS, REFUSED_FORMATS
 from penstock_shard.constraints.json_negation import negative
+from penstock_shard.constraints.json_one_of import one_of
 from penstock_shard.constraints.json_patterns import rust_pattern
 from penstock_shard.constraints.json_references import Document
+from penstock_shard.constraints.json_shapes import check_shapes
 from penstock_shard.constraints.json_terms import (
     TYPES,
     Schema,
@@ -26,6 +29,7 @@ from penstock_shard.constraints.json_terms import (
     without,
 )
 from penstock_shard.constraints.json_unevaluated import UNEVALUATED, closed
+from penstock_shard.constraints.json_unique import unique
 from penstock_shard.constraints.refusal import ConstraintRefused, shown
 
 # Keywords that say nothing about which values are valid, or only where schemas are.
@@ -77,6 +81,9 @@ def prepared(root: Schema) -> dict[str, Any]:
     found = translation.positive(root, "")
     if found is False:
         raise ConstraintRefused("json_schema: no value is valid")
+    found = without_endless(found, translation.definitions)
+    if found is False:
+        raise ConstraintRefused("json_schema: no value is valid: each would go on without end")
     if found is True:
         found = {}
     return {**found, "$defs": translation.definitions} if translation.definitions else found
@@ -99,6 +106,7 @@ class _Translation:
             return schema
         if not isinstance(schema, dict):
             raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
+        check_shapes(schema)
         if "$ref" in schema and self._document.references_stand_alone:
             return self._reference(schema["$ref"], base)
         base = self._document.base(schema, base)
@@ -117,6 +125,7 @@ class _Translation:
             return not schema
         if not isinstance(schema, dict):
             raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
+        check_shapes(schema)
         if id(schema) in self._negated:
             # Within itself: what it forbids there is left out.
             return False
@@ -231,7 +240,10 @@ def _old_exclusive(keyword: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept_multiple(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    return {"multipleOf": number_of("multipleOf", schema["multipleOf"])}
+    step = number_of("multipleOf", schema["multipleOf"])
+    if step <= 0:
+        raise ConstraintRefused(f"multipleOf: {shown(step)} is not above 0")
+    return {"multipleOf": step}
 
 
 def _kept_values(keyword: str) -> _Keeper:
@@ -365,15 +377,7 @@ def _any(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _one(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    """Each alternative where no other is met."""
-    parts = schemas_of("oneOf", schema)
-    if len(parts) ** 2 > _MOST_CASES * 16:
-        raise ConstraintRefused(f"oneOf: more than {int((_MOST_CASES * 16) ** 0.5)} alternatives")
-    negatives = [place.negative(part, base) for part in parts]
-    return any_of(
-        all_of([place.positive(part, base), *negatives[:index], *negatives[index + 1 :]])
-        for index, part in enumerate(parts)
-    )
+    return one_of(place, schemas_of("oneOf", schema), base)
 
 
 def _not(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
@@ -431,6 +435,7 @@ def _names(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
         return True if names else unless("object", {"maxProperties": 0})
     if not isinstance(names, dict):
         raise ConstraintRefused(f"propertyNames: {shown(names)} is no schema")
+    check_shapes(names)
     said = {key: value for key, value in names.items() if key not in ANNOTATIONS}
     if said.pop("type", "string") != "string":
         raise ConstraintRefused("propertyNames: names are strings")
@@ -491,12 +496,6 @@ def _placed(positions: tuple[int, ...], met: Schema, unmet: Schema) -> Schema:
     if unmet is not True:
         out["items"] = unmet
     return out
-
-
-def _unique(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    if schema["uniqueItems"] is False or schema.get("maxItems", 2) <= 1:
-        return True
-    raise ConstraintRefused("uniqueItems: cannot be held while an array is written")
 
 
 def _least_properties(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
@@ -588,7 +587,7 @@ _ADDED: dict[str, Callable[[_Translation, dict[str, Any], str], Schema]] = {
     "dependencies": _dependencies,
     "propertyNames": _names,
     "contains": _contains,
-    "uniqueItems": _unique,
+    "uniqueItems": unique,
     "minProperties": _least_properties,
     "maxProperties": _most_properties,
 }

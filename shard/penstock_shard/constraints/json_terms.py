@@ -21,6 +21,14 @@ class Place(Protocol):
         """A schema of texts that `schema` forbids: all of them, or fewer."""
         ...
 
+    def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
+        """What a reference means, and the base of that."""
+        ...
+
+    def base(self, schema: Schema, base: str) -> str:
+        """The base of what is in `schema`, which stands where `base` is."""
+        ...
+
 
 def all_of(parts: Iterable[Schema]) -> Schema:
     kept = [part for part in parts if part is not True]

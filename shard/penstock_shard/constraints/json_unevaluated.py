@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock_shard.constraints.json_patterns import rust_pattern
 from penstock_shard.constraints.json_terms import Place, Schema, all_of, any_of, unless, without
@@ -26,12 +26,6 @@ _MOST_CASES = 256
 _DEEPEST = 20
 # Of so many alternatives all sets are tried, of more only single ones and all.
 _SETS_OF = 3
-
-
-class Places(Place, Protocol):
-    def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]: ...
-
-    def base(self, schema: Schema, base: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +53,12 @@ class _Case:
 _Cases = list[_Case]
 
 
-def closed(place: Places, schema: dict[str, Any], base: str) -> Schema:
+def closed(place: Place, schema: dict[str, Any], base: str) -> Schema:
     """The schema in keywords that do not look at what others have evaluated."""
     return any_of(all_of(case.parts) for case in _cases(place, schema, base, 0))
 
 
-def _cases(place: Places, schema: Schema, base: str, depth: int) -> _Cases:
+def _cases(place: Place, schema: Schema, base: str, depth: int) -> _Cases:
     if isinstance(schema, bool):
         return [_Case()] if schema else []
     if depth > _DEEPEST or not isinstance(schema, dict):
@@ -122,18 +116,18 @@ def _both(some: _Cases, others: _Cases) -> _Cases:
     return [case.and_(other) for case in some for other in others]
 
 
-def _every(place: Places, parts: Iterable[Schema], base: str, depth: int) -> _Cases:
+def _every(place: Place, parts: Iterable[Schema], base: str, depth: int) -> _Cases:
     found = [_Case()]
     for part in parts:
         found = _both(found, _cases(place, part, base, depth))
     return found
 
 
-def _all(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _all(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     return _every(place, schema["allOf"], base, depth)
 
 
-def _any(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _any(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["anyOf"]
     sizes = range(1, len(parts) + 1) if len(parts) <= _SETS_OF else (1, len(parts))
     # The largest sets evaluate most: what others allow beside them is their own.
@@ -145,7 +139,7 @@ def _any(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases
     ]
 
 
-def _one(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _one(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["oneOf"]
     negatives = [place.negative(part, base) for part in parts]
     found = []
@@ -155,14 +149,14 @@ def _one(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases
     return found
 
 
-def _if(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _if(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     condition = schema["if"]
     met = _every(place, [condition, schema.get("then", True)], base, depth)
     unmet = _cases(place, schema.get("else", True), base, depth)
     return met + _both([_Case((place.negative(condition, base),))], unmet)
 
 
-def _dependent(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _dependent(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     found = [_Case()]
     for name, needed in schema["dependentSchemas"].items():
         away = _Case((unless("object", without([name])),))
@@ -171,7 +165,7 @@ def _dependent(place: Places, schema: dict[str, Any], base: str, depth: int) -> 
     return found
 
 
-def _reference(place: Places, schema: dict[str, Any], base: str, depth: int) -> _Cases:
+def _reference(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     found = [_Case()]
     for keyword in ("$ref", "$dynamicRef"):
         if keyword in schema:

@@ -10,18 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, Never
 
-from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from penstock_shard.constraints.json_schema import prepared
 from penstock_shard.constraints.refusal import ConstraintRefused, shown
-from penstock_shard.constraints.structural_lark import unforced, written
+from penstock_shard.constraints.structural_lark import lark_regex, unforced, written
 from penstock_shard.constraints.structural_tag import read
-from penstock_shard.request import Constraint
+from penstock_shard.request import CONSTRAINT_KINDS, Constraint
 
-__all__ = ["Constraint", "ConstraintRefused", "grammar_of"]
-
-KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 # A space or two, or a line's end and the indentation of the next: each place of the output may have
 # one of these, so that whitespace cannot go on and on.
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
@@ -33,7 +29,19 @@ _OPTIONS: dict[str, type] = {
     "item_separator": str,
     "key_separator": str,
 }
-_MOST_OPTIONS = 10_000
+# Rules of white space let nothing else through: what is written must be JSON.
+_BLANK = r"[ \t\n\r]|\\[ntrs]"
+_HOW_OFTEN = r"[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\}"
+_BLANKS = rf"(?:(?:{_BLANK}|\[(?:{_BLANK})+\])(?:{_HOW_OFTEN})?)*"
+_WRITING: dict[str, tuple[re.Pattern[str], str]] = {
+    "whitespace_pattern": (
+        re.compile(rf"(?:{_BLANK}|\[(?:{_BLANK})+\]|\((?:\?:)?|[|)]|{_HOW_OFTEN})*"),
+        "white space, groups and alternatives of it",
+    ),
+    "item_separator": (re.compile(f"{_BLANKS},{_BLANKS}"), "one comma with white space around it"),
+    "key_separator": (re.compile(f"{_BLANKS}:{_BLANKS}"), "one colon with white space around it"),
+}
+_IN_CLASS = re.compile(r"\[[^]]*\]")
 _EBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
 
 
@@ -54,7 +62,8 @@ def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str
         return unforced(lark_of(constraint.value))
     if constraint.kind == "structural_tag":
         return written(read(parsed(constraint)), special_tokens, schema_of, lark_of)
-    raise ConstraintRefused(f"constraint: {shown(constraint.kind)} is none of {', '.join(KINDS)}")
+    known = ", ".join(sorted(CONSTRAINT_KINDS))
+    raise ConstraintRefused(f"constraint: {shown(constraint.kind)} is none of {known}")
 
 
 def parsed(constraint: Constraint) -> Any:
@@ -91,9 +100,20 @@ def _writing(options: Any) -> dict[str, Any]:
                 f"x-guidance: {name}: {shown(value)} is no {_OPTIONS[name].__name__}"
             )
     writing = {"json_allowed_escapes": _ESCAPES, **options}
+    for name, (pattern, what) in _WRITING.items():
+        if name in options:
+            writing[name] = _blank(name, options[name], pattern, what)
     if options.get("whitespace_flexible", True):
         writing.setdefault("whitespace_pattern", WHITESPACE)
     return writing
+
+
+def _blank(name: str, text: str, pattern: re.Pattern[str], what: str) -> str:
+    """The rule, of JSON's white space: others have more characters of that kind."""
+    if not pattern.fullmatch(text):
+        raise ConstraintRefused(f"x-guidance: {name}: {shown(text)} is not {what}")
+    text = _IN_CLASS.sub(lambda found: found.group().replace(r"\s", r" \t\n\r"), text)
+    return text.replace(r"\s", r"[ \t\n\r]")
 
 
 def _json(schema: Any) -> str:
@@ -104,14 +124,12 @@ def _regex(pattern: str) -> str:
     """The whole text matches; Rust's dialect, without look-around."""
     if not pattern:
         raise ConstraintRefused("regex: it is empty")
-    return unforced(f"start: /{regex_to_lark(pattern, '')}/")
+    return unforced(f"start: {lark_regex(pattern)}")
 
 
 def _choice(options: tuple[str, ...]) -> str:
     if not options:
         raise ConstraintRefused("choice: no options")
-    if len(options) > _MOST_OPTIONS:
-        raise ConstraintRefused(f"choice: {len(options)} options are over {_MOST_OPTIONS}")
     return unforced("start: " + " | ".join(map(json.dumps, options)))
 
 

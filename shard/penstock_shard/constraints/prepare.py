@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher
 
 from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.languages import ConstraintRefused
 from penstock_shard.request import Request
+
+# The matcher holds the interpreter while it takes tokens, 1 to 2 microseconds each: between calls it
+# passes to the step that waits for it.
+_TOKENS_AT_ONCE = 256
 
 
 class OutputRefused(Exception):
@@ -29,8 +33,9 @@ class ConstraintPreparer:
         self._compiler = compiler
         self._on_done = on_done
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="constraints")
-        # In the order they came.
         self._waiting: dict[Request, Future[LLMatcher]] = {}
+        # However many wait, a step looks only at what is new.
+        self._done: SimpleQueue[Request] = SimpleQueue()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,7 +44,7 @@ class ConstraintPreparer:
         """Begin with a request that has a constraint."""
         future = self._threads.submit(self._matcher, request)
         self._waiting[request] = future
-        future.add_done_callback(lambda _: self._on_done())
+        future.add_done_callback(lambda _: self._tell_done(request))
 
     def discard(self, request: Request) -> bool:
         """Nobody waits for it any more; whether anybody did."""
@@ -49,26 +54,39 @@ class ConstraintPreparer:
         future.cancel()
         return True
 
-    def take(self) -> list[tuple[Request, ConstraintRefused | OutputRefused | None]]:
-        """Those that have their matcher by now, or a reason why they never will."""
-        done = [request for request, future in self._waiting.items() if future.done()]
-        taken: list[tuple[Request, ConstraintRefused | OutputRefused | None]] = []
-        for request in done:
-            future = self._waiting.pop(request)
-            try:
+    def take(self) -> list[tuple[Request, BaseException | None]]:
+        """Those that have their matcher by now, or a reason why they never will: ConstraintRefused,
+        OutputRefused, or what went wrong.
+        """
+        taken: list[tuple[Request, BaseException | None]] = []
+        while (request := self._next_done()) is not None:
+            future = self._waiting.pop(request, None)
+            if future is None:
+                continue
+            # Of whatever kind, as the library's panics: it ends this request and no other.
+            error = future.exception()
+            if error is None:
                 request.matcher = future.result()
-            except (ConstraintRefused, OutputRefused) as error:
-                taken.append((request, error))
-            else:
-                taken.append((request, None))
+            taken.append((request, error))
         return taken
+
+    def _next_done(self) -> Request | None:
+        try:
+            return self._done.get_nowait()
+        except Empty:
+            return None
+
+    def _tell_done(self, request: Request) -> None:
+        self._done.put(request)
+        self._on_done()
 
     def _matcher(self, request: Request) -> LLMatcher:
         assert request.constraint is not None
         matcher = self._compiler.compile(request.constraint)
         delivered = request.token_ids[request.num_prompt_tokens :]
-        if delivered and not matcher.consume_tokens(delivered):
-            raise OutputRefused(
-                "output_token_ids: they are no beginning of what the constraint allows"
-            )
+        for start in range(0, len(delivered), _TOKENS_AT_ONCE):
+            if not matcher.consume_tokens(delivered[start : start + _TOKENS_AT_ONCE]):
+                raise OutputRefused(
+                    "output_token_ids: they are no beginning of what the constraint allows"
+                )
         return matcher

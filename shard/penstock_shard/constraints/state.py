@@ -68,7 +68,7 @@ class ConstraintState:
             _set(mask, self._stop_ids)
         reluctant = self._reluctant_ids
         if self._position < self._request.min_tokens:
-            reluctant = self._stop_ids
+            reluctant = np.concatenate([reluctant, self._stop_ids])
         if reluctant.size:
             others = mask.copy()
             _clear(others, reluctant)

@@ -142,7 +142,7 @@ class _Writer:
         if item.language == "json":
             return self._rule("%json " + json.dumps(self._json_grammar(item.text)))
         if item.language == "regex":
-            return self._terminal(f"/{regex_to_lark(item.text, '')}/")
+            return self._terminal(lark_regex(item.text))
         name = f"g{len(self.grammars)}"
         self.grammars.append({"name": name, "lark_grammar": self._lark_grammar(item.text)})
         return "@" + name
@@ -283,6 +283,14 @@ class _Writer:
             self._kept[key] = f"{prefix}{len(self.rules)}"
             self.rules.append(self._kept[key] + key)
         return self._kept[key]
+
+
+def lark_regex(pattern: str) -> str:
+    """A regular expression as Lark has it."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        # The library would pass over it.
+        raise ConstraintRefused(f"regex: {shown(pattern)} ends with a backslash")
+    return f"/{regex_to_lark(pattern, '')}/"
 
 
 def unforced(lark: str) -> str:

@@ -1,8 +1,8 @@
 """What a request's tokens and wishes change in its logits before a token is drawn.
 
-Knows penalties, biases, bans and masks, one pass over all rows each; in which order, `sampler` says.
-Knows nothing of distributions. An element is computed from its own row alone, with operations that
-round the same way everywhere.
+Knows penalties, biases, bans and masks, one pass over all rows each; in which order, `sampler`
+says. Knows nothing of distributions. An element is computed from its own row alone, with operations
+that round the same way everywhere.
 """
 
 from __future__ import annotations

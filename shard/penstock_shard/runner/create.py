@@ -113,7 +113,7 @@ def create_runner(
             fingerprint(weights_hash, ops, cached_as) if prepared.batch_invariant else ""
         ),
     )
-    return ModelRunner(model, info)
+    return ModelRunner(model, info, mask_threads=config.constraint_threads)
 
 
 def _embedding(

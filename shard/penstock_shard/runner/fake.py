@@ -196,11 +196,12 @@ class FakeRunner:
     ) -> int | None:
         """None if all are banned."""
         forced = None if progress.thinking is None else progress.thinking.forced_id
-        if forced is not None:
-            return forced
         banned = _banned(request, progress.bad_words, num_tokens)
         if progress.constraint is not None:
-            return self._constrained(request, progress.constraint, draw, banned, num_tokens)
+            only = request.sampling.allowed_token_ids if forced is None else (forced,)
+            return self._constrained(request, progress.constraint, draw, banned, only, num_tokens)
+        if forced is not None:
+            return None if forced in banned else forced
         ids = request.sampling.allowed_token_ids or self._ordinary_ids
         ends = int.from_bytes(draw[8:16], "little") / 2**64 < self._eos_rate
         if ends and self._info.eos_token_ids and not request.sampling.allowed_token_ids:
@@ -217,9 +218,12 @@ class FakeRunner:
         constraint: ConstraintState,
         draw: bytes,
         banned: set[int],
+        only: Sequence[int],
         num_tokens: int,
     ) -> int | None:
-        """Any that the constraint has; what ends the sequence as ever, or where nothing else is."""
+        """Any that the constraint has; what ends the sequence as ever, or where nothing else is.
+        Of `only` these, if there are any.
+        """
         start = request.num_prompt_tokens
         constraint.move_to(
             num_tokens - start, lambda count: request.token_ids[start : start + count]
@@ -227,14 +231,17 @@ class FakeRunner:
         self._masks.fill([constraint])
         if constraint.mask is None:
             return None
-        ids = [int(token_id) for token_id in allowed_ids(constraint.mask)]
-        only = request.sampling.allowed_token_ids
-        ids = [i for i in ids if i not in banned and (not only or i in only)]
+        # Arrays: a mask may have a hundred thousand ids.
+        ids = allowed_ids(constraint.mask)
+        if only:
+            ids = ids[np.isin(ids, only)]
+        if banned:
+            ids = ids[~np.isin(ids, list(banned))]
         ends = int.from_bytes(draw[8:16], "little") / 2**64 < self._eos_rate
-        stops = [token_id for token_id in ids if token_id in request.stop_token_ids]
-        others = [token_id for token_id in ids if token_id not in request.stop_token_ids]
-        ids = stops if ends and stops else others or stops
-        return ids[int.from_bytes(draw[:8], "little") % len(ids)] if ids else None
+        is_stop = np.isin(ids, list(request.stop_token_ids))
+        stops, others = ids[is_stop], ids[~is_stop]
+        ids = stops if len(stops) and (ends or not len(others)) else others
+        return int(ids[int.from_bytes(draw[:8], "little") % len(ids)]) if len(ids) else None
 
     def _embedding(self, request: Request, pooling: Pooling) -> bytes:
         """Values from -1 to 1, float32."""

@@ -59,7 +59,8 @@ class ModelRunner:
     `collect` where they may not.
     """
 
-    def __init__(self, model: CausalModel, info: RunnerInfo) -> None:
+    def __init__(self, model: CausalModel, info: RunnerInfo, *, mask_threads: int = 1) -> None:
+        """`mask_threads` fill the masks of constraints while a forward pass runs."""
         self.model = model
         self._info = info
         self._launched: deque[Callable[[], list[RowResult]]] = deque()
@@ -68,7 +69,7 @@ class ModelRunner:
             self._device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         # The token each request sampled last, which may not have come back to the engine yet.
         self._last_token: dict[Request, int] = {}
-        self._sampler = Sampler(MaskFiller(info.vocab_size))
+        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads))
         self._pooler = Pooler()
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)

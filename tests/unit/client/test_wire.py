@@ -162,6 +162,10 @@ ODD_CHOICE = Constraint(ConstraintKind.CHOICE, options=[1])  # type: ignore[list
         (GenerationRequest([1], objective=Objective(deadline_s=float("inf"))), "deadline_s"),
         (GenerationRequest([1], objective=Objective(deadline_s=float("nan"))), "deadline_s"),
         (GenerationRequest([1], constraint=ODD_CHOICE), "choice"),
+        (
+            GenerationRequest([1], thinking_budget=ThinkingBudget(-1, 1, 2)),
+            "thinking_budget.max_tokens",
+        ),
     ],
 )
 def test_a_value_that_does_not_fit_the_wire_names_its_field(

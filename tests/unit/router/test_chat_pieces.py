@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
@@ -159,6 +159,31 @@ def test_the_chunks_join_to_the_whole_answer() -> None:
     rng = seeded("chunks")
     for _ in range(budget(100, 10_000)):
         _check_that_chunks_join(rng)
+
+
+class _Counted(list[Piece]):
+    """Pieces that count how often somebody goes over them."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_of_many_calls_the_pieces_are_gone_over_a_few_times_only() -> None:
+    pieces = _Counted()
+    for call in range(200):
+        pieces.append(Piece(PieceKind.CALL, "add", call))
+        pieces.append(Piece(PieceKind.ARGUMENTS, f'{{"a": {call}}}', call))
+    delta = delta_of([], "tool_calls")
+    delta.pieces = pieces
+    answer = ChatShape(job_of(), envelope_of()).whole([delta])
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == [
+        f'{{"a": {call}}}' for call in range(200)
+    ]
+    assert pieces.times < 5
 
 
 def _check_that_chunks_join(rng: random.Random) -> None:

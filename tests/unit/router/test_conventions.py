@@ -135,6 +135,44 @@ def test_where_a_template_takes_none_a_system_message_tells_of_them(tokenizer: T
     )
 
 
+def test_a_template_that_knows_no_tools_is_told_of_calls_and_results_in_words(
+    tokenizer: Tokenizer,
+) -> None:
+    def call(call_id: str, name: str) -> dict[str, Any]:
+        return {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": {"a": 1}},
+        }
+
+    calls = [call("c1", "add"), call("c2", "look_up")]
+    asked = [
+        USER,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "two"},
+        {"role": "tool", "tool_call_id": "c2", "content": "found"},
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "Once more.", "tool_calls": calls[:1]},
+        {"role": "tool", "tool_call_id": "c9", "content": "three"},
+    ]
+    add = '{"name": "add", "arguments": {"a": 1}}'
+    looked_up = add.replace("add", "look_up")
+    told = [
+        USER,
+        {"role": "assistant", "content": f"[{add}, {looked_up}]"},
+        {"role": "user", "content": "Result of add:\ntwo\n\nResult of look_up:\nfound\n\nAnd now?"},
+        {"role": "assistant", "content": f"Once more.\n\n{add}"},
+        {"role": "user", "content": "Result:\nthree"},
+    ]
+    for source in (CHATML, TEMPLATES["gemma"], TEMPLATES["phi"]):
+        model = model_of(tokenizer, source)
+        assert rendered(chat(messages=asked), model) == rendered(chat(messages=told), model)
+    knows = (
+        CHATML + "{% if messages[1].tool_calls %}{{ messages[1].tool_calls | length }}{% endif %}"
+    )
+    assert rendered(chat(messages=asked), model_of(tokenizer, knows)).endswith("2")
+
+
 def test_of_two_templates_the_one_for_tools_is_used_where_there_are_some(
     tokenizer: Tokenizer,
 ) -> None:

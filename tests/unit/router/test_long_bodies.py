@@ -111,6 +111,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("responses", {"input": [USER, CALL, OUTPUT], "tools": [FLAT], "tool_choice": "required"}),
     ("responses", {"input": [USER, OUTPUT], "text": {"format": {"type": "json_object"}}}),
     ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}, "tools": [FLAT]}),
+    ("responses", {"input": "x", "tools": [{**FLAT, "parameters": {"maximum": 10**30}}]}),
     ("responses", {"input": []}),
     ("generate", {"inputs": "the fox", "parameters": {"best_of": 2, "return_full_text": True}}),
     ("generate", {"inputs": "the fox " * 40, "parameters": {"truncate": 5, "details": True}}),

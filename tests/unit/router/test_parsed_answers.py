@@ -317,17 +317,16 @@ def test_tokens_count_as_reasoning_up_to_the_mark_that_ends_it(
     assert answer(tokenizer, model, text, begun)[2] == wanted
 
 
-def test_where_the_mark_is_several_tokens_those_count_that_had_come_when_it_was_read(
+def test_where_the_mark_is_several_tokens_those_count_up_to_the_one_it_was_read_with(
     tokenizer: Tokenizer, model: ServedModel
 ) -> None:
     text = dataclasses.replace(model.text, reasoning=STYLES["granite"])
     other = dataclasses.replace(model, text=text)
-    said = "Here is my thought process: ab Here is my response: cd"
-    choice = choice_of(other)
-    total = whole(deltas_of(choice, encoded(tokenizer, said)))
-    assert shown(total) == [("reasoning", "ab", 0), ("content", "cd", 0)]
-    before = said.removesuffix(" cd")
-    assert choice.reasoning_tokens == len(encoded(tokenizer, before)) - 1
+    said = "Here is my thought process: ab Here is my response: cd ef gh ij"
+    for stop in ((), ("nothing",)):
+        pieces, _, count = answer(tokenizer, other, said, stop=stop)
+        assert pieces == [("reasoning", "ab", 0), ("content", "cd ef gh ij", 0)]
+        assert count == len(encoded(tokenizer, said.removesuffix(" cd ef gh ij"))) - 1
 
 
 def test_no_tokens_are_counted_where_no_style_is_in_force(

@@ -9,7 +9,8 @@ import pytest
 from support.budget import budget, seeded
 from support.constrained import EOS_IDS, ConstrainedEngine, compiler, constrained, text, tokens
 
-from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.constraints.prepare import ConstraintPreparer
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
 
 SCHEMA = {
@@ -117,6 +118,67 @@ def test_what_should_not_end_an_output_ends_it_only_where_nothing_else_is_left()
     assert set(text(outputs)) <= set("ab")
 
 
+def test_an_eos_that_is_ignored_ends_what_is_complete_and_nothing_before() -> None:
+    engine = ConstrainedEngine()
+    closed, open_end = Constraint("regex", "[ab]{3}"), Constraint("regex", "[ab]*")
+    for stop_token_ids in ([], [700]):
+        request = constrained(
+            "r", closed, stop_token_ids=stop_token_ids, reluctant=EOS_IDS, min_tokens=300
+        )
+        [outputs] = engine.run(request).values()
+        assert outputs[-1].finish is FinishReason.STOP
+        assert outputs[-1].stop_token_id in (*stop_token_ids, *EOS_IDS)
+        assert len(text(outputs[:-1])) == 3
+        request = constrained(
+            "r", open_end, stop_token_ids=stop_token_ids, reluctant=EOS_IDS, min_tokens=30
+        )
+        [outputs] = engine.run(request).values()
+        assert len(tokens(outputs)) >= 30
+        assert not set(EOS_IDS) & set(tokens(outputs))
+
+
+class _Panic(BaseException):
+    """As what comes out of the library: of no class that anybody foresees."""
+
+
+def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
+    class Broken:
+        def compile(self, constraint: Constraint) -> object:
+            if constraint.kind == "regex":
+                raise _Panic("index out of bounds")
+            return compiler().compile(constraint)
+
+    engine = ConstrainedEngine(compiler_used=Broken())  # type: ignore[arg-type]
+    said = engine.run(constrained("bad", LANGUAGES[1]), constrained("good", LANGUAGES[2]))
+    [ending] = said["bad"]
+    assert ending.error is not None
+    assert (ending.error.code, ending.error.field) == (13, "regex")
+    assert said["good"][-1].finish is FinishReason.STOP
+
+
+def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
+    taken: list[int] = []
+
+    class Counted:
+        def consume_tokens(self, token_ids: list[int]) -> bool:
+            taken.append(len(token_ids))
+            return True
+
+    class Counting:
+        def compile(self, constraint: Constraint) -> object:
+            return Counted()
+
+    preparer = ConstraintPreparer(Counting(), lambda: None)  # type: ignore[arg-type]
+    request = constrained("r", JSON, output=[500] * 2001)
+    preparer.add(request)
+    while len(preparer):
+        for _, error in preparer.take():
+            assert error is None
+    assert sum(taken) == 2001
+    # The interpreter is held while it takes some.
+    assert max(taken) <= 256
+
+
 def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None:
     held, entered = threading.Event(), threading.Event()
 
@@ -180,3 +242,12 @@ def test_reasoning_that_has_not_begun_has_no_end() -> None:
     request = _thinking(2, begun=False, output=[BEGIN])
     [outputs] = ConstrainedEngine().run(request).values()
     assert tokens(outputs)[2] == END
+
+
+def test_an_end_of_reasoning_that_the_constraint_does_not_have_is_the_callers_mistake() -> None:
+    request = constrained("r", Constraint("regex", "[a-z]{40,}"), max_tokens=30)
+    request.thinking_budget = ThinkingBudget(3, BEGIN, END, True)
+    [outputs] = ConstrainedEngine().run(request).values()
+    assert END not in tokens(outputs)
+    assert outputs[-1].error is not None
+    assert outputs[-1].error.code == 3

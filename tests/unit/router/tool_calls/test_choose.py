@@ -57,11 +57,6 @@ def test_names_that_others_use_are_known() -> None:
     assert FORMATS["llama4_pythonic"] is FORMATS["pythonic"]
 
 
-def test_a_name_of_nothing_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'hermez': there are auto, none, .*hermes"):
-        tool_format_of("", "hermez")
-
-
 def test_the_system_message_says_every_function_and_how_to_call_it() -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     shown = {"type": "function", "function": {"name": "get_weather", "description": "Wetter für"}}

@@ -18,7 +18,8 @@ from penstock_router.fields import JsonObject
 from penstock_router.pieces import PieceKind, content_of, joined
 from penstock_router.request import Tool
 from penstock_router.tool_calls.choose import FORMATS
-from penstock_shard.constraints.languages import Constraint, grammar_of
+from penstock_shard.constraints.languages import grammar_of
+from penstock_shard.request import Constraint
 
 NAMES = sorted({one.name for one in FORMATS.values()})
 _PLAIN: JsonObject = {

@@ -135,3 +135,15 @@ def test_no_tools_make_no_calls() -> None:
 def test_a_word_of_python_that_is_cut_off_is_shown_as_far_as_it_came() -> None:
     pieces = pieces_of("pythonic", ["[now(a=12, b=Tr"])
     assert calls_of(pieces) == [("now", '{"a": 12, "b": Tr')]
+
+
+def test_half_a_character_in_arguments_that_came_as_a_string_stays_an_escape() -> None:
+    said = (
+        '{"name": "search", "arguments": "{\\"query\\": \\"\\ud83d \\\\ud800 \\ud83d\\ude00\\"}"}'
+    )
+    for text in (said, said.replace('"name": "search", ', "")[:-1] + ', "name": "search"}'):
+        [(name, arguments)] = calls_of(pieces_of("hermes", [f"<tool_call>{text}</tool_call>"]))
+        assert name == "search"
+        # A stream is UTF-8, which has no halves.
+        arguments.encode()
+        assert json.loads(arguments) == {"query": "\ud83d \ud800 \U0001f600"}

@@ -12,7 +12,7 @@ from support.budget import budget, seeded
 from support.constraints import END, VOCAB_SIZE, plain_compiler
 from support.walks import allowed
 
-from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 _LEAVES: tuple[Any, ...] = (

@@ -21,7 +21,7 @@ from support.constraints import (
 from support.walks import accepts, allowed, walk
 
 from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, TokenizerUnusable
-from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 REGEX = Constraint("regex", "[ab]{3}")
@@ -152,7 +152,6 @@ HOSTILE = {
         "json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'
     ),
     "deep Lark": Constraint("grammar", "start: " + "(" * 5_000 + '"a"' + ")" * 5_000),
-    "many options": Constraint("choice", options=tuple(map(str, range(20_000)))),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.constraints import allows, plain_compiler
 
 from penstock_shard.constraints.json_patterns import rust_pattern
-from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 EXACT = 2**53
@@ -90,7 +90,7 @@ def test_a_schema_allows_what_it_says(schema, allowed, forbidden):
         ({"const": "a\u0000"}, "a control character"),
         ({"required": "a"}, "required: 'a' is no list of names"),
         (False, "no value is valid"),
-        ({"properties": {"a": 3}}, "3 is no schema"),
+        ({"properties": {"a": 3}}, "properties: {'a': 3} is no object of schemas"),
     ],
 )
 def test_what_cannot_be_held_is_refused_by_keyword(schema, told):

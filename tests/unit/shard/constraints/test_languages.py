@@ -7,7 +7,7 @@ import json
 import pytest
 from support.constraints import allows, plain_compiler
 
-from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 
@@ -116,7 +116,7 @@ def test_a_grammar_may_be_lark_or_ebnf():
         (Constraint("json_schema", '{"minimum": NaN}'), "json_schema: NaN is not JSON"),
         (Constraint("json_schema", "3"), "json_schema: 3 is no schema"),
         (Constraint("structural_tag", "["), "structural_tag: not JSON"),
-        (Constraint("cfg", "x"), "constraint: 'cfg' is none of json_schema, "),
+        (Constraint("cfg", "x"), "constraint: 'cfg' is none of choice, "),
     ],
 )
 def test_what_cannot_be_understood_is_refused_with_the_reason(constraint, told):

@@ -11,7 +11,7 @@ from support.constraints import allows, ids_of, marked_compiler, plain_compiler
 from support.walks import allowed
 
 from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.languages import ConstraintRefused
+from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 SCHEMA = {

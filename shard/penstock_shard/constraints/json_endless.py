@@ -1,0 +1,91 @@
+"""Schemas that only values without an end would meet, as some that refer to themselves do.
+
+llguidance writes on and on at such a place, or stops in the middle. Knows the keywords that are
+left once a schema has been rewritten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock_shard.constraints.json_terms import Schema, type_of
+
+_REFERENCE = "#/$defs/"
+# Keywords that hold one schema, a list of them, or schemas by name.
+_ONE = ("items", "additionalProperties")
+_LIST = ("allOf", "anyOf", "prefixItems")
+_NAMED = ("properties", "patternProperties")
+
+
+def without_endless(root: Schema, definitions: dict[str, Schema]) -> Schema:
+    """The same with `false` where no value has an end; so it is in `definitions` from now on."""
+    ending: set[str] = set()
+    before = -1
+    while before < len(ending):
+        before = len(ending)
+        # What others refer to comes behind them.
+        for name in reversed(definitions):
+            if name not in ending and _may_end(definitions[name], ending):
+                ending.add(name)
+    if len(ending) == len(definitions):
+        return root
+    for name in definitions:
+        definitions[name] = _closed(definitions[name], ending)
+    return _closed(root, ending) if _may_end(root, ending) else False
+
+
+def _may_end(schema: Schema, ending: set[str]) -> bool:
+    """Whether there may be such a value, of definitions that are known to have one."""
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and schema["$ref"].removeprefix(_REFERENCE) not in ending:
+        return False
+    if not all(_may_end(part, ending) for part in schema.get("allOf", ())):
+        return False
+    if "anyOf" in schema and not any(_may_end(part, ending) for part in schema["anyOf"]):
+        return False
+    return any(_kind_may_end(kind, schema, ending) for kind in _types(schema))
+
+
+def _types(schema: dict[str, Any]) -> list[str]:
+    """Of the values that it allows; any text stands for what holds nothing."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if values is not None:
+        return [type_of(value) for value in values]
+    named = schema.get("type", ["object", "array", "string"])
+    return named if isinstance(named, list) else [named]
+
+
+def _kind_may_end(kind: str, schema: dict[str, Any], ending: set[str]) -> bool:
+    if kind == "object":
+        return all(_may_end(_property(name, schema), ending) for name in schema.get("required", ()))
+    if kind == "array":
+        prefix, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+        needed = prefix[:least] if least <= len(prefix) else [*prefix, schema.get("items", True)]
+        return all(_may_end(item, ending) for item in needed)
+    return True
+
+
+def _property(name: str, schema: dict[str, Any]) -> Schema:
+    properties = schema.get("properties", {})
+    if name in properties:
+        return properties[name]
+    return True if "patternProperties" in schema else schema.get("additionalProperties", True)
+
+
+def _closed(schema: Schema, ending: set[str]) -> Schema:
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and schema["$ref"].removeprefix(_REFERENCE) not in ending:
+        return False
+    out = dict(schema)
+    for key in _ONE:
+        if key in out:
+            out[key] = _closed(out[key], ending)
+    for key in _LIST:
+        if key in out:
+            out[key] = [_closed(part, ending) for part in out[key]]
+    for key in _NAMED:
+        if key in out:
+            out[key] = {name: _closed(part, ending) for name, part in out[key].items()}
+    return out

@@ -1,0 +1,57 @@
+"""uniqueItems, where it can be held: arrays of few listed values, in every order.
+
+Of anything else nobody remembers what was written before. Knows lists of values, no other keyword.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from penstock_shard.constraints.json_terms import Place, Schema, any_of, type_of, unless
+from penstock_shard.constraints.refusal import ConstraintRefused, shown
+
+# Of so many there are 65 arrays; of one more 326, which take two seconds to compile.
+_MOST_VALUES = 4
+
+
+def unique(place: Place, schema: dict[str, Any], base: str) -> Schema:
+    if not isinstance(schema["uniqueItems"], bool):
+        raise ConstraintRefused(f"uniqueItems: {shown(schema['uniqueItems'])} is no bool")
+    if not schema["uniqueItems"] or schema.get("maxItems") in (0, 1):
+        return True
+    values = [] if "prefixItems" in schema else _listed(place, schema.get("items"), base)
+    if not 1 <= len(values) <= _MOST_VALUES:
+        raise ConstraintRefused(
+            "uniqueItems: cannot be held while an array is written, but for items of "
+            f"an enum of at most {_MOST_VALUES} values"
+        )
+    return unless(
+        "array",
+        any_of(
+            _array(order)
+            for length in range(len(values) + 1)
+            for order in itertools.permutations(values, length)
+        ),
+    )
+
+
+def _listed(place: Place, items: Schema, base: str) -> list[Any]:
+    """The values that an item can have, each once; none where there is no list of them."""
+    if not isinstance(items, dict):
+        return []
+    if "$ref" in items:
+        items, _ = place.resolve("$ref", items["$ref"], base)
+    if not isinstance(items, dict):
+        return []
+    values = [items["const"]] if "const" in items else items.get("enum")
+    if values is None and items.get("type") == "boolean":
+        values = [False, True]
+    if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
+        return []
+    return list({(type_of(value), value): value for value in values}.values())
+
+
+def _array(values: tuple[Any, ...]) -> Schema:
+    size = {"type": "array", "minItems": len(values), "maxItems": len(values)}
+    return {**size, "prefixItems": [{"const": value} for value in values]} if values else size
