@@ -44,25 +44,14 @@ ROLE_MARKS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assist
 SPECIAL_TOKENS = [PAD, BEGIN, END, *ROLE_MARKS.values()]
 
 # Content may be a string or, as OpenAI clients send it, a list of parts of which the text counts.
-# Calls of tools and their results were no part of the training: calls are the JSON that the router
-# asks for where a template shows no tools, and results are what the user says next.
 CHAT_TEMPLATE = (
     "{{ '<|begin|>' }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
-    "{{ raise_exception("
-    "'the roles are system, user, assistant and tool, not ' + message['role']) }}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('the roles are system, user and assistant, not ' + message['role']) }}"
     "{% endif %}"
-    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' }}"
+    "{{ '<|' + message['role'] + '|>' }}"
     "{% if message['content'] is string %}{{ message['content'] | trim }}"
     "{% else %}{% for part in message['content'] or [] %}{{ part['text'] }}{% endfor %}{% endif %}"
-    "{% if message['role'] == 'assistant' and message['tool_calls'] %}"
-    "{{ '\\n' if message['content'] }}"
-    "{{ '[' if message['tool_calls'] | length > 1 }}{% for call in message['tool_calls'] %}"
-    "{% set arguments = call['function']['arguments'] %}"
-    "{{ ', ' if not loop.first }}"
-    "{{ '{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
-    "{{ arguments if arguments is string else arguments | tojson }}{{ '}' }}"
-    "{% endfor %}{{ ']' if message['tool_calls'] | length > 1 }}{% endif %}"
     "{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -254,8 +254,7 @@ class Body:
             info.max_model_len,
             info.vocab_size,
             model.text.trusts_templates,
-            model.text.tool_format.name if model.text.tool_format else "",
-            model.text.reasoning.name if model.text.reasoning else "",
+            *model.text.conventions.names,
         )
         body_bytes = sum(map(len, pieces))
         task = Work(self._number, self.kind.name, facts, body_bytes, len(earlier))

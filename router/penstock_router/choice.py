@@ -67,10 +67,12 @@ class Delta:
 
 def has_pieces(job: Job) -> bool:
     """Whether its answers may be more than text: reasoning, or calls."""
-    asked, text = job.options, job.model.text
+    asked, conventions = job.options, job.model.text.conventions
     if not isinstance(asked, ChatRequest):
         return False
-    return text.reasoning is not None or bool(text.tool_format is not None and tools_of(asked))
+    if conventions.reasoning is not None:
+        return True
+    return conventions.tool_format is not None and bool(tools_of(asked))
 
 
 class _Reader:
@@ -81,10 +83,11 @@ class _Reader:
     """
 
     def __init__(self, job: Job) -> None:
-        asked, text = job.options, job.model.text
+        asked, conventions = job.options, job.model.text.conventions
         assert isinstance(asked, ChatRequest)
         tools = tools_of(asked)
-        style, tool_format = text.reasoning, text.tool_format if tools else None
+        style = conventions.reasoning
+        tool_format = conventions.tool_format if tools else None
         tool_parser = None
         marks: tuple[str, ...] = () if style is None else style.marks
         if tool_format is not None:

@@ -23,6 +23,12 @@ class Conventions:
     tool_format: ToolFormat | None = None
     reasoning: ReasoningStyle | None = None
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What `conventions_named` makes them of again."""
+        calls = "" if self.tool_format is None else self.tool_format.name
+        return calls, "" if self.reasoning is None else self.reasoning.name
+
 
 def conventions_of(
     template: ChatTemplate | None, tool_call_parser: str, reasoning_parser: str

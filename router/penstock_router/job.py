@@ -156,7 +156,7 @@ def _sequence(
 def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> ThinkingBudget | None:
     if not isinstance(options, ChatRequest) or options.thinking_tokens is None:
         return None
-    style = model.text.reasoning
+    style = model.text.conventions.reasoning
     begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
     if begin_id is None or end_id is None:
         raise BadRequest(

@@ -59,7 +59,18 @@ class ServedModel:
 
 _Key = tuple[str, str]
 _Files = dict[str, bytes]
-_Text = tuple[Tokenizer, ChatTemplate | None, Conventions, _Files]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What a model's files hold, and the files."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    conventions: Conventions
+    files: _Files
+
+
 _Loading = asyncio.Task[_Text]
 
 
@@ -161,7 +172,7 @@ class Models:
         """
         info = await self._info_in_time(name)
         try:
-            tokenizer, chat_template, conventions, files = await self._text_of(info)
+            loaded = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
             raise Unavailable(f"the model {info.model} cannot be served: {error}") from None
         except RequestRefused:
@@ -171,13 +182,12 @@ class Models:
             name=info.model,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
-            tokenizer=tokenizer,
-            chat_template=chat_template,
+            tokenizer=loaded.tokenizer,
+            chat_template=loaded.chat_template,
             trusts_templates=self._trusts_templates,
-            tool_format=conventions.tool_format,
-            reasoning=conventions.reasoning,
+            conventions=loaded.conventions,
         )
-        return ServedModel(info, text, files)
+        return ServedModel(info, text, loaded.files)
 
     async def _info_in_time(self, name: str) -> ShardInfo:
         try:
@@ -227,7 +237,8 @@ class Models:
 
     def _read(self, files: _Files) -> _Text:
         template = load_chat_template(files, self.chat_template)
-        return load_tokenizer(files), template, conventions_of(template, *self._parsers), files
+        conventions = conventions_of(template, *self._parsers)
+        return _Text(load_tokenizer(files), template, conventions, files)
 
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from penstock_client.types import Constraint
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.constraints import answer_constraint, tools_of
+from penstock_router.conventions import Conventions
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.fields import INT32_MAX
-from penstock_router.reasoning import ReasoningStyle, reasoning_begun, reasoning_over
+from penstock_router.reasoning import reasoning_begun, reasoning_over
 from penstock_router.request import ChatRequest, CompletionRequest, Message, Options, Tool
 from penstock_router.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
-from penstock_router.tool_calls.base import ToolFormat
 from penstock_router.tool_calls.plain_json import in_words, instructions
 
 # What an item of a message costs a template, in characters of text.
@@ -44,9 +44,7 @@ class TextModel:
     chat_template: ChatTemplate | None
     # Whether a request may bring a chat template of its own.
     trusts_templates: bool
-    # How it writes calls and reasoning; None: neither is told from content.
-    tool_format: ToolFormat | None = None
-    reasoning: ReasoningStyle | None = None
+    conventions: Conventions
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Prepared:
 
 def prepare_prompts(request: Options, model: TextModel) -> Prepared:
     """The prompts of a request of either kind. One bad prompt refuses it."""
-    begun, style = False, model.reasoning
+    begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
         text = rendered(request, model)
         prompts = [_tokenized(request, model, text, model.max_model_len)]
@@ -95,7 +93,7 @@ def prepare_prompts(request: Options, model: TextModel) -> Prepared:
         tuple(prompts),
         _bad_words(model, request),
         request.allowed_token_ids,
-        constraint=answer_constraint(request, model.tool_format, style, begun=begun),
+        constraint=answer_constraint(request, model.conventions.tool_format, style, begun=begun),
         reasoning_begun=begun,
     )
 

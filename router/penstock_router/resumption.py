@@ -78,12 +78,12 @@ def job_digest(job: Job) -> bytes:
     """Of what an answer depends on and the request's JSON does not say: the ids that a template and
     a tokenizer made of it, the model's own defaults, and how its answers are read.
     """
-    info, text = job.model.info, job.model.text
+    info, conventions = job.model.info, job.model.text.conventions
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode())
     if has_pieces(job):
-        calls = "" if text.tool_format is None else text.tool_format.name
-        digest.update(f"{calls} {text.reasoning}".encode())
+        calls, _ = conventions.names
+        digest.update(f"{calls} {conventions.reasoning}".encode())
     for prompt in job.prompts:
         digest.update(struct.pack("<I", len(prompt.token_ids)) + pack_ids(prompt.token_ids))
     return digest.digest()

@@ -127,7 +127,6 @@ class TextWorker:
         if loaded is None:
             return None
         tokenizer, chat_template = loaded
-        conventions = conventions_named(facts.tool_format, facts.reasoning)
         return TextModel(
             name=facts.name,
             max_model_len=facts.max_model_len,
@@ -135,8 +134,7 @@ class TextWorker:
             tokenizer=tokenizer,
             chat_template=chat_template,
             trusts_templates=facts.trusts_templates,
-            tool_format=conventions.tool_format,
-            reasoning=conventions.reasoning,
+            conventions=conventions_named(facts.tool_format, facts.reasoning),
         )
 
     def _load(self, task: Files, after: memoryview) -> _Reply:

@@ -24,6 +24,7 @@ from penstock_client import (
     InvalidRequest,
     Objective,
     Overloaded,
+    RequestRefused,
     SamplingParams,
     ShardClient,
     ShardUnavailable,
@@ -343,7 +344,7 @@ async def _stream(client: ShardClient) -> None:
 async def _outcome(client: ShardClient, constraint: Constraint) -> str:
     try:
         return f"{len(await _tokens(client, _request(constraint)))} tokens"
-    except (InvalidRequest, Overloaded) as error:
+    except (RequestRefused, Overloaded) as error:
         text = str(error)
         assert "\n" not in text
         assert len(text) < 500

@@ -27,6 +27,7 @@ from penstock_shard.constraints.state import MaskFiller, allowed_ids
 from penstock_shard.link import Output
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
 from penstock_shard.runner.base import Runner
+from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRow
 
 OBJECT = Constraint(
@@ -175,3 +176,26 @@ def _ends_well(schema: dict[str, Any], outputs: list[Output]) -> bool:
     validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
     validator.validate(json.loads(text(outputs)))
     return True
+
+
+def test_steps_that_are_launched_ahead_draw_the_same_and_keep_nothing(runner: Runner) -> None:
+    assert isinstance(runner, ModelRunner)
+    ahead = ModelRunner(runner.model, dataclasses.replace(runner.info, max_steps_ahead=1))
+
+    def requests() -> list[Request]:
+        return [constrained(f"r{i}", [OBJECT, CODE, None][i % 3], seed=i) for i in range(6)]
+
+    plain = ConstrainedEngine(lambda: runner).run(*requests())
+    constrained_engine = ConstrainedEngine(lambda: ahead)
+    said = constrained_engine.run(*requests())
+    assert {n: tokens(o) for n, o in said.items()} == {n: tokens(o) for n, o in plain.items()}
+    # One that is aborted while a step that fills its mask is in flight.
+    under_test = constrained_engine.under_test
+    under_test.engine.submit(constrained("aborted", OBJECT, seed=9))
+    while not [output for output in under_test.outputs if output.token_ids]:
+        under_test.step()
+    under_test.engine.abort("aborted", 0)
+    while under_test.engine.has_work:
+        under_test.step()
+    assert not ahead._sampler._states
+    assert not ahead._last_token

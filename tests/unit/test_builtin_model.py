@@ -165,32 +165,6 @@ def test_the_chat_template_takes_content_in_parts() -> None:
     )
 
 
-def called(*arguments: Any) -> dict[str, Any]:
-    calls = [
-        {"id": f"call_{at}", "type": "function", "function": {"name": "look_up", "arguments": each}}
-        for at, each in enumerate(arguments)
-    ]
-    return {"role": "assistant", "tool_calls": calls}
-
-
-def test_the_chat_template_takes_calls_and_their_results() -> None:
-    asked = {"role": "user", "content": "Paris?"}
-    result = {"role": "tool", "tool_call_id": "call_0", "content": " Rain. "}
-    assert render([asked, called({"city": "Paris", "days": 2}), result]) == (
-        '<|begin|><|user|>Paris?<|end|><|assistant|>{"name": "look_up", "arguments": '
-        '{"city": "Paris", "days": 2}}<|end|><|user|>Rain.<|end|><|assistant|>'
-    )
-
-
-def test_several_calls_are_a_list_behind_what_was_said() -> None:
-    # Arguments that are no JSON come as text.
-    said = {**called({}, '{"a'), "content": "Both."}
-    assert render([said], add_generation_prompt=False) == (
-        '<|begin|><|assistant|>Both.\n[{"name": "look_up", "arguments": {}}, '
-        '{"name": "look_up", "arguments": {"a}]<|end|>'
-    )
-
-
 def test_the_chat_template_is_the_one_that_training_writes() -> None:
     tree = ast.parse((TRAINING / "train.py").read_text(encoding="utf-8"))
     [template] = [

@@ -145,6 +145,9 @@ class AskedChoice:
 
 
 def _chat_choice(name: str, value: Any) -> AskedChoice:
+    if isinstance(value, dict) and "function" in value and "type" not in value:
+        # Hugging Face's clients give no type.
+        value = {"type": "function", **value}
     return _openai_choice(name, value, _function_name)
 
 
@@ -171,9 +174,6 @@ def _openai_choice(name: str, value: Any, named: Callable[[str, JsonObject], str
             return _allowed(name, value, named)
         case {"type": other}:
             raise refusal(f"{name}.type", "function or allowed_tools", other)
-        case {"function": _}:
-            # Hugging Face's clients give no type.
-            return AskedChoice(ToolChoice("named", named(name, value)))
     raise refusal(name, words, value)
 
 
@@ -323,9 +323,7 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
 
 # Of chats: {"type": "function", "function": {"name": ...}}.
 TOOLS = Kind(_reader(_chat_tool, 1), _several(_CHAT_TOOL, 1))
-CHOICE = Kind(
-    _chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE))
-)
+CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
 # Of responses: {"type": "function", "name": ...}.
 FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _several(_FLAT_TOOL, 0))
 FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))

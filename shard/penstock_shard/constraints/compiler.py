@@ -87,11 +87,16 @@ class Compiler:
         except RecursionError as error:
             raise ConstraintRefused(f"{constraint.kind}: nests too deep") from error
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._parser_limits)
-        # What no text meets, or the first token takes too much for, is known before it is served.
-        begun = not matcher.is_error() and any(matcher.compute_bitmask())
-        if matcher.is_error():
-            raise ConstraintRefused(f"{constraint.kind}: {_reason(matcher.get_error())}")
-        if not begun:
+        # What no text meets, or the first tokens take too much for, is known before it is served.
+        allowed = _allowed(matcher)
+        tried = matcher.deep_copy()
+        if allowed:
+            tried.consume_token(allowed[0])
+            _allowed(tried)
+        for each in (matcher, tried):
+            if each.is_error():
+                raise ConstraintRefused(f"{constraint.kind}: {_reason(each.get_error())}")
+        if not allowed:
             raise ConstraintRefused(f"{constraint.kind}: no text is allowed")
         return matcher
 
@@ -118,6 +123,18 @@ class Compiler:
             )
         except (ValueError, OverflowError) as error:
             raise TokenizerUnusable(str(error)) from error
+
+
+def _allowed(matcher: LLMatcher) -> list[int]:
+    """The first of the tokens that may be next, if any may; sets the matcher's error."""
+    if matcher.is_error():
+        return []
+    mask = matcher.compute_bitmask()
+    byte = next((place for place, bits in enumerate(mask) if bits), None)
+    if byte is None:
+        return []
+    bits = mask[byte]
+    return [8 * byte + (bits & -bits).bit_length() - 1]
 
 
 def _parser_limits(limits: ConstraintLimits) -> LLParserLimits:

@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.request import Request
 
-# The matcher holds the interpreter while it takes tokens, 1 to 2 microseconds each: between calls it
-# passes to the step that waits for it.
+# The matcher holds the interpreter while it takes tokens, 1 to 2 microseconds each; between calls a
+# step that waits for it goes on.
 _TOKENS_AT_ONCE = 256
 
 

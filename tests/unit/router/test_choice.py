@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Output
 from penstock_router.choice import Choice, Delta, first_rows
+from penstock_router.conventions import Conventions
 from penstock_router.job import Job
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prompt, TextModel
@@ -23,7 +24,9 @@ EOS = INFO.eos_token_ids[0]
 @pytest.fixture
 def model(byte_level: Tokenizer) -> ServedModel:
     tokenizer = load_tokenizer(model_files(byte_level))
-    text = TextModel(INFO.model, INFO.max_model_len, INFO.vocab_size, tokenizer, None, False)
+    text = TextModel(
+        INFO.model, INFO.max_model_len, INFO.vocab_size, tokenizer, None, False, Conventions()
+    )
     return ServedModel(INFO, text)
 
 

@@ -49,12 +49,7 @@ def template(source: str, tool_use: str = "") -> ChatTemplate:
 
 def chosen(source: str, calls: str = "auto", reasoning: str = "auto") -> tuple[str, str]:
     found = conventions_of(template(source), calls, reasoning)
-    return _names(found)
-
-
-def _names(found: Conventions) -> tuple[str, str]:
-    calls = found.tool_format.name if found.tool_format else ""
-    return calls, found.reasoning.name if found.reasoning else ""
+    return found.names
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +69,7 @@ def model_of(tokenizer: Tokenizer, source: str, tool_use: str = "") -> TextModel
         tokenizer,
         chat_template,
         False,
-        found.tool_format,
-        found.reasoning,
+        found,
     )
 
 
@@ -96,14 +90,14 @@ def test_conventions_are_the_template_s_or_what_the_operator_says() -> None:
     assert chosen(QWEN, "llama3_json", "mistral") == ("llama_json", "mistral")
     assert chosen(CHATML, "hermes") == ("hermes", "")
     two = template(CHATML, QWEN)
-    assert _names(conventions_of(two, "auto", "auto")) == ("hermes", "")
-    assert _names(conventions_of(None, "auto", "auto")) == ("plain_json", "")
+    assert conventions_of(two, "auto", "auto").names == ("hermes", "")
+    assert conventions_of(None, "auto", "auto").names == ("plain_json", "")
 
 
 def test_a_text_process_has_them_by_name() -> None:
     for source in (QWEN, CHATML):
         found = conventions_of(template(source), "auto", "auto")
-        assert conventions_named(*_names(found)) == found
+        assert conventions_named(*found.names) == found
     assert conventions_named("", "") == Conventions()
 
 
@@ -222,7 +216,9 @@ def test_a_prompt_says_whether_reasoning_has_begun(tokenizer: Tokenizer) -> None
 def test_what_was_prepared_elsewhere_has_its_constraint(tokenizer: Tokenizer) -> None:
     model = model_of(tokenizer, THINKING + "{# </think> #}")
     choice = Constraint(ConstraintKind.CHOICE, options=("a", "ü"))
-    for text_model in (model, dataclasses.replace(model, reasoning=None)):
+    calls_only = Conventions(model.conventions.tool_format)
+    without_reasoning = dataclasses.replace(model, conventions=calls_only)
+    for text_model in (model, without_reasoning):
         for constraint in (None, choice, Constraint(ConstraintKind.JSON_SCHEMA, "{}")):
             given = prepare_prompts(chat(constraint=constraint), text_model)
             message, parts = pack_prepared(given)

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.choice import Choice, Delta
+from penstock_router.conventions import Conventions
 from penstock_router.job import Delivered, Job
 from penstock_router.models import ServedModel
 from penstock_router.pieces import PieceKind
@@ -59,14 +60,14 @@ def model(tokenizer: Tokenizer) -> ServedModel:
         load_tokenizer(model_files(tokenizer)),
         None,
         False,
-        tool_format=HermesFormat(),
-        reasoning=STYLES["think"],
+        Conventions(HermesFormat(), STYLES["think"]),
     )
     return ServedModel(INFO, text)
 
 
-def without(model: ServedModel, **fields: Any) -> ServedModel:
-    return dataclasses.replace(model, text=dataclasses.replace(model.text, **fields))
+def with_conventions(model: ServedModel, **fields: Any) -> ServedModel:
+    conventions = dataclasses.replace(model.text.conventions, **fields)
+    return dataclasses.replace(model, text=dataclasses.replace(model.text, conventions=conventions))
 
 
 def choice_of(
@@ -168,7 +169,7 @@ def test_what_looks_like_a_call_within_reasoning_is_none(
 def test_without_tools_to_call_a_call_is_content(
     tokenizer: Tokenizer, model: ServedModel, options: dict[str, Any]
 ) -> None:
-    silent = without(model, reasoning=None)
+    silent = with_conventions(model, reasoning=None)
     ids = encoded(tokenizer, f"Well {CALL}")
     total = whole(deltas_of(choice_of(silent, **options), ids))
     assert total.pieces is None
@@ -320,8 +321,7 @@ def test_tokens_count_as_reasoning_up_to_the_mark_that_ends_it(
 def test_where_the_mark_is_several_tokens_those_count_up_to_the_one_it_was_read_with(
     tokenizer: Tokenizer, model: ServedModel
 ) -> None:
-    text = dataclasses.replace(model.text, reasoning=STYLES["granite"])
-    other = dataclasses.replace(model, text=text)
+    other = with_conventions(model, reasoning=STYLES["granite"])
     said = "Here is my thought process: ab Here is my response: cd ef gh ij"
     for stop in ((), ("nothing",)):
         pieces, _, count = answer(tokenizer, other, said, stop=stop)
@@ -332,7 +332,7 @@ def test_where_the_mark_is_several_tokens_those_count_up_to_the_one_it_was_read_
 def test_no_tokens_are_counted_where_no_style_is_in_force(
     tokenizer: Tokenizer, model: ServedModel
 ) -> None:
-    assert answer(tokenizer, without(model, reasoning=None), CALL, **CALLS)[2] is None
+    assert answer(tokenizer, with_conventions(model, reasoning=None), CALL, **CALLS)[2] is None
 
 
 # ---- Taken up again ----------------------------------------------------------------------------

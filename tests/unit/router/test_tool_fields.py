@@ -219,6 +219,8 @@ ALLOWED = {"mode": "required", "tools": [function("take")]}
         ("auto", ToolChoice("auto")),
         ("required", ToolChoice("required")),
         (function("take"), ToolChoice("named", "take")),
+        # As Hugging Face's clients send it.
+        ({"function": {"name": "take"}}, ToolChoice("named", "take")),
     ],
 )
 def test_the_choices_of_a_chat(given: Any, wanted: ToolChoice) -> None:

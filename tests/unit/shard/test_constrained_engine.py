@@ -250,4 +250,4 @@ def test_an_end_of_reasoning_that_the_constraint_does_not_have_is_the_callers_mi
     [outputs] = ConstrainedEngine().run(request).values()
     assert END not in tokens(outputs)
     assert outputs[-1].error is not None
-    assert outputs[-1].error.code == 3
+    assert outputs[-1].error.code == 11
