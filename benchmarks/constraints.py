@@ -156,7 +156,7 @@ async def _rates(
         for number in range(-1, rounds):
             for name, share in shares.items():
                 requests = [
-                    asked(1000 * number + i, constraint if i < share else None, num_tokens)
+                    asked(1000 * (number + 1) + i, constraint if i < share else None, num_tokens)
                     for i in range(_SEQUENCES)
                 ]
                 before = time.perf_counter()

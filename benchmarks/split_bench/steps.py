@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.prepare import ConstraintPreparer
+from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
 from penstock_shard.link import Inbox
 from penstock_shard.loading import LoadedModel
@@ -145,10 +145,10 @@ def measure_engine(path: str) -> None:
         loaded: LoadedModel,
         config: ShardConfig,
         tell_started: Callable[[list[str]], None],
-        preparer: ConstraintPreparer | None = None,
+        matchers: PendingMatchers | None = None,
     ) -> Engine:
         timed = dataclasses.replace(loaded, runner=_TimedRunner(loaded.runner, log))
-        return build_engine(timed, config, tell_started, preparer)
+        return build_engine(timed, config, tell_started, matchers)
 
     def take(engine: Engine, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
         from_s = time.monotonic()

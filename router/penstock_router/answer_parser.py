@@ -1,55 +1,116 @@
 """The text of one answer to pieces: its reasoning, its content, the calls that it makes.
 
 Reasoning is told from the rest first; what a call looks like is looked for in the rest only. Knows
-text; neither tokens nor how an API shows pieces.
+what a job's answers may have in them, text, and of tokens how many are reasoning's; neither stop
+strings nor how an API shows pieces.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
+from penstock_router.constraints import tools_of
+from penstock_router.conventions import Conventions
+from penstock_router.job import Job
 from penstock_router.pieces import Piece, PieceKind
-from penstock_router.reasoning import ReasoningSplitter, ReasoningStyle
+from penstock_router.reasoning import ReasoningSplitter
+from penstock_router.request import ChatRequest
 from penstock_router.tool_calls.base import ToolParser
 
 
-class AnswerParser:
-    """Reads one answer."""
+def told_apart(job: Job) -> Conventions:
+    """What is told from content in the job's answers: some of what its model may write."""
+    asked, conventions = job.options, job.model.text.conventions
+    if not isinstance(asked, ChatRequest):
+        return Conventions()
+    return conventions if tools_of(asked) else dataclasses.replace(conventions, tool_format=None)
 
-    def __init__(
-        self, style: ReasoningStyle | None, begun: bool, tool_parser: ToolParser | None
-    ) -> None:
-        """`begun`: the prompt ends within reasoning. Without a style all is content, without a
-        parser of calls no content is a call.
-        """
-        self._splitter = None if style is None else ReasoningSplitter(style, begun)
-        self._tool_parser = tool_parser
-        self.num_calls = 0
+
+def reader_of(job: Job) -> AnswerReader | None:
+    """Of one of the job's answers; None where they are text only."""
+    conventions = told_apart(job)
+    return None if conventions == Conventions() else AnswerReader(job, conventions)
+
+
+class AnswerReader:
+    """Tells the text of one answer into pieces, and counts the tokens of its reasoning.
+
+    They are those up to the mark that ends reasoning: up to its own token or, where it has none, up
+    to the token with which it was read.
+    """
+
+    def __init__(self, job: Job, conventions: Conventions) -> None:
+        asked, tokenizer = job.options, job.model.tokenizer
+        assert isinstance(asked, ChatRequest)
+        style, tool_format = conventions.reasoning, conventions.tool_format
+        self._splitter: ReasoningSplitter | None = None
+        self._tool_parser: ToolParser | None = None
+        marks: tuple[str, ...] = ()
+        if style is not None:
+            self._splitter = ReasoningSplitter(style, job.prepared.reasoning_begun)
+            marks = style.marks
+        if tool_format is not None:
+            self._tool_parser = tool_format.parser([tool.name for tool in tools_of(asked)])
+            marks += tool_format.markers
+        # Special tokens that are read here, and so must not be skipped.
+        self.shown_ids = tokenizer.special_ids_of(marks)
+        self._end_id = None if style is None else tokenizer.token_id(style.end)
+        self._shows_reasoning = asked.include_reasoning
+        # One that was told to call a function, and did, has just stopped.
+        self._tells_of_calls = asked.tool_choice.mode != "named"
+        self._has_calls = False
+        # That are reasoning's, if there is any.
+        self._num_reasoning, self._is_counted = 0, False
+        # So far; None where reasoning is not told from content.
+        self.reasoning_tokens = None if style is None else 0
 
     @property
-    def in_reasoning(self) -> bool:
-        """What was read last is reasoning."""
-        return self._splitter is not None and self._splitter.in_reasoning
+    def counts(self) -> bool:
+        """Text is wanted a token at a time: reasoning may end in the middle of it."""
+        return self._splitter is not None and not self._is_counted
 
     @property
-    def has_reasoning(self) -> bool:
-        """There was some, be it no more than its mark."""
-        return self._splitter is not None and self._splitter.has_reasoning
+    def ends_with_calls(self) -> bool:
+        """Calls were made, and are the reason for which the answer ends where it stops here."""
+        return self._has_calls and self._tells_of_calls
 
-    @property
-    def is_past_reasoning(self) -> bool:
-        """None follows."""
-        return self._splitter is None or self._splitter.is_over
+    def read(self, texts: Sequence[str], token_ids: Sequence[int], *, is_last: bool) -> list[Piece]:
+        """What is certain by now, of texts with these tokens; all of it with the last ones."""
+        pieces: list[Piece] = []
+        for place, text in enumerate(texts):
+            if text:
+                pieces += self._feed(text)
+            if self.counts and place < len(token_ids):
+                self._count(token_ids[place])
+        if is_last:
+            pieces += self._flush()
+        if self._splitter is None:
+            return pieces
+        if self.counts:
+            # One that ends the answer has no text.
+            self._num_reasoning += max(0, len(token_ids) - len(texts))
+        # Not before its mark was read, which stop strings may hold back.
+        self.reasoning_tokens = self._num_reasoning if self._splitter.has_reasoning else 0
+        if self._shows_reasoning:
+            return pieces
+        return [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
 
-    def feed(self, text: str) -> list[Piece]:
-        """What is certain by now."""
+    def _count(self, token_id: int) -> None:
+        assert self._splitter is not None
+        self._num_reasoning += 1
+        self._is_counted = token_id == self._end_id or self._splitter.is_over
+
+    def _feed(self, text: str) -> list[Piece]:
         if self._splitter is not None:
             return self._with_calls(self._splitter.feed(text))
         return self._calls_in(text)
 
-    def flush(self) -> list[Piece]:
-        """The text is over: what was held back."""
+    def _flush(self) -> list[Piece]:
+        """What was held back."""
         pieces = [] if self._splitter is None else self._with_calls(self._splitter.flush())
         if self._tool_parser is not None:
-            pieces += self._counted(self._tool_parser.flush())
+            pieces += self._noted(self._tool_parser.flush())
         return pieces
 
     def _with_calls(self, pieces: list[Piece]) -> list[Piece]:
@@ -64,12 +125,11 @@ class AnswerParser:
         return read
 
     def _calls_in(self, text: str) -> list[Piece]:
-        if self._tool_parser is not None:
-            return self._counted(self._tool_parser.feed(text))
-        return [Piece(PieceKind.CONTENT, text)] if text else []
+        # One of the two is there.
+        assert self._tool_parser is not None
+        return self._noted(self._tool_parser.feed(text))
 
-    def _counted(self, pieces: list[Piece]) -> list[Piece]:
+    def _noted(self, pieces: list[Piece]) -> list[Piece]:
         for piece in pieces:
-            if piece.kind is PieceKind.CALL:
-                self.num_calls += 1
+            self._has_calls = self._has_calls or piece.kind is PieceKind.CALL
         return pieces

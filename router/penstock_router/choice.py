@@ -1,8 +1,8 @@
 """One sequence of a job: a shard's outputs in, text in deltas out, and its own end.
 
 Text is searched for stop strings as it comes, and then, where there may be reasoning or calls in
-it, told into pieces. Knows token ids, text and stop strings; neither where outputs come from nor
-how deltas are shown.
+it, read into pieces. Knows token ids, text and stop strings; neither what reasoning and calls look
+like, nor where outputs come from, nor how deltas are shown.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Literal
 
 from penstock_client.errors import ShardFailed
 from penstock_client.types import FinishReason, Logprobs, Output
-from penstock_router.answer_parser import AnswerParser
+from penstock_router.answer_parser import reader_of
 from penstock_router.backend import GenerationStream
-from penstock_router.constraints import tools_of
 from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
 from penstock_router.pieces import Piece, PieceKind, content_of, extend, joined
-from penstock_router.request import ChatRequest
 from penstock_router.stop import StopMatcher
 
 # To take them costs by then much more than to be told of them.
@@ -65,82 +63,6 @@ class Delta:
         self.stop_reason = later.stop_reason
 
 
-def has_pieces(job: Job) -> bool:
-    """Whether its answers may be more than text: reasoning, or calls."""
-    asked, conventions = job.options, job.model.text.conventions
-    if not isinstance(asked, ChatRequest):
-        return False
-    if conventions.reasoning is not None:
-        return True
-    return conventions.tool_format is not None and bool(tools_of(asked))
-
-
-class _Reader:
-    """Tells the text of one answer into pieces, and counts the tokens of its reasoning.
-
-    They are those up to the mark that ends reasoning: up to its own token or, where it has none, up
-    to the token with which it was read.
-    """
-
-    def __init__(self, job: Job) -> None:
-        asked, conventions = job.options, job.model.text.conventions
-        assert isinstance(asked, ChatRequest)
-        tools = tools_of(asked)
-        style = conventions.reasoning
-        tool_format = conventions.tool_format if tools else None
-        tool_parser = None
-        marks: tuple[str, ...] = () if style is None else style.marks
-        if tool_format is not None:
-            tool_parser = tool_format.parser([tool.name for tool in tools])
-            marks += tool_format.markers
-        self._parser = AnswerParser(style, job.reasoning_begun, tool_parser)
-        # Special tokens that are read here, and so must not be skipped.
-        self.shown_ids = job.model.tokenizer.special_ids_of(marks)
-        self._end_id = None if style is None else job.model.tokenizer.token_id(style.end)
-        # One that was told to call a function, and did, has just stopped.
-        self._tells_of_calls = asked.tool_choice.mode != "named"
-        self._shows_reasoning = asked.include_reasoning
-        # That are reasoning's, if there is any.
-        self._num_reasoning, self._is_counted = 0, False
-        self.reasoning_tokens = None if style is None else 0
-
-    @property
-    def counts(self) -> bool:
-        """Text is wanted a token at a time: reasoning may end in the middle of it."""
-        return self.reasoning_tokens is not None and not self._is_counted
-
-    def read(self, delta: Delta, texts: Sequence[str], echo: str) -> None:
-        """Make pieces of texts, whose content is the delta's own text then; `echo` goes first."""
-        parser, token_ids = self._parser, delta.token_ids
-        pieces: list[Piece] = []
-        for place, text in enumerate(texts):
-            if text:
-                pieces += parser.feed(text)
-            if self.counts and place < len(token_ids):
-                self._count(token_ids[place])
-        if delta.finish_reason is not None:
-            pieces += parser.flush()
-            if delta.finish_reason == "stop" and parser.num_calls and self._tells_of_calls:
-                delta.finish_reason = "tool_calls"
-        if self.reasoning_tokens is not None:
-            if self.counts:
-                # One that ends the answer has no text.
-                self._num_reasoning += max(0, len(token_ids) - len(texts))
-            # Not before its mark was read, which stop strings may hold back.
-            self.reasoning_tokens = self._num_reasoning if parser.has_reasoning else 0
-            if not self._shows_reasoning:
-                pieces = [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
-        if echo:
-            pieces = [Piece(PieceKind.CONTENT, echo), *pieces]
-        # Nearly always it is one.
-        delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else joined(pieces)
-        delta.text = content_of(delta.pieces)
-
-    def _count(self, token_id: int) -> None:
-        self._num_reasoning += 1
-        self._is_counted = token_id == self._end_id or self._parser.is_past_reasoning
-
-
 class Choice:
     """One sequence of a job: from a shard's outputs to deltas, and to its own end."""
 
@@ -164,7 +86,7 @@ class Choice:
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
         # None where an answer is text only.
-        self._reader = _Reader(job) if has_pieces(job) else None
+        self._reader = reader_of(job)
         self._detokenizer = job.model.tokenizer.detokenizers.start(
             prompt.token_ids,
             skip_special_tokens=options.skip_special_tokens,
@@ -210,11 +132,7 @@ class Choice:
             return self._scores_only()
         delta = Delta(self.index, "", output.token_ids, logprobs=output.logprobs)
         texts = self._read(output, delta)
-        if self._reader is not None:
-            self._reader.read(delta, texts, self._echo)
-        else:
-            delta.text = self._echo + "".join(texts)
-        self._echo = ""
+        self._show(texts, delta)
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self.finished = delta.finish_reason is not None
         if self._resumed:
@@ -223,6 +141,22 @@ class Choice:
                 return None
             delta.known_token_ids, self._known_ids = self._known_ids, []
         return delta
+
+    def _show(self, texts: list[str], delta: Delta) -> None:
+        """Fill in what is said; `echo` goes first."""
+        echo, self._echo = self._echo, ""
+        if self._reader is None:
+            delta.text = echo + "".join(texts)
+            return
+        is_last = delta.finish_reason is not None
+        pieces = self._reader.read(texts, delta.token_ids, is_last=is_last)
+        if delta.finish_reason == "stop" and self._reader.ends_with_calls:
+            delta.finish_reason = "tool_calls"
+        if echo:
+            pieces = [Piece(PieceKind.CONTENT, echo), *pieces]
+        # Nearly always it is one.
+        delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else joined(pieces)
+        delta.text = content_of(delta.pieces)
 
     def _echoed(self, prompt: str) -> str:
         """The prompt's text, but for a character that ends in the output: it is shown there."""

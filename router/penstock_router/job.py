@@ -54,13 +54,13 @@ class Job:
 
     model: ServedModel
     options: Options
-    prompts: tuple[Prompt, ...]
+    prepared: Prepared
     requests: tuple[GenerationRequest, ...]
     delivered: tuple[Delivered, ...] = ()
-    # Of `Prepared`: what answers show or keep.
-    full_text: str = ""
-    conversation: bytes = b""
-    reasoning_begun: bool = False
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return self.prepared.prompts
 
     @property
     def choices_per_prompt(self) -> int:
@@ -100,15 +100,7 @@ async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> 
             )
             if len(requests) % SEQUENCES_A_TURN == 0:
                 await asyncio.sleep(0)
-    return Job(
-        model,
-        options,
-        prepared.prompts,
-        tuple(requests),
-        full_text=prepared.full_text,
-        conversation=prepared.conversation,
-        reasoning_begun=prepared.reasoning_begun,
-    )
+    return Job(model, options, prepared, tuple(requests))
 
 
 def _sequence(

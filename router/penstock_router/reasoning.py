@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_router.pieces import Piece, PieceKind
+from penstock_router.stop import beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,9 @@ class ReasoningSplitter:
             shown = self._reasoning(body)
             self.in_reasoning, self._space = False, None
             return shown + self._answer(rest)
-        keep = _begun_length(text, self._style.end)
-        self._held = text[len(text) - keep :]
-        return self._reasoning(text[: len(text) - keep])
+        sure = beginning(text, (self._style.end,))
+        self._held = text[sure:]
+        return self._reasoning(text[:sure])
 
     def _reasoning(self, text: str) -> list[Piece]:
         """Show it but for whitespace at its end, which is kept until it is known what follows."""
@@ -178,13 +179,3 @@ class ReasoningSplitter:
         text = text.lstrip()
         self._is_content = bool(text)
         return [Piece(PieceKind.CONTENT, text)] if text else []
-
-
-def _begun_length(text: str, mark: str) -> int:
-    """How much of the text's end is the beginning of the mark, and not all of it."""
-    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while start >= 0:
-        if mark.startswith(text[start:]):
-            return len(text) - start
-        start = text.find(mark[0], start + 1)
-    return 0

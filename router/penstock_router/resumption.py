@@ -23,7 +23,9 @@ from typing import Self
 
 import msgspec
 
-from penstock_router.choice import Delta, has_pieces
+from penstock_router.answer_parser import told_apart
+from penstock_router.choice import Delta
+from penstock_router.conventions import Conventions
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
 from penstock_router.prompts import pack_ids
@@ -78,10 +80,10 @@ def job_digest(job: Job) -> bytes:
     """Of what an answer depends on and the request's JSON does not say: the ids that a template and
     a tokenizer made of it, the model's own defaults, and how its answers are read.
     """
-    info, conventions = job.model.info, job.model.text.conventions
+    info, conventions = job.model.info, told_apart(job)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{info.tokenizer_hash} {info.eos_token_ids} {info.default_sampling}".encode())
-    if has_pieces(job):
+    if conventions != Conventions():
         calls, _ = conventions.names
         digest.update(f"{calls} {conventions.reasoning}".encode())
     for prompt in job.prompts:

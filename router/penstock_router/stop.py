@@ -1,4 +1,5 @@
-"""Finding stop strings in text that arrives in pieces. Knows no tokens and no HTTP.
+"""Finding stop strings, and beginnings of marks, in text that arrives in pieces. Knows no tokens
+and no HTTP.
 
 Text is held back only while it could still become a stop string: exactly the longest suffix that
 begins one. The stop that completes first in the text wins; of two that complete on the same
@@ -67,6 +68,20 @@ def _fallback_table(text: str) -> list[int]:
             length += 1
         table[position + 1] = length
     return table
+
+
+def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
+    """Where the longest end of `text` that may go on as one of the marks begins; its length if
+    none does. None of them is in it; `start` is where to look from.
+    """
+    found = len(text)
+    for mark in marks:
+        position = text.find(mark[0], max(start, len(text) - len(mark) + 1))
+        while 0 <= position < found:
+            if mark.startswith(text[position:]):
+                found = position
+            position = text.find(mark[0], position + 1)
+    return found
 
 
 class StopMatcher:

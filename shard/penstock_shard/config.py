@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_proto.trace_export import TracingConfig
+from penstock_shard.request import ConstraintLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,11 @@ class ShardConfig:
         if self.served_model_names:
             return self.served_model_names[0]
         return self.model or "penstock-toy"
+
+    @property
+    def constraint_limits(self) -> ConstraintLimits:
+        """What one constraint may take to be compiled."""
+        return ConstraintLimits(self.constraint_timeout_s, self.constraint_memory_bytes)
 
     def batched_tokens(self, device: str) -> int:
         """Most tokens of a step; by default what such a device computes in about half a second."""

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from penstock_shard.constraints.prepare import ConstraintPreparer, OutputRefused
+from penstock_shard.constraints.matchers import OutputRefused, PendingMatchers
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
@@ -39,17 +39,17 @@ class Engine:
         blocks: BlockManager,
         clock: Callable[[], float] = time.monotonic,
         tell_started: Callable[[list[str]], None] = lambda request_ids: None,
-        preparer: ConstraintPreparer | None = None,
+        matchers: PendingMatchers | None = None,
     ) -> None:
         """`tell_started` gets the requests that are in a step for the first time, before it.
-        Without a `preparer` no request may have a constraint.
+        Without `matchers` no request may have a constraint.
         """
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = blocks
         self._clock = clock
         self._tell_started = tell_started
-        self._preparer = preparer
+        self._matchers = matchers
         self._requests: dict[str, Request] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
@@ -65,11 +65,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Somebody waits for a step."""
-        return len(self._requests) > self._num_preparing or bool(self._in_flight)
+        return len(self._requests) > self._num_compiling or bool(self._in_flight)
 
     @property
-    def _num_preparing(self) -> int:
-        return 0 if self._preparer is None else len(self._preparer)
+    def _num_compiling(self) -> int:
+        return 0 if self._matchers is None else len(self._matchers)
 
     def submit(self, request: Request) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over."""
@@ -83,8 +83,8 @@ class Engine:
         if request.constraint is None:
             self._scheduler.add(request, self._clock())
         else:
-            assert self._preparer is not None
-            self._preparer.add(request)
+            assert self._matchers is not None
+            self._matchers.add(request)
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End this attempt of a request before the next step, if it has not ended."""
@@ -98,8 +98,8 @@ class Engine:
         While a step runs the next is scheduled and handed over, so that the device never waits for
         Python. Where the runner does not overlap, a step is taken in as soon as it was launched.
         """
-        if self._num_preparing:
-            self._add_prepared()
+        if self._num_compiling:
+            self._add_compiled()
         launched = self._launch()
         waiting = len(self._in_flight)
         if waiting and (waiting > self._runner.info.max_steps_ahead or not launched):
@@ -126,7 +126,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises `AssertionError` when the accounts of requests and blocks disagree."""
         requests = self._scheduler.requests
-        assert len(requests) + self._num_preparing == len(self._requests), (
+        assert len(requests) + self._num_compiling == len(self._requests), (
             f"{len(requests)} requests are scheduled, {len(self._requests)} are known"
         )
         assert {request.request_id for request in requests} <= set(self._requests)
@@ -134,14 +134,14 @@ class Engine:
 
     # ---- internals ----
 
-    def _add_prepared(self) -> None:
+    def _add_compiled(self) -> None:
         """Schedule whoever has its constraint compiled by now."""
-        assert self._preparer is not None
-        for request, refusal in self._preparer.take():
+        assert self._matchers is not None
+        for request, refusal in self._matchers.take():
             if refusal is None:
                 self._scheduler.add(request, self._clock())
                 continue
-            self._outputs.append(_ending(request, error=_unprepared(request, refusal)))
+            self._outputs.append(_ending(request, error=_unmatched(request, refusal)))
             del self._requests[request.request_id]
 
     def _launch(self) -> bool:
@@ -247,7 +247,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
-        if self._preparer is not None and self._preparer.discard(request):
+        if self._matchers is not None and self._matchers.discard(request):
             return
         if self._scheduler.remove(request):
             self._runner.release(request)
@@ -274,7 +274,7 @@ def _failed(request: Request, result: RowResult) -> Error:
     return Error(code, result.error or "", kind)
 
 
-def _unprepared(request: Request, reason: BaseException) -> Error:
+def _unmatched(request: Request, reason: BaseException) -> Error:
     """Why it has no matcher."""
     assert request.constraint is not None
     kind = request.constraint.kind

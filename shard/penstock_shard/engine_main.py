@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 from penstock_proto.logs import set_up_logging
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, TokenizerUnusable
-from penstock_shard.constraints.prepare import ConstraintPreparer
+from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
+from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
@@ -47,6 +47,7 @@ from penstock_shard.tokenizer_files import tokenizer_hash
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
+_SWITCH_S = 0.0005
 # A beat that is later than this was held up by something that held up the step too.
 _LATEST_BEAT_S = 1.0
 
@@ -56,6 +57,8 @@ def main() -> None:
     # Service managers tell all processes at once; the server decides when we end, and drains.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # While another thread reads a schema the one that steps waits no longer than this for its turn.
+    sys.setswitchinterval(_SWITCH_S)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     start = link.receive()
     if not isinstance(start, Start):
@@ -69,11 +72,11 @@ def main() -> None:
         link.send(LoadFailed(str(error)))
         return
     info = loaded.runner.info
-    preparer = _preparer(loaded, start.config, lambda: inbox.put(Inbox([], [])))
-    if preparer is None:
+    matchers = _matchers(loaded, start.config, lambda: inbox.put(Inbox([], [])))
+    if matchers is None:
         capabilities = info.capabilities - CONSTRAINT_KINDS
         info = dataclasses.replace(info, capabilities=capabilities)
-    engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), preparer)
+    engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
     threading.Thread(target=_beat, args=(link, engine), daemon=True).start()
     # What was made so far lives for ever: keep the collector from walking it between steps.
     gc.collect()
@@ -85,31 +88,29 @@ def main() -> None:
         _run(link, engine, inbox)
 
 
-def _preparer(
+def _matchers(
     loaded: LoadedModel, config: ShardConfig, on_done: Callable[[], None]
-) -> ConstraintPreparer | None:
+) -> PendingMatchers | None:
     """None where the model's tokenizer is of a kind that constraints cannot be told in."""
     info = loaded.runner.info
-    limits = ConstraintLimits(
-        max_bytes=config.max_constraint_bytes,
-        timeout_s=config.constraint_timeout_s,
-        memory_bytes=config.constraint_memory_bytes,
-    )
     try:
         compiler = Compiler(
-            loaded.tokenizer_files["tokenizer.json"], info.vocab_size, info.eos_token_ids, limits
+            loaded.tokenizer_files["tokenizer.json"],
+            info.vocab_size,
+            info.eos_token_ids,
+            config.constraint_limits,
         )
     except TokenizerUnusable as error:
         logger.warning("outputs cannot be constrained: %s", error)
         return None
-    return ConstraintPreparer(compiler, on_done, config.constraint_threads)
+    return PendingMatchers(compiler, on_done, config.constraint_threads)
 
 
 def _build_engine(
     loaded: LoadedModel,
     config: ShardConfig,
     tell_started: Callable[[list[str]], None],
-    preparer: ConstraintPreparer | None = None,
+    matchers: PendingMatchers | None = None,
 ) -> Engine:
     info = loaded.runner.info
     blocks = BlockManager(
@@ -129,7 +130,7 @@ def _build_engine(
         Scheduler(limits, blocks),
         blocks,
         tell_started=tell_started,
-        preparer=preparer,
+        matchers=matchers,
     )
 
 

@@ -84,7 +84,7 @@ class EngineSupervisor:
     def __init__(self, config: ShardConfig) -> None:
         self._config = config
         self.metrics = ShardMetrics()
-        self._checker = ConstraintChecker(config)
+        self._checker = ConstraintChecker(config.constraint_limits)
         self._ready: link.Ready | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None

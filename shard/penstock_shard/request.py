@@ -73,6 +73,14 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintLimits:
+    """What one constraint may take of a processor's time and of memory to be compiled."""
+
+    timeout_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ThinkingBudget:
     """At most `max_tokens` between the token that begins reasoning and the one that ends it, which
     is drawn then whatever the logits say. `begun`: the prompt ends within reasoning.

@@ -12,7 +12,7 @@ from support.budget import budget, seeded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 
-from answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
+from support.answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
 
 from penstock_router.apis.messages_answers import MessageShape
 from penstock_router.choice import Delta, EndReason

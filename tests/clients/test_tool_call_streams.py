@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from clients.environments import observe
-from recorded_tool_calls import RECORDED, TOOLS, Recorded
 from support.budget import budget, seeded
+from support.recorded_tool_calls import RECORDED, TOOLS, Recorded
 from tokenizers import AddedToken, Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))

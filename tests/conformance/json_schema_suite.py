@@ -16,7 +16,8 @@ from typing import Any
 from llguidance import LLMatcher
 
 import penstock_shard
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
+from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
@@ -68,7 +69,7 @@ class Result:
 def compiler() -> Compiler:
     """With the built-in tokenizer, whose vocabulary has every byte."""
     raw = (_MODEL / "tokenizer.json").read_bytes()
-    return Compiler(raw, _VOCAB_SIZE, [2], ConstraintLimits())
+    return Compiler(raw, _VOCAB_SIZE, [2], ShardConfig().constraint_limits)
 
 
 def files(draft: str, folder: str = "") -> Iterator[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.compilers import LIMITS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock_client.types import Constraint, ConstraintKind
@@ -12,7 +13,7 @@ from penstock_router.constraints import answer_constraint
 from penstock_router.reasoning import STYLES
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.tool_calls.choose import FORMATS
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
+from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.request import Constraint as ShardConstraint
 
 THINK, HERMES = STYLES["think"], FORMATS["hermes"]
@@ -52,7 +53,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> Compiler:
     data = tokenizer.to_str().encode()
-    return Compiler(data, tokenizer.get_vocab_size(), [0], ConstraintLimits())
+    return Compiler(data, tokenizer.get_vocab_size(), [0], LIMITS)
 
 
 def made(options: dict[str, Any], *, begun: bool = False, **names: Any) -> ShardConstraint:

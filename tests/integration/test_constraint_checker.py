@@ -40,7 +40,8 @@ def _regex(text: str) -> Constraint:
 
 @contextlib.asynccontextmanager
 async def _checker(**settings: float) -> AsyncIterator[ConstraintChecker]:
-    checker = ConstraintChecker(ShardConfig(**settings))  # type: ignore[arg-type]
+    config = ShardConfig(**settings)  # type: ignore[arg-type]
+    checker = ConstraintChecker(config.constraint_limits)
     checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (0,))
     try:
         yield checker
@@ -260,12 +261,11 @@ def test_the_process_ends_itself_when_its_server_is_gone(busy: bool) -> None:
     program = f"""
 import asyncio
 from pathlib import Path
-from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.checker import ConstraintChecker
-from penstock_shard.request import Constraint
+from penstock_shard.request import Constraint, ConstraintLimits
 
 async def main():
-    checker = ConstraintChecker(ShardConfig(constraint_timeout_s=600.0))
+    checker = ConstraintChecker(ConstraintLimits(timeout_s=600.0, memory_bytes=2**28))
     checker.use(Path({str(TOKENIZER)!r}).read_bytes(), {VOCAB_SIZE}, (0,))
     await checker.check(Constraint("regex", "a"))
     print(checker._process._process.pid, flush=True)

@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 import torch
 from models.driver import load
-from random_schemas import random_schema
 from support.budget import budget, seeded
-from support.constrained import (
-    BUILTIN,
-    ConstrainedEngine,
-    compiler,
-    constrained,
-    text,
-    tokenizer,
-    tokens,
-)
+from support.compilers import BUILTIN, tokenizer, two_ended_compiler
+from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
+from support.random_schemas import random_schema
 
-from penstock_shard.constraints.state import MaskFiller, allowed_ids
+from penstock_shard.constraints.state import MaskFiller, allowed_ids, unpacked
 from penstock_shard.link import Output
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
+from penstock_shard.runner.adjust import forbidden_bits
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRow
@@ -61,7 +55,7 @@ def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
     for seed in range(budget(20, 400)):
         logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
         own = constrained("own", random.choice([OBJECT, CODE]), seed=seed)
-        own.matcher = compiler().compile(own.constraint) if own.constraint else None
+        own.matcher = two_ended_compiler().compile(own.constraint) if own.constraint else None
         sampling = dataclasses.replace(
             own.sampling,
             temperature=random.choice([0.0, 0.7, 1.5]),
@@ -82,12 +76,19 @@ def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
         assert first.error is None
 
 
+def test_a_device_unpacks_masks_as_the_cpu_does() -> None:
+    rng = np.random.default_rng(7)
+    masks = rng.integers(-(2**31), 2**31, size=(5, 97), dtype=np.int32)
+    expected = torch.from_numpy(~unpacked(masks, 3080))
+    assert torch.equal(forbidden_bits(torch.from_numpy(masks), 3080), expected)
+
+
 def test_a_row_whose_constraint_failed_says_why_and_leaves_the_rest_alone() -> None:
     vocab_size = tokenizer().get_vocab_size()
     sampler = Sampler(MaskFiller(vocab_size))
     broken, fine = constrained("broken", CODE), constrained("fine", CODE)
     for request in (broken, fine):
-        request.matcher = compiler().compile(CODE)
+        request.matcher = two_ended_compiler().compile(CODE)
     assert broken.matcher is not None
     broken.matcher.consume_token(600)
     logits = torch.zeros(2, vocab_size)

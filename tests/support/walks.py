@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from penstock_shard.constraints.state import allowed_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,7 @@ class Walk:
 def allowed(matcher: LLMatcher, vocab_size: int) -> list[int]:
     mask = allocate_token_bitmask(1, vocab_size)
     fill_next_token_bitmask(matcher, mask)
-    bits = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")[:vocab_size]
-    return [int(token) for token in np.flatnonzero(bits)]
+    return [int(token_id) for token_id in allowed_ids(mask[0])]
 
 
 def walk(matcher: LLMatcher, tokenizer: LLTokenizer, rng: random.Random, limit: int = 2000) -> Walk:

@@ -172,7 +172,7 @@ class ResponseShape:
     def __init__(self, job: Job, envelope: Envelope) -> None:
         assert isinstance(job.options, ResponsesRequest)
         self._asked = job.options
-        self._conversation = job.conversation
+        self._conversation = job.prepared.conversation
         self._tokenizer = job.model.tokenizer
         self._usage = envelope.usage
         self._id_stem = envelope.response_id.removeprefix("resp_")

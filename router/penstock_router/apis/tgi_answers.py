@@ -260,7 +260,7 @@ class GenerateShape:
             if top_tokens:
                 event["top_tokens"] = top_tokens[position]
             if delta.finish_reason is not None and position == len(tokens) - 1:
-                event["generated_text"] = self._job.full_text + self._text
+                event["generated_text"] = self._job.prepared.full_text + self._text
                 event["details"] = self._stream_details(delta)
             frames.append(data_frame(_encode(event)))
         return b"".join(frames) or None
@@ -294,7 +294,7 @@ class GenerateShape:
         """The likeliest answer, and the others among its details."""
         best, *others = sorted(deltas, key=mean_logprob, reverse=True)
         self._text, self._num_tokens = best.text, len(best.token_ids)
-        answer: GenerateAnswer = {"generated_text": self._job.full_text + best.text}
+        answer: GenerateAnswer = {"generated_text": self._job.prepared.full_text + best.text}
         if self._options.details:
             sequence = self._sequence(best)
             answer["details"] = details = _details(sequence)
@@ -304,7 +304,7 @@ class GenerateShape:
 
     def _sequence(self, delta: Delta) -> BestOfSequence:
         sequence: BestOfSequence = {
-            "generated_text": self._job.full_text + delta.text,
+            "generated_text": self._job.prepared.full_text + delta.text,
             "finish_reason": _finish_reason(delta),
             "generated_tokens": len(delta.token_ids),
             "seed": self._seed(delta),

@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from penstock_router.fields import JsonObject
 from penstock_router.pieces import Piece, PieceKind
 from penstock_router.request import Tool
+from penstock_router.stop import beginning
 
 T = TypeVar("T")
 # What is read, in the end; until then it waits for more text.
@@ -224,7 +225,7 @@ class CallReader:
                 self._show(found.start())
                 self._take(found.end())
                 return found.group()
-            self._show(_beginning(self._text, self._at, markers))
+            self._show(beginning(self._text, markers, self._at))
             yield from self._more()
 
     def _show(self, end: int) -> None:
@@ -250,14 +251,3 @@ class CallReader:
 @functools.lru_cache(64)
 def _one_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join([re.escape(marker) for marker in markers]))
-
-
-def _beginning(text: str, start: int, markers: Sequence[str]) -> int:
-    """Where the longest end of `text` that may go on as a marker begins; its length if none."""
-    longest = max([len(marker) for marker in markers]) - 1
-    for position in range(max(start, len(text) - longest), len(text)):
-        rest = text[position:]
-        for marker in markers:
-            if marker.startswith(rest):
-                return position
-    return len(text)

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from penstock_shard.request import ConstraintLimits
+
 LENGTH = struct.Struct("<I")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -22,9 +24,7 @@ class Start(msgspec.Struct, array_like=True, frozen=True):
     tokenizer_json: bytes
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_bytes: int
-    timeout_s: float
-    memory_bytes: int
+    limits: ConstraintLimits
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):

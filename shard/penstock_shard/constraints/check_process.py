@@ -29,9 +29,9 @@ from penstock_shard.constraints.check_link import (
     encode_frame,
     patience_s,
 )
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, TokenizerUnusable
+from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.request import Constraint, ConstraintLimits
 
 # The engine's threads have more: what fits in this does not overflow there.
 _STACK_BYTES = 1 << 20
@@ -67,9 +67,10 @@ def main() -> None:
 
 def _serve(connection: socket.socket) -> None:
     start = _receive(connection, _start_decoder)
-    limits = ConstraintLimits(start.max_bytes, start.timeout_s, start.memory_bytes)
     try:
-        compiler = Compiler(start.tokenizer_json, start.vocab_size, start.eos_token_ids, limits)
+        compiler = Compiler(
+            start.tokenizer_json, start.vocab_size, start.eos_token_ids, start.limits
+        )
     except TokenizerUnusable as error:
         connection.sendall(encode_frame(Started(str(error))))
         return
@@ -78,7 +79,7 @@ def _serve(connection: socket.socket) -> None:
     connection.sendall(encode_frame(Started("")))
     while True:
         constraint = _receive(connection, _constraint_decoder)
-        verdict = _check(compiler, constraint, limits, connection)
+        verdict = _check(compiler, constraint, start.limits, connection)
         connection.sendall(encode_frame(verdict))
 
 
@@ -184,14 +185,10 @@ def _refusal_of(compiler: Compiler, constraint: Constraint, limits: ConstraintLi
     try:
         compiler.compile(constraint)
     except ConstraintRefused as error:
-        return _named(constraint.kind, str(error))
+        return str(error)
     except MemoryError:
         return _too_large(constraint.kind, limits)
     return ""
-
-
-def _named(kind: str, reason: str) -> str:
-    return reason if reason.startswith(f"{kind}:") else f"{kind}: {reason}"
 
 
 # ---- framing ----

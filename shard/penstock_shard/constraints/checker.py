@@ -22,7 +22,6 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.check_link import (
     LENGTH,
     Start,
@@ -31,7 +30,7 @@ from penstock_shard.constraints.check_link import (
     encode_frame,
     patience_s,
 )
-from penstock_shard.request import Constraint
+from penstock_shard.request import Constraint, ConstraintLimits
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +70,8 @@ class _Pending:
 class ConstraintChecker:
     """Asks the check process, which it owns. Lives on the server's event loop."""
 
-    def __init__(self, config: ShardConfig) -> None:
-        self._config = config
+    def __init__(self, limits: ConstraintLimits) -> None:
+        self._limits = limits
         self._start: Start | None = None
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         # By content, in the order they came.
@@ -82,15 +81,7 @@ class ConstraintChecker:
 
     def use(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """From now on constraints are for this tokenizer; gets ready for them meanwhile."""
-        config = self._config
-        start = Start(
-            tokenizer_json,
-            vocab_size,
-            eos_token_ids,
-            config.max_constraint_bytes,
-            config.constraint_timeout_s,
-            config.constraint_memory_bytes,
-        )
+        start = Start(tokenizer_json, vocab_size, eos_token_ids, self._limits)
         if start != self._start:
             # A process that was for another one is replaced before the next check.
             self._start = start
@@ -166,7 +157,7 @@ class ConstraintChecker:
             await self._lose_process(error)
 
     async def _verdict_on(self, constraint: Constraint) -> Verdict:
-        longest_s = patience_s(self._config.constraint_timeout_s) + _GRACE_S
+        longest_s = patience_s(self._limits.timeout_s) + _GRACE_S
         try:
             process = await self._running_process()
             verdict = await process.verdict_on(constraint, longest_s)

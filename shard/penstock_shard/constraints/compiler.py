@@ -10,14 +10,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock_shard.constraints.languages import grammar_of
 from penstock_shard.constraints.refusal import ConstraintRefused
-from penstock_shard.request import Constraint
+from penstock_shard.request import Constraint, ConstraintLimits
 
 # What a state of the lexer takes, by llguidance's word.
 _BYTES_PER_STATE = 2048
@@ -37,15 +36,6 @@ class TokenizerUnusable(Exception):
         super().__init__(" ".join(message.split())[:300])
 
 
-@dataclass(frozen=True, slots=True)
-class ConstraintLimits:
-    """What one constraint may take."""
-
-    max_bytes: int = 262_144
-    timeout_s: float = 2.0
-    memory_bytes: int = 256 << 20
-
-
 class Compiler:
     """Compiles constraints for one model. May be called by several threads."""
 
@@ -57,7 +47,6 @@ class Compiler:
         limits: ConstraintLimits,
     ) -> None:
         """Takes up to a second for a large vocabulary."""
-        self.limits = limits
         self._parser_limits = _parser_limits(limits)
         self.special_tokens: dict[str, int] = {}
         self.tokenizer = self._made(tokenizer_json, vocab_size, eos_token_ids)
@@ -77,15 +66,17 @@ class Compiler:
         return template.deep_copy()
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
-        size = _size(constraint)
-        if size > self.limits.max_bytes:
-            raise ConstraintRefused(
-                f"{constraint.kind}: {size} bytes are over {self.limits.max_bytes}"
-            )
+        """Whatever is wrong with it: the reason begins with its kind."""
+        try:
+            return self._tried(constraint)
+        except ConstraintRefused as error:
+            raise ConstraintRefused(_named(constraint.kind, str(error))) from error
+
+    def _tried(self, constraint: Constraint) -> LLMatcher:
         try:
             grammar = grammar_of(constraint, self.special_tokens)
         except RecursionError as error:
-            raise ConstraintRefused(f"{constraint.kind}: nests too deep") from error
+            raise ConstraintRefused("nests too deep") from error
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._parser_limits)
         # What no text meets, or the first tokens take too much for, is known before it is served.
         allowed = _allowed(matcher)
@@ -95,9 +86,9 @@ class Compiler:
             _allowed(tried)
         for each in (matcher, tried):
             if each.is_error():
-                raise ConstraintRefused(f"{constraint.kind}: {_reason(each.get_error())}")
+                raise ConstraintRefused(_reason(each.get_error()))
         if not allowed:
-            raise ConstraintRefused(f"{constraint.kind}: no text is allowed")
+            raise ConstraintRefused("no text is allowed")
         return matcher
 
     def _keep(self, constraint: Constraint, template: LLMatcher) -> None:
@@ -195,6 +186,10 @@ _BYTE_LETTERS = _byte_letters()
 def _size(constraint: Constraint) -> int:
     texts = (constraint.value, *constraint.options)
     return sum(len(text.encode(errors="surrogatepass")) for text in texts)
+
+
+def _named(kind: str, reason: str) -> str:
+    return reason if reason.startswith(f"{kind}:") else f"{kind}: {reason}"
 
 
 # Where in the grammar, which is not the caller's own text.

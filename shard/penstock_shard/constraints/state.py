@@ -57,19 +57,21 @@ class ConstraintState:
         self._position += 1
         self.mask = None
 
-    def take(self, mask: Mask) -> None:
+    def set_mask(self, mask: Mask) -> None:
         """The matcher's mask was filled, and changes here: what ends the sequence may be drawn
         where the constraint may end; what should not end it, where nothing else is left.
         """
         if self.matcher.is_error():
             # It would let the sequence end here.
             return
-        if self._stop_ids.size and self.matcher.is_accepting():
+        may_end, too_early = self.matcher.is_accepting(), self._position < self._request.min_tokens
+        if may_end and self._stop_ids.size:
             _set(mask, self._stop_ids)
         reluctant = self._reluctant_ids
-        if self._position < self._request.min_tokens:
+        if too_early:
             reluctant = np.concatenate([reluctant, self._stop_ids])
-        if reluctant.size:
+        # Ids that are ignored are there only where it may end.
+        if reluctant.size and (may_end or too_early):
             others = mask.copy()
             _clear(others, reluctant)
             if others.any():
@@ -91,7 +93,7 @@ class MaskFiller:
         places = [(state.matcher, row) for row, state in enumerate(states)]
         fill_next_token_bitmask_par(self._executor, places, bitmasks)
         for state, mask in zip(states, bitmasks, strict=True):
-            state.take(mask)
+            state.set_mask(mask)
 
     def start(self, states: Sequence[ConstraintState]) -> Future[None]:
         """Fill the masks of all meanwhile; they must be left alone until that is done."""
@@ -103,10 +105,10 @@ def allowed_ids(mask: Mask) -> NDArray[np.intp]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
-def unpacked(masks: Sequence[Mask], vocab_size: int) -> NDArray[np.uint8]:
-    """uint8 [n, V]: 1 for what may be drawn."""
-    packed = np.stack(masks).view(np.uint8)
-    return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
+def unpacked(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
+    """Masks [n, words] as bool [n, V]."""
+    packed = masks.view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def _ids(token_ids: frozenset[int]) -> NDArray[np.int64]:

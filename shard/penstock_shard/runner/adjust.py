@@ -78,19 +78,29 @@ def _ban(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
 
 def _mask(logits: Tensor, rows: Sequence[tuple[int, Mask | None]]) -> None:
     """Leave what the masks have; a row without one, whose constraint failed, loses all."""
-    masked = [(i, mask) for i, mask in rows if mask is not None]
     for i, mask in rows:
         if mask is None:
             logits[i] = float("-inf")
+    masked = [(i, mask) for i, mask in rows if mask is not None]
     if not masked:
         return
+    masks = np.stack([mask for _, mask in masked])
+    if logits.device.type == "cpu":
+        # Row by row on this thread: torch would wake others for it, which compute already.
+        values, forbidden = logits.numpy(), unpacked(~masks, logits.shape[1])
+        for (i, _), row in zip(masked, forbidden, strict=True):
+            np.copyto(values[i], -np.inf, where=row)
+        return
+    # A bit a token goes to the device, not a byte.
     index = torch.tensor([i for i, _ in masked], device=logits.device)
-    allowed = torch.from_numpy(unpacked([mask for _, mask in masked], logits.shape[1]))
-    forbidden = allowed.to(logits.device) == 0
-    if len(masked) == len(logits):
-        logits.masked_fill_(forbidden, float("-inf"))
-    else:
-        logits.index_copy_(0, index, logits[index].masked_fill_(forbidden, float("-inf")))
+    rest = forbidden_bits(torch.from_numpy(masks).to(logits.device), logits.shape[1])
+    logits.index_copy_(0, index, logits[index].masked_fill_(rest, float("-inf")))
+
+
+def forbidden_bits(packed: Tensor, vocabulary: int) -> Tensor:
+    """The same of masks int32 [n, words], on their own device."""
+    ids = torch.arange(vocabulary, device=packed.device)
+    return (packed[:, ids >> 5] >> (ids & 31)) & 1 == 0
 
 
 def _elements(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:

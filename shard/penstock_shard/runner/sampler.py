@@ -85,12 +85,15 @@ class Sampler:
         """Without `masks` no request may have a constraint."""
         self._states: dict[Request, TokenState] = {}
         self._masks = masks
+        # Of the rows that are sampled next, and when their masks are there.
+        self._prepared: list[TokenState | None] | None = None
         self._filling: Future[None] | None = None
 
     def prepare(self, rows: Sequence[SampleRow]) -> None:
         """These are sampled next: begin with what needs no logits."""
-        constrained = [self._state(row) for row in rows if row.request.matcher is not None]
-        constraints = [state.constraint for state in constrained if state.constraint is not None]
+        states = [self._state(row) if needs_state(row.request) else None for row in rows]
+        self._prepared = states
+        constraints = [state.constraint for state in states if state and state.constraint]
         if constraints:
             assert self._masks is not None
             self._filling = self._masks.start(constraints)
@@ -102,8 +105,9 @@ class Sampler:
         """
         if not rows:
             return []
-        if self._filling is None:
+        if self._prepared is None:
             self.prepare(rows)
+        states, self._prepared = self._prepared or [], None
         logits = logits.float()
         picks = [
             _Pick(row, own, value, token)
@@ -112,7 +116,6 @@ class Sampler:
         if self._filling is not None:
             self._filling.result()
             self._filling = None
-        states = [self._state(row) if needs_state(row.request) else None for row in rows]
         for pick in picks:
             pick.check("the model gave no finite logits")
         _adjust([(p, s) for p, s in zip(picks, states, strict=True) if s and not p.error])

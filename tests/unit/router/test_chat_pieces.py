@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
 from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support.answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
 from support.budget import budget, seeded
 
 from penstock_router.apis.base import call_id

@@ -14,7 +14,7 @@ from penstock_router.choice import Choice, Delta, first_rows
 from penstock_router.conventions import Conventions
 from penstock_router.job import Job
 from penstock_router.models import ServedModel
-from penstock_router.prompts import Prompt, TextModel
+from penstock_router.prompts import Prepared, Prompt, TextModel
 from penstock_router.request import CompletionRequest
 from penstock_router.tokenizer import load_tokenizer
 
@@ -34,7 +34,7 @@ def choice_of(model: ServedModel, prompt: Prompt | None = None, **options: Any) 
     prompt = prompt or Prompt([5], "$")
     asked = CompletionRequest(prompts=(list(prompt.token_ids),), **options)
     request = GenerationRequest(prompt_token_ids=prompt.token_ids)
-    return Choice(Job(model, asked, (prompt,), (request,)), 0)
+    return Choice(Job(model, asked, Prepared((prompt,)), (request,)), 0)
 
 
 def outputs_of(

@@ -250,7 +250,7 @@ async def test_every_choice_is_sent_the_constraint_and_the_budget(tokenizer: Tok
     begin, end = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
     assert begin is not None
     assert end is not None
-    assert job.reasoning_begun
+    assert job.prepared.reasoning_begun
     for request in job.requests:
         assert request.constraint.kind is ConstraintKind.STRUCTURAL_TAG
         assert request.thinking_budget == ThinkingBudget(7, begin, end, begun=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
+from support.answer_pieces import delta_of, envelope_of, job_of, random_deltas, random_pieces
 from support.budget import budget, seeded
 
 from penstock_router.apis.base import call_id

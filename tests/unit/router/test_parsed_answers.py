@@ -26,7 +26,7 @@ from penstock_router.conventions import Conventions
 from penstock_router.job import Delivered, Job
 from penstock_router.models import ServedModel
 from penstock_router.pieces import PieceKind
-from penstock_router.prompts import Prompt, TextModel
+from penstock_router.prompts import Prepared, Prompt, TextModel
 from penstock_router.reasoning import STYLES
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
 from penstock_router.resumption import Progress
@@ -80,8 +80,9 @@ def choice_of(
     prompt = prompt or Prompt([5], "$")
     asked = ChatRequest(messages=[], **options)
     request = GenerationRequest(prompt_token_ids=prompt.token_ids)
+    prepared = Prepared((prompt,), reasoning_begun=begun)
     known = () if delivered is None else (delivered,)
-    return Choice(Job(model, asked, (prompt,), (request,), known, reasoning_begun=begun), 0)
+    return Choice(Job(model, asked, prepared, (request,), known), 0)
 
 
 def outputs_of(ids: Sequence[int], bundle: int, reason: FinishReason) -> Iterator[Output]:
@@ -185,7 +186,7 @@ def test_a_completion_is_text_whatever_its_model_does(
     tokenizer: Tokenizer, model: ServedModel
 ) -> None:
     asked = CompletionRequest(prompts=([5],))
-    job = Job(model, asked, (Prompt([5]),), (GenerationRequest(prompt_token_ids=[5]),))
+    job = Job(model, asked, Prepared((Prompt([5]),)), (GenerationRequest(prompt_token_ids=[5]),))
     choice = Choice(job, 0)
     total = whole(deltas_of(choice, encoded(tokenizer, "<think>a</think>b")))
     assert (total.pieces, total.text, choice.reasoning_tokens) == (None, "ab", None)

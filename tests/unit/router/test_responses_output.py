@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from answer_pieces import delta_of, envelope_of, random_deltas, random_pieces
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from router_doubles import INFO, fake_logprobs
+from support.answer_pieces import delta_of, envelope_of, random_deltas, random_pieces
 from support.budget import budget, seeded
 
 from penstock_router.apis.base import call_id
@@ -24,6 +24,7 @@ from penstock_router.choice import Delta, EndReason
 from penstock_router.errors import BadRequest
 from penstock_router.job import Job
 from penstock_router.pieces import Piece, PieceKind
+from penstock_router.prompts import Prepared
 
 THOUGHT = Piece(PieceKind.REASONING, "Well")
 SAID = Piece(PieceKind.CONTENT, "Hello")
@@ -48,7 +49,7 @@ def shape_of(reasoning_tokens: int | None = None, **fields: Any) -> ResponseShap
     )
     job = SimpleNamespace(
         options=parse_response({"input": "Hello", **fields}),
-        conversation=b'[{"type":"message"}]',
+        prepared=Prepared((), conversation=b'[{"type":"message"}]'),
         model=SimpleNamespace(info=INFO, tokenizer=names),
     )
     return ResponseShape(cast(Job, job), envelope_of("resp_1", reasoning_tokens))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.budget import budget, seeded
 
-from penstock_router.stop import StopMatcher, _fallback_table
+from penstock_router.stop import StopMatcher, _fallback_table, beginning
 
 
 def run(
@@ -149,3 +149,16 @@ def test_what_is_held_back_always_begins_a_stop() -> None:
 
 def test_choices_with_the_same_stop_string_share_its_table() -> None:
     assert _fallback_table("abab") is _fallback_table("abab")
+
+
+def test_the_longest_end_that_may_become_a_mark_is_found() -> None:
+    rng = seeded("beginning")
+    for _ in range(budget(3_000, 100_000)):
+        marks = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
+        text = "".join(rng.choices("abc", k=rng.randint(0, 8)))
+        if any(mark in text for mark in marks):
+            continue
+        start = rng.randint(0, len(text))
+        ends = range(start, len(text) + 1)
+        wanted = next(at for at in ends if any(mark.startswith(text[at:]) for mark in marks))
+        assert beginning(text, marks, start) == wanted, (text, marks, start)

@@ -7,9 +7,10 @@ import threading
 
 import pytest
 from support.budget import budget, seeded
-from support.constrained import EOS_IDS, ConstrainedEngine, compiler, constrained, text, tokens
+from support.compilers import EOS_IDS, two_ended_compiler
+from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
 
-from penstock_shard.constraints.prepare import ConstraintPreparer
+from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
 
@@ -37,7 +38,7 @@ def test_an_output_is_of_its_constraints_language(constraint: Constraint) -> Non
     engine = ConstrainedEngine()
     requests = [constrained(f"r{seed}", constraint, seed=seed) for seed in range(8)]
     for outputs in engine.run(*requests).values():
-        matcher = compiler().compile(constraint)
+        matcher = two_ended_compiler().compile(constraint)
         given = tokens(outputs)
         if outputs[-1].finish is FinishReason.STOP:
             given = given[:-1]
@@ -146,9 +147,9 @@ def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
         def compile(self, constraint: Constraint) -> object:
             if constraint.kind == "regex":
                 raise _Panic("index out of bounds")
-            return compiler().compile(constraint)
+            return two_ended_compiler().compile(constraint)
 
-    engine = ConstrainedEngine(compiler_used=Broken())  # type: ignore[arg-type]
+    engine = ConstrainedEngine(compiler=Broken())  # type: ignore[arg-type]
     said = engine.run(constrained("bad", LANGUAGES[1]), constrained("good", LANGUAGES[2]))
     [ending] = said["bad"]
     assert ending.error is not None
@@ -168,11 +169,11 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
         def compile(self, constraint: Constraint) -> object:
             return Counted()
 
-    preparer = ConstraintPreparer(Counting(), lambda: None)  # type: ignore[arg-type]
+    matchers = PendingMatchers(Counting(), lambda: None)  # type: ignore[arg-type]
     request = constrained("r", JSON, output=[500] * 2001)
-    preparer.add(request)
-    while len(preparer):
-        for _, error in preparer.take():
+    matchers.add(request)
+    while len(matchers):
+        for _, error in matchers.take():
             assert error is None
     assert sum(taken) == 2001
     # The interpreter is held while it takes some.
@@ -186,9 +187,9 @@ def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None
         def compile(self, constraint: Constraint) -> object:
             entered.set()
             assert held.wait(60)
-            return compiler().compile(constraint)
+            return two_ended_compiler().compile(constraint)
 
-    engine = ConstrainedEngine(compiler_used=Slow())  # type: ignore[arg-type]
+    engine = ConstrainedEngine(compiler=Slow())  # type: ignore[arg-type]
     under_test = engine.under_test
     under_test.engine.submit(constrained("slow", JSON))
     assert entered.wait(60)
@@ -208,7 +209,7 @@ def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None
 def test_what_is_refused_once_is_refused_again() -> None:
     for _ in range(2):
         with pytest.raises(ConstraintRefused, match="regex"):
-            compiler().compile(Constraint("regex", "(("))
+            two_ended_compiler().compile(Constraint("regex", "(("))
 
 
 # ---- Budgets of reasoning -----------------------------------------------------------------------

@@ -22,7 +22,7 @@ class _Checker(ConstraintChecker):
     """Says what it is told to, when it is told to."""
 
     def __init__(self) -> None:
-        super().__init__(ShardConfig())
+        super().__init__(ShardConfig().constraint_limits)
         self.verdicts: dict[Constraint, str] = {}
         self.answers: dict[Constraint, asyncio.Future[str]] = {}
 

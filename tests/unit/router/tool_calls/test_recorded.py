@@ -6,8 +6,8 @@ import json
 from collections import Counter
 
 import pytest
-from recorded_tool_calls import RECORDED, TOOLS, Recorded
 from support.budget import budget, seeded
+from support.recorded_tool_calls import RECORDED, TOOLS, Recorded
 
 from penstock_router.pieces import Piece, PieceKind, content_of, joined
 from penstock_router.tool_calls.choose import FORMATS

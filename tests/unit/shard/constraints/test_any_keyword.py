@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from support.budget import budget, seeded
-from support.constraints import END, VOCAB_SIZE, plain_compiler
+from support.compilers import END, VOCAB_SIZE, plain_compiler
 from support.walks import allowed
 
 from penstock_shard.constraints.refusal import ConstraintRefused

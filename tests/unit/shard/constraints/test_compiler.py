@@ -7,28 +7,27 @@ import re
 import threading
 
 import pytest
-from random_schemas import random_schema
 from support.budget import seeded
-from support.constraints import (
+from support.compilers import (
     END,
+    LIMITS,
     VOCAB_SIZE,
     allows,
     ids_of,
     marked_compiler,
+    new_compiler,
     plain_compiler,
     tokenizer_json,
+    two_ended_compiler,
 )
+from support.random_schemas import random_schema
 from support.walks import accepts, allowed, walk
 
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits, TokenizerUnusable
+from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint
 
 REGEX = Constraint("regex", "[ab]{3}")
-
-
-def _compiler(**limits) -> Compiler:
-    return Compiler(tokenizer_json({}), VOCAB_SIZE, [END], ConstraintLimits(**limits))
 
 
 def test_each_request_has_a_matcher_of_its_own():
@@ -39,7 +38,7 @@ def test_each_request_has_a_matcher_of_its_own():
 
 
 def test_copies_in_several_threads_allow_what_one_alone_allows():
-    compiler = _compiler()
+    compiler = new_compiler()
     rng = seeded("copies")
     constraints = [Constraint("json_schema", json.dumps(random_schema(rng))) for _ in range(6)]
     walks = [
@@ -47,7 +46,7 @@ def test_copies_in_several_threads_allow_what_one_alone_allows():
         for constraint in constraints
         for _ in range(4)
     ]
-    expected = [_masks(_compiler().compile(constraint), walked) for constraint, walked in walks]
+    expected = [_masks(new_compiler().compile(constraint), walked) for constraint, walked in walks]
     found: dict[int, list[list[int]]] = {}
 
     def follow(index: int) -> None:
@@ -71,21 +70,21 @@ def _masks(matcher, token_ids):
 
 
 def test_all_tokens_that_end_a_text_may_end_it():
-    compiler = Compiler(tokenizer_json({}), VOCAB_SIZE, [END, 0], ConstraintLimits())
+    compiler = two_ended_compiler()
     matcher = compiler.compile(REGEX)
     assert matcher.consume_tokens(ids_of(compiler, "aba"))
     assert allowed(matcher, VOCAB_SIZE) == [0, END]
 
 
 def test_tokens_beyond_the_vocabulary_are_never_allowed():
-    compiler = Compiler(tokenizer_json({}), VOCAB_SIZE + 40, [END], ConstraintLimits())
+    compiler = Compiler(tokenizer_json({}), VOCAB_SIZE + 40, [END], LIMITS)
     matcher = compiler.compile(Constraint("regex", "(?s:.)*"))
     assert max(allowed(matcher, VOCAB_SIZE + 40)) < VOCAB_SIZE
 
 
 def test_what_a_tokenizer_adds_that_is_no_mark_is_text():
     added = {"   ": False, "ö": False, "<x>": False, "word": True}
-    compiler = Compiler(tokenizer_json(added), VOCAB_SIZE + 4, [END], ConstraintLimits())
+    compiler = new_compiler(added)
     assert {"<x>", "word"} <= set(compiler.special_tokens)
     assert not {"   ", "ö"} & set(compiler.special_tokens)
     assert accepts(compiler.compile(Constraint("regex", " *ö")), [VOCAB_SIZE, VOCAB_SIZE + 1])
@@ -114,20 +113,8 @@ def test_marks_are_not_text_of_schemas_and_lark_names_them():
 )
 def test_a_tokenizer_that_cannot_be_read_is_told_in_one_line(raw):
     with pytest.raises(TokenizerUnusable) as failure:
-        Compiler(raw, VOCAB_SIZE, [END], ConstraintLimits())
+        Compiler(raw, VOCAB_SIZE, [END], LIMITS)
     assert "\n" not in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    ("constraint", "told"),
-    [
-        (Constraint("regex", "x" * 70), "regex: 70 bytes are over 64"),
-        (Constraint("choice", options=("é" * 20, "x" * 25)), "choice: 65 bytes are over 64"),
-    ],
-)
-def test_a_constraint_that_is_too_long_is_refused(constraint, told):
-    with pytest.raises(ConstraintRefused, match=told):
-        _compiler(max_bytes=64).compile(constraint)
 
 
 def _nested(depth: int) -> str:
@@ -157,7 +144,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_would_take_too_much_is_refused_in_one_short_line(name):
-    compiler = _compiler(max_bytes=2_000_000)
+    compiler = new_compiler()
     with pytest.raises(ConstraintRefused) as refusal:
         compiler.compile(HOSTILE[name])
     assert "\n" not in str(refusal.value)
@@ -167,14 +154,14 @@ def test_what_would_take_too_much_is_refused_in_one_short_line(name):
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_only_looks_like_too_much_is_served(name):
-    compiler = _compiler(max_bytes=2_000_000)
+    compiler = new_compiler()
     matcher = compiler.compile(HARMLESS[name])
     assert walk(matcher, compiler.tokenizer, seeded(name), 50).token_ids
 
 
 def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
     monkeypatch.setattr("penstock_shard.constraints.compiler._KEPT", 2)
-    compiler = _compiler()
+    compiler = new_compiler()
     compiled, whole = [], compiler._compiled
 
     def noted(constraint):
@@ -186,6 +173,28 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
     for each in (one, two, one, three, one, two):
         compiler.compile(each)
     assert compiled == [one, two, three, two]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (Constraint("json_schema", '{"type": 3}'), "json_schema: type: 3"),
+        (Constraint("json_schema", "{"), "json_schema: not JSON"),
+        (
+            Constraint(
+                "structural_tag",
+                '{"type": "structural_tag", "format": '
+                '{"type": "json_schema", "json_schema": {"type": 3}}}',
+            ),
+            "structural_tag: type: 3",
+        ),
+        (Constraint("regex", "a[^\\s\\S]"), "regex: no text is allowed"),
+    ],
+)
+def test_a_refusal_names_the_kind_once(constraint, told):
+    with pytest.raises(ConstraintRefused) as refusal:
+        plain_compiler().compile(constraint)
+    assert str(refusal.value).startswith(told)
 
 
 def test_messages_are_for_callers():

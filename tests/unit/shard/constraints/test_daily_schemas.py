@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from support.constraints import allows, plain_compiler
+from support.compilers import allows, plain_compiler
 
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint

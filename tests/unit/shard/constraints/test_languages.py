@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.constraints import allows, plain_compiler
+from support.compilers import allows, plain_compiler
 
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint

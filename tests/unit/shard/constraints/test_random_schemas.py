@@ -1,29 +1,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
-from random_schemas import random_schema
 from support.budget import budget, seeded
+from support.compilers import plain_compiler
+from support.random_schemas import random_schema
 from support.walks import walk
 
-import penstock_shard
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
 from penstock_shard.request import Constraint
-
-MODEL = Path(penstock_shard.__file__).parent / "builtin_model"
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    raw = (MODEL / "tokenizer.json").read_bytes()
-    return Compiler(raw, 3072, [2], ConstraintLimits())
 
 
 @pytest.mark.timeout(3000)
-def test_whatever_is_walked_through_a_random_schema_is_valid_and_most_walks_end(compiler):
+def test_whatever_is_walked_through_a_random_schema_is_valid_and_most_walks_end():
+    compiler = plain_compiler()
     rng = seeded("random schemas")
     finished = 0
     count = budget(100, 1000)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support.budget import budget, seeded
-from support.constraints import allows, ids_of, marked_compiler, plain_compiler
+from support.compilers import allows, ids_of, marked_compiler, plain_compiler
 from support.walks import allowed
 
 from penstock_shard.constraints.compiler import Compiler

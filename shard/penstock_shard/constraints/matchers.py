@@ -5,6 +5,9 @@ Knows threads and which request waits for what; compiling is `compiler`'s.
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
@@ -17,14 +20,21 @@ from penstock_shard.request import Request
 # The matcher holds the interpreter while it takes tokens, 1 to 2 microseconds each; between calls a
 # step that waits for it goes on.
 _TOKENS_AT_ONCE = 256
+_NICE = 10
+
+
+def _stand_back() -> None:
+    """Leave the processor to steps, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class OutputRefused(Exception):
     """What was delivered of a request before is no beginning of what its constraint allows."""
 
 
-class ConstraintPreparer:
-    """Makes the matchers of requests, each behind what was delivered of its output."""
+class PendingMatchers:
+    """Matchers that requests wait for, each made behind what was delivered of its output."""
 
     def __init__(
         self, compiler: Compiler, on_done: Callable[[], None], num_threads: int = 1
@@ -32,7 +42,9 @@ class ConstraintPreparer:
         """`on_done` is called, in a thread, whenever `take` has something new."""
         self._compiler = compiler
         self._on_done = on_done
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="constraints")
+        self._threads = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="constraints", initializer=_stand_back
+        )
         self._waiting: dict[Request, Future[LLMatcher]] = {}
         # However many wait, a step looks only at what is new.
         self._done: SimpleQueue[Request] = SimpleQueue()

@@ -7,13 +7,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 import penstock_shard
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
+from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.request import Constraint
 
-_MODEL = Path(penstock_shard.__file__).parent / "builtin_model"
+BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")
 VOCAB_SIZE = 3072
+# What ends a text of the built-in model; and two that do, as many a model has them.
 END = 2
+EOS_IDS = (0, END)
+LIMITS = ShardConfig().constraint_limits
 # Text -> whether it is "special": whoever decodes may leave such out of the text.
 MARKS = {
     "<tool_call>": False,
@@ -25,10 +31,15 @@ MARKS = {
 }
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(BUILTIN / "tokenizer.json"))
+
+
 def tokenizer_json(added: dict[str, bool]) -> bytes:
     """The built-in tokenizer with tokens added to it, the first with the first free id."""
-    tokenizer: dict[str, Any] = json.loads((_MODEL / "tokenizer.json").read_bytes())
-    tokenizer["added_tokens"] += [
+    written: dict[str, Any] = json.loads((BUILTIN / "tokenizer.json").read_bytes())
+    written["added_tokens"] += [
         {
             "id": VOCAB_SIZE + index,
             "content": text,
@@ -40,17 +51,31 @@ def tokenizer_json(added: dict[str, bool]) -> bytes:
         }
         for index, (text, special) in enumerate(added.items())
     ]
-    return json.dumps(tokenizer).encode()
+    return json.dumps(written).encode()
+
+
+def new_compiler(
+    added: dict[str, bool] | None = None, eos_token_ids: tuple[int, ...] = (END,)
+) -> Compiler:
+    """One that has compiled nothing yet, of a vocabulary with such tokens added."""
+    added = added or {}
+    return Compiler(tokenizer_json(added), VOCAB_SIZE + len(added), eos_token_ids, LIMITS)
 
 
 @cache
 def plain_compiler() -> Compiler:
-    return Compiler(tokenizer_json({}), VOCAB_SIZE, [END], ConstraintLimits())
+    return new_compiler()
 
 
 @cache
 def marked_compiler() -> Compiler:
-    return Compiler(tokenizer_json(MARKS), VOCAB_SIZE + len(MARKS), [END], ConstraintLimits())
+    return new_compiler(MARKS)
+
+
+@cache
+def two_ended_compiler() -> Compiler:
+    """For models of which any of `EOS_IDS` ends a text."""
+    return new_compiler(eos_token_ids=EOS_IDS)
 
 
 def ids_of(compiler: Compiler, text: str) -> list[int]:

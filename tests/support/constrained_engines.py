@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import queue
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from tokenizers import Tokenizer
-
-import penstock_shard
-from penstock_shard.constraints.compiler import Compiler, ConstraintLimits
-from penstock_shard.constraints.prepare import ConstraintPreparer
+from penstock_shard.constraints.compiler import Compiler
+from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
@@ -20,22 +15,10 @@ from penstock_shard.request import Constraint, Request
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.fake import FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from support.compilers import EOS_IDS, VOCAB_SIZE, tokenizer, two_ended_compiler
 from support.engines import EngineUnderTest, make_request, runner_info
 
-BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")
-EOS_IDS = (0, 2)
 _PATIENCE_S = 60.0
-
-
-@functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(BUILTIN / "tokenizer.json"))
-
-
-@functools.cache
-def compiler() -> Compiler:
-    data = (BUILTIN / "tokenizer.json").read_bytes()
-    return Compiler(data, tokenizer().get_vocab_size(), EOS_IDS, ConstraintLimits())
 
 
 class ConstrainedEngine:
@@ -46,11 +29,11 @@ class ConstrainedEngine:
         make_runner: Callable[[], Runner] | None = None,
         *,
         num_blocks: int = 512,
-        compiler_used: Compiler | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.preparer = ConstraintPreparer(
-            compiler_used or compiler(), lambda: self._done.put(None)
+        self.matchers = PendingMatchers(
+            compiler or two_ended_compiler(), lambda: self._done.put(None)
         )
         runner = fake_runner(num_blocks) if make_runner is None else make_runner()
         info = runner.info
@@ -58,7 +41,7 @@ class ConstrainedEngine:
             info.num_blocks, info.block_size, weights_hash="fake", enable_prefix_caching=True
         )
         scheduler = Scheduler(SchedulerLimits(64, 512), blocks)
-        engine = Engine(runner, scheduler, blocks, preparer=self.preparer)
+        engine = Engine(runner, scheduler, blocks, matchers=self.matchers)
         self.under_test = EngineUnderTest(engine, scheduler, blocks, [])
 
     def run(self, *requests: Request) -> dict[str, list[Output]]:
@@ -68,7 +51,7 @@ class ConstrainedEngine:
             engine.submit(request)
         # Each ends exactly once.
         while len([o for o in self.under_test.outputs if o.is_last]) < len(requests):
-            if not engine.has_work and len(self.preparer):
+            if not engine.has_work and len(self.matchers):
                 self._done.get(timeout=_PATIENCE_S)
             self.under_test.step()
         said: dict[str, list[Output]] = {request.request_id: [] for request in requests}
@@ -81,7 +64,7 @@ class ConstrainedEngine:
 def fake_runner(num_blocks: int = 512) -> FakeRunner:
     info = dataclasses.replace(
         runner_info(num_blocks=num_blocks, max_model_len=8192),
-        vocab_size=tokenizer().get_vocab_size(),
+        vocab_size=VOCAB_SIZE,
         eos_token_ids=EOS_IDS,
     )
     return FakeRunner(info, range(100, info.vocab_size), step_s=0.0)
