@@ -6,7 +6,7 @@ Knows matchers and token ids; knows neither how constraints are written nor logi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -89,15 +89,25 @@ class MaskFiller:
 
     def fill(self, states: Sequence[ConstraintState]) -> None:
         """Fill the masks of all, here and now."""
+        self._set(states, self._filled(states))
+
+    def start(self, states: Sequence[ConstraintState]) -> Callable[[], None]:
+        """Fill the masks of all meanwhile; they must be left alone until what this gives is called,
+        which waits for them.
+        """
+        # One call, in which the interpreter is free: a step needs it between its kernels.
+        filling = self._threads.submit(self._filled, states)
+        return lambda: self._set(states, filling.result())
+
+    def _filled(self, states: Sequence[ConstraintState]) -> NDArray[np.int32]:
         bitmasks = allocate_token_bitmask(len(states), self._vocab_size)
         places = [(state.matcher, row) for row, state in enumerate(states)]
         fill_next_token_bitmask_par(self._executor, places, bitmasks)
+        return bitmasks
+
+    def _set(self, states: Sequence[ConstraintState], bitmasks: NDArray[np.int32]) -> None:
         for state, mask in zip(states, bitmasks, strict=True):
             state.set_mask(mask)
-
-    def start(self, states: Sequence[ConstraintState]) -> Future[None]:
-        """Fill the masks of all meanwhile; they must be left alone until that is done."""
-        return self._threads.submit(self.fill, states)
 
 
 def allowed_ids(mask: Mask) -> NDArray[np.intp]:

@@ -26,8 +26,7 @@ every filter 11 ms (sorting them would take 135), 8 rows of 150k with top-p 10 t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +86,7 @@ class Sampler:
         self._masks = masks
         # Of the rows that are sampled next, and when their masks are there.
         self._prepared: list[TokenState | None] | None = None
-        self._filling: Future[None] | None = None
+        self._finish_masks: Callable[[], None] | None = None
 
     def prepare(self, rows: Sequence[SampleRow]) -> None:
         """These are sampled next: begin with what needs no logits."""
@@ -96,7 +95,7 @@ class Sampler:
         constraints = [state.constraint for state in states if state and state.constraint]
         if constraints:
             assert self._masks is not None
-            self._filling = self._masks.start(constraints)
+            self._finish_masks = self._masks.start(constraints)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
         """logits [N, V] of any float type -> one result a row; the logits are not changed.
@@ -113,9 +112,9 @@ class Sampler:
             _Pick(row, own, value, token)
             for row, own, value, token in zip(rows, logits.unbind(), *_largest(logits), strict=True)
         ]
-        if self._filling is not None:
-            self._filling.result()
-            self._filling = None
+        if self._finish_masks is not None:
+            self._finish_masks()
+            self._finish_masks = None
         for pick in picks:
             pick.check("the model gave no finite logits")
         _adjust([(p, s) for p, s in zip(picks, states, strict=True) if s and not p.error])
