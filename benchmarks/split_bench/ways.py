@@ -31,12 +31,13 @@ _ROUTER_FLAGS = ("--log-level", "warning")
 class _MeasuredShard(Shard):
     """One whose engine writes down its steps."""
 
+    engine_module = "benchmarks.split_bench.measured_shard"
+
     def __init__(self, log_file: Path, steps_file: Path, flags: Sequence[str]) -> None:
         self._steps_file = steps_file
         port = free_port()
-        module = "benchmarks.split_bench.measured_shard"
         arguments = ["--port", str(port), *flags]
-        Service.__init__(self, module, arguments, port, log_file, _PYTHON_PATH)
+        Service.__init__(self, self.engine_module, arguments, port, log_file, _PYTHON_PATH)
 
     def environment(self, log_file: Path) -> dict[str, str]:
         return {STEPS_VARIABLE: str(self._steps_file)}

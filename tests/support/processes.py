@@ -22,7 +22,6 @@ import psutil
 from penstock_proto.tls import Tls
 
 START_TIMEOUT_S = 60.0
-_ENGINE = "penstock_shard.engine_main"
 
 
 def free_port(in_a_row: int = 1) -> int:
@@ -91,6 +90,9 @@ def is_alive(process: psutil.Process) -> bool:
 class Service(ABC):
     """A process with a port and a log file."""
 
+    # What the engine process of a shard runs: a shard has other processes too.
+    engine_module = "penstock_shard.engine_main"
+
     def __init__(
         self, module: str, flags: list[str], port: int, log_file: Path, python_path: str = ""
     ) -> None:
@@ -126,9 +128,9 @@ class Service(ABC):
         """The engine process of a shard, which has others too."""
 
         def engines() -> list[psutil.Process]:
-            return [child for child in self.children if _ENGINE in _command_of(child)]
+            return [child for child in self.children if self.engine_module in _command_of(child)]
 
-        wait_until(lambda: bool(engines()), timeout_s=10, what="an engine process")
+        wait_until(lambda: bool(engines()), timeout_s=START_TIMEOUT_S, what="an engine process")
         return engines()[0]
 
     def environment(self, log_file: Path) -> dict[str, str]:
