@@ -133,8 +133,8 @@ def throughput(args: argparse.Namespace, log_file: Path) -> None:
     model = ("--model", args.model) if args.model else ()
     shard = Shard(log_file, "--runner", "model", *model, "--max-num-seqs", str(_SEQUENCES))
     shares = {"none": 0, "half": _SEQUENCES // 2, "all": _SEQUENCES}
-    with running(shard):
-        rates = asyncio.run(_rates(shard.address, shares, args.rounds, args.tokens))
+    with running(shard), asyncio.Runner() as loop:
+        rates = loop.run(_rates(shard.address, shares, args.rounds, args.tokens))
     print(f"{_SEQUENCES} sequences on the CPU, {args.tokens} tokens each, {args.rounds} rounds")
     plain = statistics.median(rates["none"])
     for name, found in rates.items():
@@ -171,9 +171,9 @@ def period(args: argparse.Namespace, log_file: Path) -> None:
     flags = ("--step-ms", str(_STEP_MS), "--max-num-batched-tokens", "4096")
     shard = Shard(log_file, "--runner", "fake", *flags)
     print(f"{_SEQUENCES} sequences, steps of {_STEP_MS:g} ms on a fake device")
-    with running(shard):
+    with running(shard), asyncio.Runner() as loop:
         for name, share in (("none", 0), ("half", _SEQUENCES // 2), ("all", _SEQUENCES)):
-            found = asyncio.run(_period_ms(shard.address, share, args.tokens))
+            found = loop.run(_period_ms(shard.address, share, args.tokens))
             print(f"  {name:>4} constrained: {found:7.3f} ms, {found / _STEP_MS - 1:6.2%} longer")
 
 
@@ -193,11 +193,11 @@ def compile_beside(args: argparse.Namespace, log_file: Path) -> None:
     shard = Shard(log_file, "--runner", "fake", "--step-ms", str(_STEP_MS))
     gaps_ms: dict[str, list[float]] = {"without": [], "with": []}
     compiled_ms: list[float] = []
-    with running(shard):
+    with running(shard), asyncio.Runner() as loop:
         for number in range(args.rounds):
             for name, found in gaps_ms.items():
                 compiles = name == "with"
-                gaps, took = asyncio.run(_gaps(shard.address, args.seconds, number, compiles))
+                gaps, took = loop.run(_gaps(shard.address, args.seconds, number, compiles))
                 found += gaps
                 compiled_ms += took
     print(f"32 sequences, steps of {_STEP_MS:g} ms; gaps between tokens, ms")
