@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -45,31 +47,59 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype) -> str:
-    """32 hex digits (blake2b-128): shards with equal ones give equal bits."""
+def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_size: int = 1) -> str:
+    """32 hex digits (blake2b-128): shards with equal ones give equal bits. `parallel_size` ranks
+    add up what they compute, which rounds otherwise than one does.
+    """
     parts = (
         weights_hash,
         ops.weights,
         str(kv_dtype),
         ops.backend.name,
-        kernel_hash(),
+        *_kernels(ops),
         torch.__version__,
         torch_bits(),
         # Our decoder has its configuration's defaults and its rotary tables from there.
         transformers.__version__,
         str(MODEL_REVISION),
         str(SAMPLER_REVISION),
+        str(parallel_size),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def torch_bits() -> str:
-    """What torch's functions give for fixed values here, in 32 hex digits (blake2b-128)."""
+def _kernels(ops: Ops) -> tuple[str, ...]:
+    """The kernels, and what compiles and runs them."""
+    if ops.backend.name != "triton":
+        return (kernel_hash(),)
+    return (_triton_hash(), importlib.metadata.version("triton"), *_device(ops.device))
+
+
+def _triton_hash() -> str:
+    """Of the sources of all that launches or is a kernel."""
+    total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in sorted((Path(__file__).parents[1] / "models").glob("*/triton*.py")):
+        total.update(path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def _device(device: torch.device) -> tuple[str, ...]:
+    if device.type != "cuda":
+        return (device.type,)
+    capability = str(torch.cuda.get_device_capability(device))
+    name = torch.cuda.get_device_name(device)
+    return (name, capability, str(torch.version.cuda), torch_bits(device))
+
+
+def torch_bits(device: torch.device | None = None) -> str:
+    """What torch's functions give for fixed values here, in 32 hex digits (blake2b-128): on this
+    device, or on the cpu.
+    """
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for values in _fixed_values():
         for name, function in _FUNCTIONS.items():
             total.update(f"{name}\0{values.dtype}\0".encode())
-            total.update(function(values).numpy().tobytes())
+            total.update(function(values.to(device or "cpu")).cpu().numpy().tobytes())
     return total.hexdigest()
 
 

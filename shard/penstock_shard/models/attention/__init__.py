@@ -1,37 +1,97 @@
-"""Choice of the attention backend. Knows which exist, not how they work."""
+"""Choice of the attention backend. Knows which exist and in what order they are preferred, not how
+they work.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from penstock_shard.models.attention.base import AttentionBackend
+from penstock_shard.models.attention.base import AttentionBackend, NotHere, Unusable
+from penstock_shard.models.attention.flash_attn import (
+    make_flash_attention_2,
+    make_flash_attention_3,
+)
 from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.attention.torch_varlen import make_torch_varlen
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.triton_here import fault_on
+
+# The kinds of device on which each backend has run and given right results. What ran in an
+# interpreter or against a stand-in for its library is not named.
+RAN_ON_HARDWARE: dict[str, frozenset[str]] = {
+    "cpu": frozenset({"cpu"}),
+    "sdpa": frozenset({"cpu"}),
+    "triton": frozenset(),
+    "flash_attn": frozenset(),
+    "torch_varlen": frozenset(),
+}
+
+# Those whose cache may have another dtype than queries.
+READS_ANY_CACHE = frozenset({"cpu", "sdpa", "triton"})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that is not made yet; `make` raises Unusable where it cannot be had."""
+
+    name: str
+    make: Callable[[torch.device, torch.dtype], AttentionBackend]
+
+
+def candidates(name: str, device: torch.device) -> tuple[Candidate, ...]:
+    """Those that `name` means, the best first; for "auto" all that are meant for such a device."""
+    if name == "auto":
+        return _ALL if device.type == "cuda" else _ALL[-1:]
+    return tuple(candidate for candidate in _ALL if candidate.name == name)
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The backend called `name`, or for "auto" the best that works here.
+    """The first candidate that can be made here. Whether it serves a model is found out later.
 
-    Raises ModelError where the one asked for cannot work here.
+    Raises ModelError where the one asked for cannot be had.
     """
-    if name == "sdpa":
-        return SdpaBackend()
-    importable = importlib.util.find_spec("flash_attn") is not None
-    half = dtype in (torch.float16, torch.bfloat16)
-    if name == "auto" and not (device.type == "cuda" and half and importable):
-        return SdpaBackend()
-    if not importable:
-        raise ModelError(
-            "--attention-backend flash_attn: the flash_attn package is not installed; "
-            "install penstock[flash] or use sdpa"
-        )
-    if not half:
-        raise ModelError(
-            f"--attention-backend flash_attn: serves float16 and bfloat16, not {dtype}; "
-            "change --dtype or use sdpa"
-        )
-    from penstock_shard.models.attention.flash_attn import FlashAttentionBackend
+    reason = "there is no such backend"
+    for candidate in candidates(name, device):
+        try:
+            return candidate.make(device, dtype)
+        except Unusable as error:
+            reason = str(error)
+    raise ModelError(f"--attention-backend {name}: {reason}, or use sdpa")
 
-    return FlashAttentionBackend()
+
+def title(backend: AttentionBackend) -> str:
+    """The backend's name, with the version of the library it stands on."""
+    version = getattr(backend, "version", "")
+    return f"{backend.name} {version}".strip()
+
+
+def described(backend: AttentionBackend, device: torch.device) -> str:
+    """The title, and whether the backend has never run on such a device."""
+    if device.type in RAN_ON_HARDWARE.get(backend.name, ()):
+        return title(backend)
+    return f"{title(backend)} (untested on {device.type})"
+
+
+def _make_triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    fault = fault_on(device.type)
+    if fault is not None:
+        raise NotHere(fault)
+    from penstock_shard.models.attention.triton import TritonBackend
+
+    return TritonBackend()
+
+
+def _make_sdpa(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    return SdpaBackend()
+
+
+_ALL = (
+    Candidate("flash_attn", make_flash_attention_3),
+    Candidate("flash_attn", make_flash_attention_2),
+    Candidate("torch_varlen", make_torch_varlen),
+    Candidate("triton", _make_triton),
+    Candidate("sdpa", _make_sdpa),
+)

@@ -115,12 +115,23 @@ class AttentionBatch:
         return {}
 
 
+class Unusable(Exception):
+    """Why a backend cannot be had here."""
+
+
+class NotHere(Unusable):
+    """What a backend needs is not on this machine at all, which is nothing to remark upon."""
+
+
 class AttentionBackend(Protocol):
     """Makes the cache of a layer, writes a step's keys and values to it, attends over it."""
 
     name: str
     # Block sizes must be a multiple of this; it is also the default.
     block_multiple: int
+    # Whether steps of decodes alone may run in a CUDA graph: `attend` then reads `seq_lens_tensor`,
+    # `block_table` and `cu_queries`, and of what the host knows only how many rows there are.
+    capturable: bool
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         """Why this backend cannot serve such a layer with activations of this dtype; None if it
@@ -177,10 +188,19 @@ def make_paged_pair(
 def write_paged_pair(
     cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
 ) -> None:
-    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype."""
-    keys, values = cache
-    keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, key.to(keys.dtype))
-    values.view(-1, *values.shape[2:]).index_copy_(0, slots, value.to(values.dtype))
+    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype; what an 8-bit
+    float cannot hold becomes the largest value that it can.
+    """
+    for part, rows in zip(cache, (key, value), strict=True):
+        places = part.view(-1, *part.shape[2:])
+        if part.dtype.itemsize > 1:
+            places.index_copy_(0, slots, rows.to(part.dtype))
+            continue
+        # Some devices turn what is too large into NaN. torch copies rows of 8-bit floats by index
+        # only as bytes.
+        largest = torch.finfo(part.dtype).max
+        rounded = rows.clamp(-largest, largest).to(part.dtype)
+        places.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
 
 
 def causal_mask(

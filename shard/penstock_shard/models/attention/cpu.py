@@ -18,6 +18,7 @@ class CpuBackend:
 
     name = "cpu"
     block_multiple = KEY_TILE
+    capturable = False
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels

@@ -1,127 +1,200 @@
-"""Backend over the flash-attn 2 library (>= 2.8), which reads the paged cache in place.
+"""Backends over the flash-attn libraries, 2 (>= 2.8) and 3, which read the paged cache in place.
 
 Written against the signatures of `flash_attn_varlen_func` and `flash_attn_with_kvcache` in
-flash-attn 2.8: paged caches need blocks of a multiple of 256 tokens, tables and lengths are int32,
-data is fp16 or bf16. Knows nothing of models or requests.
+flash-attn 2.8, and of `flash_attn_with_kvcache` in `flash_attn_interface` of flash-attn 3: tables
+and lengths are int32, data is fp16 or bf16, and 2 needs blocks of a multiple of 256 tokens. Knows
+nothing of models or requests.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from types import ModuleType
+
 import torch
-from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from penstock_shard.models.attention.base import (
-    AttentionBatch,
-    LayerSpec,
-    make_paged_pair,
-    write_paged_pair,
-)
+from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, NotHere, Unusable
+from penstock_shard.models.attention.library import LibraryBackend, serves
+from penstock_shard.models.errors import first_line
+
+_OLDEST = (2, 8)
+_HOPPER = (9, 0)
 
 
-class FlashAttentionBackend:
-    """See the module's docstring."""
+class FlashAttention2(LibraryBackend):
+    """flash-attn 2, whose two calls take a block table."""
 
     name = "flash_attn"
     block_multiple = 256
 
+    def __init__(self, library: ModuleType) -> None:
+        """`library` is the module `flash_attn`."""
+        self.version = str(library.__version__)
+        self._library = library
+
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"serves float16 and bfloat16, not {dtype}"
-        if spec.has_sinks:
-            return "does not know attention sinks"
         if spec.head_dim != spec.head_dim_v:
             return f"needs keys and values of one size, not {spec.head_dim} and {spec.head_dim_v}"
-        if spec.head_dim > 256 or spec.head_dim % 8:
-            return f"head size {spec.head_dim} must be a multiple of 8, at most 256"
-        return None
+        return super().refusal(spec, dtype)
 
-    def make_cache(
+    def _decode(
         self,
-        spec: LayerSpec,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> tuple[Tensor, Tensor]:
-        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
-
-    def write(
-        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
-    ) -> None:
-        write_paged_pair(cache, key, value, slots)
-
-    def attend(
-        self,
-        cache: tuple[Tensor, Tensor],
         query: Tensor,
+        cache: tuple[Tensor, Tensor],
         batch: AttentionBatch,
-        *,
         scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        left: int,
+        softcap: float,
     ) -> Tensor:
-        if sinks is not None:
-            raise ValueError("flash_attn knows no attention sinks")
-        output = query.new_empty(*query.shape[:2], cache[1].shape[3])
-        # flash-attn counts the keys to the left of the query, without the query's own.
-        sides = (-1, -1) if window is None else (window - 1, 0)
-        cap = 0.0 if softcap is None else softcap
-        decodes = batch.num_decodes
-        if decodes:
-            output[:decodes] = _decode(query[:decodes], cache, batch, scale, sides, cap)
-        if decodes < len(batch.query_lens):
-            output[decodes:] = _prefill(query[decodes:], cache, batch, scale, sides, cap)
-        return output
+        rows = batch.num_decodes
+        attended: Tensor = self._library.flash_attn_with_kvcache(
+            query.unsqueeze(1),
+            cache[0],
+            cache[1],
+            cache_seqlens=batch.seq_lens_tensor[:rows],
+            block_table=batch.block_table[:rows],
+            softmax_scale=scale,
+            causal=True,
+            window_size=_sides(left),
+            softcap=softcap,
+        )
+        return attended.squeeze(1)
+
+    def _prefill(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        left: int,
+        softcap: float,
+    ) -> Tensor:
+        rows = batch.num_decodes
+        attended: Tensor = self._library.flash_attn_varlen_func(
+            query,
+            cache[0],
+            cache[1],
+            cu_seqlens_q=batch.prefill_cu_queries,
+            cu_seqlens_k=batch.prefill_cu_keys,
+            max_seqlen_q=max(batch.query_lens[rows:]),
+            max_seqlen_k=max(batch.seq_lens[rows:]),
+            softmax_scale=scale,
+            causal=True,
+            window_size=_sides(left),
+            softcap=softcap,
+            block_table=batch.block_table[rows:],
+        )
+        return attended
 
 
-def _decode(
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
-    batch: AttentionBatch,
-    scale: float,
-    window_size: tuple[int, int],
-    softcap: float,
-) -> Tensor:
-    """query [num_decodes, Hq, D], one a row -> the same shape."""
-    rows = batch.num_decodes
-    attended: Tensor = flash_attn_with_kvcache(
-        query.unsqueeze(1),
-        cache[0],
-        cache[1],
-        cache_seqlens=batch.seq_lens_tensor[:rows],
-        block_table=batch.block_table[:rows],
-        softmax_scale=scale,
-        causal=True,
-        window_size=window_size,
-        softcap=softcap,
-    )
-    return attended.squeeze(1)
+class FlashAttention3(LibraryBackend):
+    """flash-attn 3, for Hopper: blocks of any size. Only `flash_attn_with_kvcache` takes a table,
+    for rows of several queries too.
+    """
+
+    name = "flash_attn"
+    block_multiple = 16
+
+    def __init__(self, library: ModuleType) -> None:
+        """`library` is the module `flash_attn_interface`, which states no version."""
+        self.version = "3"
+        self._library = library
+
+    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        keys, values = spec.head_dim, spec.head_dim_v
+        # What its kernels were built for where the sizes differ.
+        served = values <= 256 if keys <= 64 else 128 < keys <= 192 and 96 < values <= 128
+        if keys != values and not served:
+            return f"has no kernel for keys of {keys} and values of {values}"
+        return super().refusal(spec, dtype)
+
+    def _decode(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        left: int,
+        softcap: float,
+    ) -> Tensor:
+        rows = batch.num_decodes
+        attended: Tensor = self._library.flash_attn_with_kvcache(
+            query.unsqueeze(1),
+            cache[0],
+            cache[1],
+            cache_seqlens=batch.seq_lens_tensor[:rows],
+            page_table=batch.block_table[:rows],
+            softmax_scale=scale,
+            causal=True,
+            window_size=_sides(left),
+            softcap=softcap,
+        )
+        return attended.squeeze(1)
+
+    def _prefill(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        left: int,
+        softcap: float,
+    ) -> Tensor:
+        rows = batch.num_decodes
+        attended: Tensor = self._library.flash_attn_with_kvcache(
+            query,
+            cache[0],
+            cache[1],
+            cache_seqlens=batch.seq_lens_tensor[rows:],
+            page_table=batch.block_table[rows:],
+            cu_seqlens_q=batch.prefill_cu_queries,
+            max_seqlen_q=max(batch.query_lens[rows:]),
+            softmax_scale=scale,
+            causal=True,
+            window_size=_sides(left),
+            softcap=softcap,
+        )
+        return attended
 
 
-def _prefill(
-    query: Tensor,
-    cache: tuple[Tensor, Tensor],
-    batch: AttentionBatch,
-    scale: float,
-    window_size: tuple[int, int],
-    softcap: float,
-) -> Tensor:
-    """query [T - num_decodes, Hq, D] of the rows after the decodes -> the same shape."""
-    rows = batch.num_decodes
-    attended: Tensor = flash_attn_varlen_func(
-        query,
-        cache[0],
-        cache[1],
-        cu_seqlens_q=batch.prefill_cu_queries,
-        cu_seqlens_k=batch.prefill_cu_keys,
-        max_seqlen_q=max(batch.query_lens[rows:]),
-        max_seqlen_k=max(batch.seq_lens[rows:]),
-        softmax_scale=scale,
-        causal=True,
-        window_size=window_size,
-        softcap=softcap,
-        block_table=batch.block_table[rows:],
-    )
-    return attended
+def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAttention2:
+    """Raises Unusable where the library is not installed, too old, or of no use here."""
+    library = _import("flash_attn", "install penstock[flash]")
+    version = str(getattr(library, "__version__", "0"))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if numbers < _OLDEST:
+        raise Unusable(f"flash_attn {version} is installed, and 2.8 or later is needed")
+    _check_dtype(dtype)
+    return FlashAttention2(library)
+
+
+def make_flash_attention_3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
+    """Raises Unusable where the library is not installed or the device is none that it serves."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
+        raise NotHere("flash-attn 3 runs on devices of compute capability 9.0")
+    library = _import("flash_attn_interface", "build it from flash-attn's folder hopper")
+    _check_dtype(dtype)
+    return FlashAttention3(library)
+
+
+def _import(name: str, remedy: str) -> ModuleType:
+    if importlib.util.find_spec(name) is None:
+        raise NotHere(f"the {name} package is not installed; {remedy}")
+    try:
+        return importlib.import_module(name)
+    # A library that was compiled for another torch fails in its own ways.
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        reason = first_line(error)
+        raise Unusable(f"{name} is installed and cannot be imported: {reason}") from error
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if not serves(dtype):
+        raise NotHere(f"flash_attn serves float16 and bfloat16, not {dtype}; change --dtype")
+
+
+def _sides(left: int) -> tuple[int, int]:
+    """How many keys are seen to either side; `causal` says the rest where the left is open."""
+    return (left, -1 if left < 0 else 0)

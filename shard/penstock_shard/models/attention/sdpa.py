@@ -29,6 +29,7 @@ class SdpaBackend:
 
     name = "sdpa"
     block_multiple = 16
+    capturable = False
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return None
@@ -74,7 +75,12 @@ class SdpaBackend:
 
 def _gather(part: Tensor, row: RowSpan) -> Tensor:
     """Keys or values [Hkv, L, D] that the row's queries see, out of a cache."""
-    return part.index_select(0, row.blocks).flatten(0, 1)[row.keys].transpose(0, 1)
+    if part.dtype.itemsize == 1:
+        # Not every device gathers 8-bit floats but as bytes.
+        blocks = part.view(torch.uint8).index_select(0, row.blocks).view(part.dtype)
+    else:
+        blocks = part.index_select(0, row.blocks)
+    return blocks.flatten(0, 1)[row.keys].transpose(0, 1)
 
 
 def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

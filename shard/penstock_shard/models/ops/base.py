@@ -6,7 +6,7 @@ ops. Knows shapes. Knows nothing of models, requests or of how anything is compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock_shard.models.attention.base import AttentionBackend, LayerCache, LayerSpec
 
 Activation = Literal["silu", "gelu_tanh"]
-WeightKind = Literal["float32", "float16", "bfloat16", "int8"]
+WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
 
 
 class Matrix(Protocol):
@@ -40,6 +40,40 @@ class Matrix(Protocol):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight at ids int64 [T]: a new tensor [T, K] in the dtype of activations."""
+
+
+class Experts(Protocol):
+    """The weights [E, N, K] of a layer's E experts, kept in the form their products want."""
+
+    # Whether `grouped` may be part of a CUDA graph: it then leaves offsets to the device.
+    capturable: bool
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """x [R, K] sorted by expert -> [R, N]: the rows from offsets[e] to offsets[e + 1] times the
+        transposed weight of expert e. offsets int32 [E + 1] on the device of x, from 0 to R.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts the T tokens of a step go to, k each, as R = T * k rows sorted by expert."""
+
+    # The token of each row, int64 [R]; rows of one expert are in the order of their tokens.
+    tokens: Tensor
+    # Expert e has the rows from offsets[e] to offsets[e + 1], int32 [E + 1].
+    offsets: Tensor
+    # The rows of each token, its best expert's first, int64 [T, k], and what they count, float32.
+    rows: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +105,18 @@ class Ops(Protocol):
     backend: AttentionBackend
 
     @property
+    def exact(self) -> bool:
+        """A row's bits are meant to depend on that row alone, attention's on its own keys: whether
+        they do is tried out at load.
+        """
+
+    @property
     def keeps_tensors(self) -> bool:
         """A packed weight is an ordinary tensor in the dtype of activations."""
+
+    @property
+    def dense_head(self) -> bool:
+        """The matrix that gives logits is to be packed `exact`: it decides the most."""
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         """Weights [N_i, K] of any strides and float dtype, one below the other, as one matrix.
@@ -80,6 +124,21 @@ class Ops(Protocol):
         `exact` keeps the precision of activations: for small products that decide something.
         Raises ValueError, in words that can follow a tensor's name, for a value that the kind of
         weights cannot hold.
+        """
+
+    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
+        """As `pack`, one of `count` experts after the other; each is asked for when the one before
+        it is packed.
+        """
+
+    def route(self, logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
+        """logits [T, E] -> the `top_k` experts of each token, weighted by their probabilities under
+        softmax in float32; `normalised` makes those of a token sum to 1.
+        """
+
+    def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
+        """rows [R, N] -> the weighted sum of each token's own, [T, N], summed in float32 and in the
+        order of `routing.rows`.
         """
 
     def set_threads(self, count: int) -> None:

@@ -12,14 +12,22 @@ import torch
 from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.attention import choose_backend
+from penstock_shard.models.attention import READS_ANY_CACHE, choose_backend
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.kernels.build import KernelBuildError
 from penstock_shard.models.kernels.cpu import CpuKernels, load_kernels
 from penstock_shard.models.ops.base import Ops, WeightKind
+from penstock_shard.models.ops.check import triton_fault
 from penstock_shard.models.ops.cpu_ops import CpuOps
+from penstock_shard.models.ops.quantized import FP8, has_torchao, multiplies_fp8
 from penstock_shard.models.ops.torch_ops import TorchOps, packs_half
+from penstock_shard.models.quantized_checkpoint import scheme_of
 from penstock_shard.models.transformers_loader import resolve_dtype
+from penstock_shard.models.triton_here import fault_on, is_installed, remember
+
+_KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": FP8}
+# Values of --dtype with which products on a GPU may be of fewer bits; activations are bfloat16.
+_WITH_FEW_BITS = ("auto", "bfloat16")
 
 
 def choose_ops(
@@ -32,33 +40,128 @@ def choose_ops(
 
     Raises ModelError where the flags ask for what cannot be had.
     """
-    if device.type == "cpu":
+    weights = choose_weights(config, hf_config, device)
+    if config.exact:
+        _check_exact_backend(config, device)
+    if device.type == "cpu" and weights != "fp8":
         kernels = _kernels(config, progress)
         if kernels is not None:
             return CpuOps(kernels, _kernel_weights(config))
-    if config.quantization is not None:
+    if weights == "int8":
         raise ModelError(
-            f"--quantization {config.quantization}: only the cpu kernels compute with it, "
-            f"and they do not run here"
+            "--quantization int8: only the cpu kernels compute with it, and they do not run here"
         )
     if config.attention_backend == "cpu":
-        raise ModelError(f"--attention-backend cpu: the device is {device}")
-    if device.type == "cpu":
-        return _torch_on_cpu(config)
+        reason = f"the device is {device}" if device.type != "cpu" else f"it has no {weights}"
+        raise ModelError(f"--attention-backend cpu: {reason}")
+    if device.type == "cpu" and not _interprets(config):
+        if config.exact:
+            raise ModelError(
+                "--exact: on cpu it needs the cpu kernels, and they do not run here; leave it out"
+            )
+        return _torch_on_cpu(config, progress, weights)
+    if weights is not None:
+        return _device_ops(config, device, torch.bfloat16, weights, progress)
     dtype = resolve_dtype(config.dtype, hf_config)
+    return _device_ops(config, device, dtype, _name(dtype), progress)
+
+
+def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
+    """Raises ModelError where the flags ask for exact results and attention that gives none."""
+    exact = (
+        ("auto", "cpu") if device.type == "cpu" and not _interprets(config) else ("auto", "triton")
+    )
+    if config.attention_backend not in exact:
+        raise ModelError(
+            f"--exact: results of --attention-backend {config.attention_backend} depend on the "
+            f"batch; on {device.type} only {exact[1]} is exact"
+        )
+
+
+def _interprets(config: ShardConfig) -> bool:
+    """Whether Triton's kernels are asked for where its interpreter runs them: for tests."""
+    if config.attention_backend != "triton" or not is_installed():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _device_ops(
+    config: ShardConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: WeightKind,
+    progress: Callable[[str], None],
+) -> TorchOps:
+    """Triton's kernels where they run, else plain torch."""
+    if is_installed():
+        remember(device.type, triton_fault(device, dtype, weights, exact=config.exact))
+    fault = fault_on(device.type)
+    if fault is not None:
+        if config.exact:
+            raise ModelError(f"--exact: {fault}")
+        progress(f"without Triton kernels ({fault}): slower")
+        backend = choose_backend(config.attention_backend, device, dtype)
+        return TorchOps(device, dtype, weights, backend)
+    from penstock_shard.models.attention.triton import TritonBackend
+    from penstock_shard.models.ops.triton_ops import TritonOps
+
+    if config.exact:
+        return TritonOps(device, dtype, weights, TritonBackend(exact=True), exact=True)
     backend = choose_backend(config.attention_backend, device, dtype)
-    return TorchOps(device, dtype, _name(dtype), backend)
+    return TritonOps(device, dtype, weights, backend)
+
+
+def choose_weights(
+    config: ShardConfig, hf_config: PreTrainedConfig, device: torch.device
+) -> WeightKind | None:
+    """What weights are rounded to, by the flags or as the checkpoint has them; None where they are
+    as precise as --dtype says.
+
+    Raises ModelError for what the device or the other flags do not allow.
+    """
+    scheme = scheme_of(hf_config)
+    if config.quantization is None:
+        # Weights that are fp8 already lose nothing by it.
+        is_fp8 = scheme is not None and scheme.is_fp8 and multiplies_fp8(device)
+        return "fp8" if is_fp8 and config.dtype in _WITH_FEW_BITS and not config.exact else None
+    flag = f"--quantization {config.quantization}"
+    if config.quantization == "int8":
+        return "int8"
+    if config.exact:
+        raise ModelError(f"{flag}: its products are not exact; leave out --exact")
+    if device.type == "cuda" and config.dtype not in _WITH_FEW_BITS:
+        raise ModelError(f"{flag}: activations are bfloat16 with it, not --dtype {config.dtype}")
+    if config.quantization == "fp8":
+        if device.type == "cuda" and not multiplies_fp8(device):
+            raise ModelError(f"{flag}: needs a GPU of compute capability 8.9 or later")
+        return "fp8"
+    if device.type != "cuda":
+        raise ModelError(f"{flag}: needs a GPU; on a cpu int8 is served")
+    if not has_torchao():
+        raise ModelError(f"{flag}: needs torchao; install penstock[int4]")
+    return "int4"
 
 
 def kv_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
     """The dtype of cached keys and values. Raises ModelError for one the backend cannot read."""
-    wanted = {"float32": torch.float32, "float16": torch.float16}.get(config.kv_cache_dtype)
+    wanted = _KV_DTYPES.get(config.kv_cache_dtype)
     if ops.backend.name == "cpu":
+        if wanted is FP8:
+            raise ModelError(
+                "--kv-cache-dtype fp8: the cpu kernels keep keys and values in float32 or "
+                "float16; use --attention-backend sdpa, or a GPU"
+            )
         return wanted or (torch.float32 if ops.weights == "float32" else torch.float16)
-    if wanted not in (None, ops.dtype) and ops.backend.name != "sdpa":
+    if wanted is FP8 and ops.device.type == "cuda" and not multiplies_fp8(ops.device):
+        raise ModelError("--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or later")
+    # What "auto" stands for is settled when the model is known, with this in mind.
+    named = config.attention_backend
+    if wanted not in (None, ops.dtype) and named != "auto" and named not in READS_ANY_CACHE:
         raise ModelError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: attention backend {ops.backend.name} "
-            f"keeps keys and values as {_name(ops.dtype)}"
+            f"--kv-cache-dtype {config.kv_cache_dtype}: attention backend {named} "
+            f"keeps keys and values as {_name(ops.dtype)}; use --attention-backend triton"
         )
     return wanted or ops.dtype
 
@@ -87,11 +190,16 @@ def _kernel_weights(config: ShardConfig) -> Literal["float32", "float16", "int8"
     return "float32" if config.dtype == "float32" else "float16"
 
 
-def _torch_on_cpu(config: ShardConfig) -> TorchOps:
+def _torch_on_cpu(
+    config: ShardConfig, progress: Callable[[str], None], weights: WeightKind | None
+) -> TorchOps:
     """Plain torch: float16 weights where this torch packs them, bfloat16 as torch computes it."""
     device = torch.device("cpu")
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     backend = choose_backend(config.attention_backend, device, dtype)
+    if weights is not None:
+        progress(f"products in {weights} are emulated on cpu: for trying out, they are slow")
+        return TorchOps(device, dtype, weights, backend)
     half = config.dtype in ("auto", "float16") and packs_half()
     return TorchOps(device, dtype, "float16" if half else _name(dtype), backend)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -11,7 +11,16 @@ from torch import Tensor
 from penstock_shard.models.attention.base import AttentionBackend, LayerSpec
 from penstock_shard.models.attention.cpu import CpuBackend
 from penstock_shard.models.kernels.cpu import CpuKernels, KvCache, PackedWeight
-from penstock_shard.models.ops.base import Activation, HeadNorm, Matrix, Rope, WeightKind
+from penstock_shard.models.ops.base import (
+    Activation,
+    Experts,
+    HeadNorm,
+    Matrix,
+    Rope,
+    Routing,
+    WeightKind,
+)
+from penstock_shard.models.ops.experts import ExpertList, combine, route
 
 
 class CpuMatrix:
@@ -49,6 +58,8 @@ class CpuMatrix:
 class CpuOps:
     """See the module's docstring; activations are float32."""
 
+    exact = True
+
     def __init__(self, kernels: CpuKernels, weights: Literal["float32", "float16", "int8"]) -> None:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
@@ -61,10 +72,23 @@ class CpuOps:
     def keeps_tensors(self) -> bool:
         return False
 
+    @property
+    def dense_head(self) -> bool:
+        return False
+
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         return CpuMatrix(
             self._kernels, self._kernels.pack(parts, "float32" if exact else self._kind)
         )
+
+    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
+        return ExpertList(self.pack(parts) for parts in experts)
+
+    def route(self, logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
+        return route(logits, top_k, normalised=normalised)
+
+    def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
+        return combine(rows, routing)
 
     def set_threads(self, count: int) -> None:
         self._kernels.set_threads(count)

@@ -5,7 +5,8 @@ Knows torch functions. Knows nothing of models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,30 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock_shard.models.attention.base import AttentionBackend, LayerCache, LayerSpec
-from penstock_shard.models.ops.base import Activation, HeadNorm, Matrix, Rope, WeightKind
+from penstock_shard.models.ops.base import (
+    Activation,
+    Experts,
+    HeadNorm,
+    Matrix,
+    Rope,
+    Routing,
+    WeightKind,
+)
+from penstock_shard.models.ops.experts import (
+    ExpertList,
+    ExpertStack,
+    combine,
+    route,
+    stack_experts,
+)
+from penstock_shard.models.ops.quantized import (
+    FP8_MULTIPLE,
+    INT4_GROUP,
+    Fp8Experts,
+    Fp8Matrix,
+    Int4Matrix,
+    multiplies_fp8_groups,
+)
 
 _DTYPES: dict[WeightKind, torch.dtype] = {
     "float32": torch.float32,
@@ -29,15 +53,15 @@ class DenseMatrix:
     has_rows = True
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes
 
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return functional.linear(x, self._weight, bias)
+        return functional.linear(x, self.weight, bias)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self._weight.index_select(0, ids)
+        return self.weight.index_select(0, ids)
 
 
 class PackedHalfMatrix:
@@ -66,6 +90,8 @@ def packs_half() -> bool:
 class TorchOps:
     """See the module's docstring. Float32 activations with float16 weights need `packs_half`."""
 
+    exact = False
+
     def __init__(
         self,
         device: torch.device,
@@ -80,19 +106,50 @@ class TorchOps:
 
     @property
     def keeps_tensors(self) -> bool:
-        return _DTYPES[self.weights] is self.dtype
+        return _DTYPES.get(self.weights) is self.dtype
+
+    @property
+    def dense_head(self) -> bool:
+        return self.weights in ("fp8", "int4")
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         if exact or self.keeps_tensors:
             if len(parts) == 1:
                 return DenseMatrix(parts[0].to(self.device, self.dtype, copy=True))
             return DenseMatrix(torch.cat([part.to(self.device, self.dtype) for part in parts]))
+        if self.weights in ("fp8", "int4"):
+            return self._rounded(parts)
         weight = torch.cat([part.float() for part in parts])
         worst = float(weight.abs().amax())
         # Not `worst > ...`: a NaN must not pass.
         if not worst <= _LARGEST_HALF:
             raise ValueError(f"has the value {worst:g}; float16 ends at {_LARGEST_HALF:g}")
         return PackedHalfMatrix(weight)
+
+    def _rounded(self, parts: Sequence[Tensor]) -> Matrix:
+        """In fewer bits where the sizes let it, else as precise as activations."""
+        if self.weights == "fp8" and _fits_fp8(parts):
+            return Fp8Matrix(parts, self.device)
+        if self.weights == "int4" and parts[0].shape[1] % INT4_GROUP == 0:
+            return Int4Matrix(parts, self.device)
+        return self.pack(parts, exact=True)
+
+    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
+        if self.keeps_tensors:
+            return ExpertStack(stack_experts(experts, count, self.device, self.dtype))
+        if self.weights != "fp8" or not multiplies_fp8_groups(self.device):
+            return ExpertList(self.pack(parts) for parts in experts)
+        experts = iter(experts)
+        first = next(experts)
+        if not _fits_fp8(first):
+            return ExpertList(self.pack(parts) for parts in itertools.chain([first], experts))
+        return Fp8Experts(itertools.chain([first], experts), count, self.device)
+
+    def route(self, logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
+        return route(logits, top_k, normalised=normalised)
+
+    def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
+        return combine(rows, routing)
 
     def set_threads(self, count: int) -> None:
         if self.device.type == "cpu":
@@ -141,6 +198,11 @@ class TorchOps:
         sin = rope.sin[positions].unsqueeze(1)
         self.backend.write(cache, _rotate(key, cos, sin), value, slots)
         return _rotate(query, cos, sin)
+
+
+def _fits_fp8(parts: Sequence[Tensor]) -> bool:
+    rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+    return rows % FP8_MULTIPLE == columns % FP8_MULTIPLE == 0
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

@@ -1,0 +1,180 @@
+"""Which backend a model gets: the first that serves its layers and is right on this device.
+
+Right is what gives, on a few steps of random tokens, what the reference gives in float32. Knows
+layers, candidates and the reference. Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock_shard.models.attention import READS_ANY_CACHE, candidates, title
+from penstock_shard.models.attention.base import (
+    AttentionBackend,
+    LayerSpec,
+    NotHere,
+    Unusable,
+)
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.attention.trial import make_trial
+from penstock_shard.models.errors import (
+    ModelError,
+    device_failures,
+    first_line,
+    is_out_of_memory,
+)
+from penstock_shard.models.ops.base import Ops
+
+# How far results may be from float32 over the same rounded keys, values and queries: relative, and
+# for what is near 0 absolute, as values are about 1.
+_TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# How many tokens of a sequence are queries: several tiles of a kernel; on a cpu, where kernels
+# run in an interpreter if at all, it takes its time.
+_MOST_QUERIES = {"cuda": 300, "cpu": 24}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWish:
+    """What the flags say of attention."""
+
+    # --attention-backend: a name, or "auto".
+    backend: str = "auto"
+    # Of cached keys and values; None is that of activations.
+    kv_dtype: torch.dtype | None = None
+    block_size: int | None = None
+    # The ops were made with the one backend that will do.
+    fixed: bool = False
+
+
+def settle_backend(
+    ops: Ops, layers: Sequence[LayerSpec], wish: AttentionWish, progress: Callable[[str], None]
+) -> None:
+    """Give the ops the best backend that serves all layers. What was passed over for a reason is
+    said in one line of progress, with the reason.
+
+    Raises ModelError where none of those that the flags leave will do.
+    """
+    reasons: list[str] = []
+    for backend in _backends(ops, wish, reasons):
+        reason = _fault(backend, ops, _kinds(layers), wish)
+        if reason is None:
+            ops.backend = backend
+            if reasons:
+                progress(f"attention backend {title(backend)}, because {'; '.join(reasons)}")
+            return
+        reasons.append(f"{title(backend)} {reason}")
+    flag = "" if wish.backend == "auto" else f"--attention-backend {wish.backend}: "
+    raise ModelError(f"{flag}{'; '.join(reasons)}; use --attention-backend sdpa")
+
+
+def _backends(ops: Ops, wish: AttentionWish, reasons: list[str]) -> Iterator[AttentionBackend]:
+    """Those to try. Why one cannot be made is added to the reasons."""
+    if wish.fixed or ops.backend.name == "cpu":
+        yield ops.backend
+        return
+    for candidate in candidates(wish.backend, ops.device):
+        try:
+            backend = candidate.make(ops.device, ops.dtype)
+        except NotHere:
+            continue
+        except Unusable as error:
+            reasons.append(str(error))
+            continue
+        yield backend
+
+
+def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """The first layer of each kind."""
+    kinds: dict[LayerSpec, LayerSpec] = {}
+    for layer in layers:
+        kinds.setdefault(dataclasses.replace(layer, index=0), layer)
+    return list(kinds.values())
+
+
+def _fault(
+    backend: AttentionBackend, ops: Ops, layers: Sequence[LayerSpec], wish: AttentionWish
+) -> str | None:
+    """Why the backend does not serve these layers here, to follow its name; None if it does."""
+    for layer in layers:
+        reason = backend.refusal(layer, ops.dtype)
+        if reason is not None:
+            return reason
+    if backend.name in ("cpu", "sdpa"):
+        # The kernels are proven by a check of their own, and the other is what is compared with.
+        return None
+    kv_dtype = wish.kv_dtype or ops.dtype
+    if kv_dtype is not ops.dtype and backend.name not in READS_ANY_CACHE:
+        return f"keeps keys and values as {ops.dtype}, not {kv_dtype}"
+    block_size = wish.block_size or backend.block_multiple
+    if block_size % backend.block_multiple:
+        return f"needs --block-size to be a multiple of {backend.block_multiple}, not {block_size}"
+    for layer in layers:
+        reason = _tried(backend, ops, layer, kv_dtype, block_size)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _tried(
+    backend: AttentionBackend,
+    ops: Ops,
+    layer: LayerSpec,
+    kv_dtype: torch.dtype,
+    block_size: int,
+) -> str | None:
+    """What went wrong with the backend on this device, if anything did. Memory that is short is no
+    fault of its: that is raised.
+    """
+    try:
+        return _difference(backend, ops, layer, kv_dtype, block_size)
+    except device_failures() as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            raise
+        reason = f"fails on {ops.device} with {type(error).__name__}: {first_line(error)}"
+    if ops.device.type == "cuda":
+        try:
+            torch.cuda.synchronize(ops.device)
+        except RuntimeError as error:
+            # A device that has faulted takes no more work from this process.
+            raise ModelError(
+                f"{title(backend)} {reason}; use another --attention-backend"
+            ) from error
+    return reason
+
+
+@torch.inference_mode()
+def _difference(
+    backend: AttentionBackend,
+    ops: Ops,
+    layer: LayerSpec,
+    kv_dtype: torch.dtype,
+    block_size: int,
+) -> str | None:
+    """How results differ from the reference's, if they do by more than rounding explains."""
+    most = _MOST_QUERIES.get(ops.device.type, max(_MOST_QUERIES.values()))
+    trial = make_trial(layer, ops.dtype, kv_dtype, ops.device, most)
+    full = torch.float32
+    bound = _TOLERANCE[ops.dtype]
+    for got, want in zip(
+        trial.run(backend, block_size, ops.dtype, kv_dtype),
+        trial.run(SdpaBackend(), block_size, full, full),
+        strict=True,
+    ):
+        expected = want.attended
+        if got.attended.shape != expected.shape:
+            return f"gives {list(got.attended.shape)} for {list(expected.shape)}"
+        errors = (got.attended.float() - expected).abs() / (1 + expected.abs())
+        decodes = want.num_decodes
+        for what, part in (("decodes", errors[:decodes]), ("chunks", errors[decodes:])):
+            worst = float(part.amax()) if len(part) else 0.0
+            # Not `worst > bound`: a NaN must not pass.
+            if not worst <= bound:
+                return (
+                    f"differs from sdpa by {worst:.2g} in {what} of layer {layer.index} "
+                    f"(bound {bound:g})"
+                )
+    return None

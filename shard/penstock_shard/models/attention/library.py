@@ -1,0 +1,116 @@
+"""What backends over attention libraries for GPUs share: a paged pair as cache, and two calls a
+step, one for its decodes and one for all other rows.
+
+Knows steps. Knows no library.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import (
+    AttentionBatch,
+    LayerSpec,
+    make_paged_pair,
+    write_paged_pair,
+)
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class LibraryBackend(ABC):
+    """The part of an `AttentionBackend` that does not depend on the library."""
+
+    name: str
+    # Of the library.
+    version: str
+    block_multiple: int
+    # Decodes hand the library tensors and the width of the table, no lengths of rows.
+    capturable = True
+
+    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        """What none of the libraries serves."""
+        if dtype not in _HALF:
+            return f"serves float16 and bfloat16, not {dtype}"
+        if spec.has_sinks:
+            return "does not know attention sinks"
+        for size in (spec.head_dim, spec.head_dim_v):
+            if size > 256 or size % 8:
+                return f"needs head sizes that are a multiple of 8, at most 256, not {size}"
+        return None
+
+    def make_cache(
+        self,
+        spec: LayerSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
+
+    def write(
+        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
+    ) -> None:
+        write_paged_pair(cache, key, value, slots)
+
+    def attend(
+        self,
+        cache: tuple[Tensor, Tensor],
+        query: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if sinks is not None:
+            raise ValueError(f"{self.name} knows no attention sinks")
+        # The libraries count the keys to the left of the query, without the query's own.
+        left = -1 if window is None else window - 1
+        cap = softcap or 0.0
+        decodes = batch.num_decodes
+        if decodes == len(batch.query_lens):
+            return self._decode(query, cache, batch, scale, left, cap)
+        if decodes == 0:
+            return self._prefill(query, cache, batch, scale, left, cap)
+        parts = (
+            self._decode(query[:decodes], cache, batch, scale, left, cap),
+            self._prefill(query[decodes:], cache, batch, scale, left, cap),
+        )
+        return torch.cat(parts)
+
+    @abstractmethod
+    def _decode(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        left: int,
+        softcap: float,
+    ) -> Tensor:
+        """query [num_decodes, Hq, D], one a row -> [num_decodes, Hq, Dv]. `left` keys before the
+        query are seen, -1: all; a softcap of 0 is none.
+        """
+
+    @abstractmethod
+    def _prefill(
+        self,
+        query: Tensor,
+        cache: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        left: int,
+        softcap: float,
+    ) -> Tensor:
+        """The same for the rows after the decodes: query [T - num_decodes, Hq, D]."""
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Whether the libraries compute with this dtype."""
+    return dtype in _HALF

@@ -1,0 +1,268 @@
+"""Backend over our own Triton kernels, which read the paged cache in place.
+
+Checked in Triton's interpreter only; it never ran on hardware. Knows shapes of tiles and how
+kernels are launched. Knows nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, make_paged_pair
+from penstock_shard.models.kernels.triton_attention import (
+    MOST_SPLITS,
+    SPLIT,
+    combine_kernel,
+    rows_kernel,
+    split_kernel,
+)
+from penstock_shard.models.kernels.triton_layers import write_cache
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Memory for the parts of results that wait to be put together.
+_SCRATCH_BYTES = 256 << 20
+
+
+class TritonBackend:
+    """See the module's docstring; honours everything a layer can ask for, with heads of at most
+    256. `exact`: a query's bits depend on its own keys alone, whichever step it is part of.
+    """
+
+    name = "triton"
+    block_multiple = 16
+    # Decodes take no lengths from the host.
+    capturable = True
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
+
+    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        if dtype not in _DTYPES:
+            return f"serves float32, float16 and bfloat16, not {dtype}"
+        size = max(spec.head_dim, spec.head_dim_v)
+        return f"serves heads of at most 256, not {size}" if size > 256 else None
+
+    def make_cache(
+        self,
+        spec: LayerSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
+
+    def write(
+        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
+    ) -> None:
+        write_cache(cache, key, value, slots)
+
+    def attend(
+        self,
+        cache: tuple[Tensor, Tensor],
+        query: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        call = _Call(cache, query.contiguous(), batch, _Mask(scale, window, softcap, sinks))
+        decodes, rows = batch.num_decodes, len(batch.query_lens)
+        call.by_splits(len(query) if self.exact else decodes)
+        if decodes < rows and not self.exact:
+            call.by_rows()
+        return call.output
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """How scores become weights."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    # [Hq]
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """Queries and keys of a tile, and how tiles are run."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+@functools.cache
+def _split_tiling(group: int, padded: int, itemsize: int) -> _Tiling:
+    """As few rows as a product takes: what counts is how fast keys come, so two tiles of them and
+    of values, 32 kB each, are on their way, and their places in memory are known before.
+    """
+    rows = max(16, group)
+    if itemsize == 4:
+        return _Tiling(rows // group, 16, 8, 2)
+    return _Tiling(rows // group, 64 if padded <= 128 else 32, 4 if rows < 64 else 8, 5)
+
+
+@functools.cache
+def _rows_tiling(group: int, padded: int, itemsize: int) -> _Tiling:
+    """As many rows as registers hold: what counts is how often keys are read."""
+    if itemsize == 4:
+        rows = max(32, group)
+        return _Tiling(rows // group, 32 if padded <= 128 else 16, 8, 1)
+    rows = max(128, group)
+    return _Tiling(rows // group, 64, 8, 3 if padded <= 128 else 2)
+
+
+class _Call:
+    """One layer's attention of one step."""
+
+    def __init__(
+        self, cache: tuple[Tensor, Tensor], query: Tensor, batch: AttentionBatch, mask: _Mask
+    ) -> None:
+        self._cache = cache
+        self._query = query
+        self._batch = batch
+        self._mask = mask
+        _, page, kv_heads, dim = cache[0].shape
+        self._heads, self._dim_v = query.shape[1], cache[1].shape[3]
+        self._group = triton.next_power_of_2(self._heads // kv_heads)
+        self._padded = max(16, triton.next_power_of_2(dim))
+        self._padded_v = max(16, triton.next_power_of_2(self._dim_v))
+        self._shape: dict[str, Any] = {
+            "WINDOW": mask.window or 0,
+            "SOFTCAP": mask.softcap is not None,
+            "PAGE": page,
+            "HEADS": self._heads,
+            "KV_HEADS": kv_heads,
+            "GROUP": self._group,
+            "DIM": dim,
+            "DIM_V": self._dim_v,
+            "PADDED": self._padded,
+            "PADDED_V": self._padded_v,
+        }
+        self.output = query.new_empty(len(query), self._heads, self._dim_v)
+
+    def by_splits(self, num_tokens: int) -> None:
+        """The first tokens, as many at once as scratch has room for."""
+        tiling = _split_tiling(*self._tiled_by())
+        num_splits = self._num_splits(tiling.queries)
+        token_bytes = self._heads * num_splits * (self._dim_v + 2) * 4
+        at_once = max(1, _SCRATCH_BYTES // token_bytes)
+        for low in range(0, num_tokens, at_once):
+            self._some_by_splits(tiling, num_splits, low, min(low + at_once, num_tokens))
+
+    def by_rows(self) -> None:
+        """All rows after the decodes, each tile of queries by one program."""
+        batch, tiling = self._batch, _rows_tiling(*self._tiled_by())
+        decodes, rows = batch.num_decodes, len(batch.query_lens)
+        num_tiles = (len(self._query) - decodes) // tiling.queries + 2 * (rows - decodes)
+        rows_kernel[(num_tiles * self._shape["KV_HEADS"],)](
+            self.output,
+            *self._inputs(),
+            self._sinks(),
+            self._mask.scale,
+            self._mask.softcap or 0.0,
+            batch.block_table.stride(0),
+            decodes,
+            rows,
+            SINKS=self._mask.sinks is not None,
+            **self._launch(tiling),
+        )
+
+    def _some_by_splits(self, tiling: _Tiling, num_splits: int, low: int, high: int) -> None:
+        """Tokens [low, high)."""
+        batch = self._batch
+        decodes, rows = batch.num_decodes, len(batch.query_lens)
+        first, last = self._tile_of(low, tiling.queries), self._tile_of(high - 1, tiling.queries)
+        shape = (high - low, self._heads, num_splits)
+        empty = functools.partial(torch.empty, dtype=torch.float32, device=self._query.device)
+        parts = (empty((*shape, self._dim_v)), empty(shape), empty(shape))
+        split_kernel[((last + 1 - first) * self._shape["KV_HEADS"], num_splits)](
+            *self._inputs(),
+            *parts,
+            self._mask.scale,
+            self._mask.softcap or 0.0,
+            batch.block_table.stride(0),
+            decodes,
+            rows,
+            first,
+            low,
+            high,
+            num_splits,
+            **self._launch(tiling),
+        )
+        combine_kernel[(high - low, self._heads)](
+            self.output,
+            *parts,
+            batch.cu_queries,
+            batch.seq_lens_tensor,
+            self._sinks(),
+            decodes,
+            rows,
+            low,
+            num_splits,
+            SINKS=self._mask.sinks is not None,
+            WINDOW=self._shape["WINDOW"],
+            HEADS=self._heads,
+            DIM_V=self._dim_v,
+            PADDED_V=self._padded_v,
+            num_warps=1 if self._padded_v <= 128 else 2,
+        )
+
+    def _tiled_by(self) -> tuple[int, int, int]:
+        return self._group, max(self._padded, self._padded_v), self._query.element_size()
+
+    def _inputs(self) -> tuple[Tensor, ...]:
+        batch = self._batch
+        return (
+            self._query,
+            *self._cache,
+            batch.block_table,
+            batch.cu_queries,
+            batch.seq_lens_tensor,
+        )
+
+    def _sinks(self) -> Tensor:
+        """Of any memory where there are none: it is not read."""
+        return self.output if self._mask.sinks is None else self._mask.sinks
+
+    def _launch(self, tiling: _Tiling) -> dict[str, Any]:
+        return {
+            **self._shape,
+            "QUERIES": tiling.queries,
+            "BLOCK_N": tiling.keys,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
+
+    def _num_splits(self, queries: int) -> int:
+        """The most splits that one tile of this step can see."""
+        most = min(
+            MOST_SPLITS, -(-self._batch.block_table.shape[1] * self._batch.block_size // SPLIT)
+        )
+        window = self._mask.window
+        return most if window is None else min(most, (window + queries - 2) // SPLIT + 2)
+
+    def _tile_of(self, token: int, queries: int) -> int:
+        """The tile of `split_kernel` that a token is part of."""
+        batch, decodes = self._batch, self._batch.num_decodes
+        if token < decodes:
+            return token
+        begins = [0, *itertools.accumulate(batch.query_lens)]
+        row = bisect_right(begins, token) - 1
+        start = batch.seq_lens[row] - batch.query_lens[row]
+        inner = (start + token - begins[row]) // queries - start // queries
+        return decodes + (begins[row] - decodes) // queries + 2 * (row - decodes) + inner

@@ -1,0 +1,381 @@
+"""Attention over paged keys and values: Triton kernels.
+
+Checked in Triton's interpreter only, and compiled for compute capability 9.0; they never ran on
+hardware.
+
+Two ways. By splits (flash-decoding, Dao et al., 2023): a program takes a few queries of one
+sequence and one KV head, and one split of the keys; a second kernel puts the splits together in
+order. By rows (flash attention 2, Dao, 2023): a program takes many queries and walks all their
+keys. The query heads that share a KV head lie beside each other in a tile, so that keys and values
+are read once for all of them.
+
+By splits, a query's bits depend on its own keys alone: where splits and tiles of keys begin follows
+from its position, tiles have one shape, and a key that a query does not see changes nothing of it,
+to the bit. The host needs no length, only the width of the block table, so a captured launch serves
+all lengths.
+
+Knows shapes and memory. Knows nothing of layers, models or requests.
+"""
+
+# Kernels are no Python: their arguments have no types before they are launched.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Keys of a split. Twice as many from position 16,384 on, four times from 32,768, so that nobody has
+# more than 64 splits: memory for them stays small, and launches of long tables cheap.
+SPLIT = 256
+MOST_SPLITS = 64
+_SMALLEST_SPLIT = tl.constexpr(SPLIT)
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# Of what changes from step to step no launch may be compiled anew, least of all to other bits.
+_VARYING = ("decodes", "rows")
+_VARYING_SPLITS = ("low", "num_splits")
+_UNALIGNED = ("cu_queries_ptr", "seq_lens_ptr")
+
+
+@triton.jit
+def _tanh(x):
+    # Where exp overflows this is 1, as it should be.
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _split_size(position):
+    """Keys of each split of the query at this position."""
+    size = 0 * position + _SMALLEST_SPLIT
+    while position >= size * _MOST_SPLITS:
+        size *= 2
+    return size
+
+
+@triton.jit
+def _first_key(position, WINDOW: tl.constexpr):
+    """The first key that the query at this position sees."""
+    return tl.maximum(position - (WINDOW - 1), 0) if WINDOW > 0 else 0 * position
+
+
+@triton.jit
+def _first_tile_of(queries_before, row_index, QUERIES: tl.constexpr):
+    """Where the tiles of a row begin. A row's tiles are cut at multiples of QUERIES in its
+    sequence, so it has at most two more than its queries would fill.
+    """
+    return queries_before // QUERIES + 2 * row_index
+
+
+@triton.jit
+def _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
+    """The last of the rows from `decodes` on whose tiles begin at `tile` or before."""
+    low = decodes
+    high = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = _first_tile_of(
+            tl.load(cu_queries_ptr + middle) - decodes, middle - decodes, QUERIES
+        )
+        low = tl.where(start <= tile, middle, low)
+        high = tl.where(start <= tile, high, middle)
+    return low
+
+
+@triton.jit
+def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
+    """row, first token, first position and number of queries of a tile; 0 or less: it has none.
+
+    The first tiles are the decodes, one each.
+    """
+    row = tile
+    token = tile
+    count = 0 * tile + 1
+    if tile >= decodes:
+        tile -= decodes
+        row = _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES)
+        begin = tl.load(cu_queries_ptr + row)
+        end = tl.load(cu_queries_ptr + row + 1)
+        start = tl.load(seq_lens_ptr + row) - (end - begin)
+        inner = tile - _first_tile_of(begin - decodes, row - decodes, QUERIES)
+        # Positions at which this tile's part of the sequence begins and ends.
+        cut = (start // QUERIES + inner) * QUERIES
+        first = tl.maximum(cut, start)
+        last = tl.minimum(cut + QUERIES, start + end - begin)
+        token = begin + first - start
+        position = first
+        count = last - first
+    else:
+        position = tl.load(seq_lens_ptr + row) - 1
+    return row, token, position, count
+
+
+@triton.jit
+def _load_part(
+    part_ptr, slots, in_range, head, dims, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED:
+    tl.constexpr
+):  # fmt: skip
+    """Keys or values [tokens, PADDED] at slots of a cache, zeros where not in range."""
+    pointers = part_ptr + (slots * (HEADS * DIM) + head * DIM)[:, None] + dims[None, :]
+    if PADDED == DIM:
+        return tl.load(pointers, mask=in_range[:, None], other=0.0)
+    return tl.load(pointers, mask=in_range[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_keys(
+    query, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr, table_ptr,
+    kv_head, scale, softcap, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr
+):  # fmt: skip
+    """One tile of keys: the highest score so far (times log2 e), the sum of weights, and the
+    weighted sum of values, brought up to it. Keys from `limit` on are not read. Where no key is
+    seen all three stay as they are, to the bit.
+    """
+    index = start + tl.arange(0, BLOCK_N)
+    in_range = index < limit
+    blocks = tl.load(table_ptr + index // PAGE, mask=in_range, other=0)
+    slots = blocks.to(tl.int64) * PAGE + index % PAGE
+    keys = _load_part(
+        keys_ptr, slots, in_range, kv_head, tl.arange(0, PADDED), KV_HEADS, DIM, PADDED
+    ).to(query.dtype)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if SOFTCAP:
+        scores = _tanh(scores * (scale / softcap)) * (softcap * _LOG2_E)
+    else:
+        scores = scores * (scale * _LOG2_E)
+    if MASKED:
+        seen = index[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen = seen & (index[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    raised = tl.maximum(highest, tl.max(scores, 1))
+    # Before the first key that is seen the difference would be no number.
+    base = tl.where(raised == float("-inf"), 0.0, raised)
+    weights = tl.exp2(scores - base[:, None])
+    shrunk = tl.exp2(highest - base)
+    total = total * shrunk + tl.sum(weights, 1)
+    values = _load_part(
+        values_ptr, slots, in_range, kv_head, tl.arange(0, PADDED_V), KV_HEADS, DIM_V, PADDED_V
+    ).to(query.dtype)
+    weighted = weighted * shrunk[:, None]
+    weighted = tl.dot(weights.to(query.dtype), values, weighted, input_precision="ieee")
+    return raised, total, weighted
+
+
+@triton.jit
+def _tile_rows(token, position, count, QUERIES: tl.constexpr, GROUP: tl.constexpr):
+    """For each row of a tile of QUERIES x GROUP (the heads of a query beside each other): its
+    token, its position, its head within the group, and whether there is such a query.
+    """
+    row = tl.arange(0, QUERIES * GROUP)
+    inner = row // GROUP
+    return token + inner, position + inner, row % GROUP, inner < count
+
+
+@triton.jit(
+    do_not_specialize=(*_VARYING, *_VARYING_SPLITS, "table_stride", "first_tile", "high"),
+    do_not_specialize_on_alignment=(*_UNALIGNED, "table_ptr"),
+)
+def split_kernel(
+    query_ptr, keys_ptr, values_ptr, table_ptr, cu_queries_ptr, seq_lens_ptr, part_weighted_ptr,
+    part_highest_ptr, part_total_ptr, scale, softcap, table_stride, decodes, rows, first_tile, low,
+    high, num_splits, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One split of the keys of a tile's queries, into scratch [tokens, HEADS, num_splits, ...].
+
+    Of tokens [low, high) only. A sequence's splits lie in scratch at their number modulo
+    num_splits, of which there are enough for all that one tile sees.
+    """
+    tile = first_tile + tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    row, token, position, count = _queries_of(
+        cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
+    )
+    last = position + count - 1
+    # Tiles never lie across a position where splits grow.
+    size = _split_size(position)
+    first_key = _first_key(position, WINDOW)
+    split = first_key // size + tl.program_id(1)
+    if (count <= 0) | (split * size > last):
+        return
+    tokens, positions, in_group, exists = _tile_rows(token, position, count, QUERIES, GROUP)
+    heads = kv_head * (HEADS // KV_HEADS) + in_group
+    exists = exists & (in_group < HEADS // KV_HEADS) & (tokens >= low) & (tokens < high)
+    dims = tl.arange(0, PADDED)
+    places = tokens.to(tl.int64) * HEADS + heads
+    query = tl.load(
+        query_ptr + places[:, None] * DIM + dims[None, :],
+        mask=exists[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP], tl.float32)
+    weighted = tl.zeros([QUERIES * GROUP, PADDED_V], tl.float32)
+    table_ptr += row.to(tl.int64) * table_stride
+    begin = tl.maximum(split * size, first_key // BLOCK_N * BLOCK_N)
+    end = tl.minimum(split * size + size, last + 1)
+    for start in range(begin, end, BLOCK_N):
+        highest, total, weighted = _add_keys(
+            query, highest, total, weighted, start, end, positions, keys_ptr, values_ptr,
+            table_ptr, kv_head, scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, PAGE, KV_HEADS,
+            DIM, DIM_V, PADDED, PADDED_V
+        )  # fmt: skip
+    dims = tl.arange(0, PADDED_V)
+    parts = (places - low.to(tl.int64) * HEADS) * num_splits + split % num_splits
+    tl.store(part_highest_ptr + parts, highest, mask=exists)
+    tl.store(part_total_ptr + parts, total, mask=exists)
+    tl.store(
+        part_weighted_ptr + parts[:, None] * DIM_V + dims[None, :],
+        weighted,
+        mask=exists[:, None] & (dims < DIM_V)[None, :],
+    )
+
+
+@triton.jit(
+    do_not_specialize=(*_VARYING, *_VARYING_SPLITS), do_not_specialize_on_alignment=_UNALIGNED
+)
+def combine_kernel(
+    output_ptr,
+    part_weighted_ptr,
+    part_highest_ptr,
+    part_total_ptr,
+    cu_queries_ptr,
+    seq_lens_ptr,
+    sinks_ptr,
+    decodes,
+    rows,
+    low,
+    num_splits,
+    SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PADDED_V: tl.constexpr,
+):
+    """Put the splits of one token and head together, in order."""
+    token = low + tl.program_id(0)
+    head = tl.program_id(1)
+    row = token
+    if token >= decodes:
+        row = _row_holding(cu_queries_ptr, token, decodes, rows)
+    position = tl.load(seq_lens_ptr + row) - 1
+    if token >= decodes:
+        position -= tl.load(cu_queries_ptr + row + 1) - 1 - token
+    size = _split_size(position)
+    first = _first_key(position, WINDOW) // size
+    last = position // size
+    base = ((token - low).to(tl.int64) * HEADS + head) * num_splits
+    order = tl.arange(0, _MOST_SPLITS)
+    # A maximum is the same in any order.
+    highest = tl.max(
+        tl.load(
+            part_highest_ptr + base + (first + order) % num_splits,
+            mask=first + order <= last,
+            other=float("-inf"),
+        ),
+        0,
+    )
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
+        highest = tl.maximum(highest, sink)
+    dims = tl.arange(0, PADDED_V)
+    total = tl.full([], 0.0, tl.float32)
+    weighted = tl.zeros([PADDED_V], tl.float32)
+    for split in range(first, last + 1):
+        part = base + split % num_splits
+        share = tl.exp2(tl.load(part_highest_ptr + part) - highest)
+        values = tl.load(part_weighted_ptr + part * DIM_V + dims, mask=dims < DIM_V, other=0.0)
+        total = total + tl.load(part_total_ptr + part) * share
+        weighted = weighted + values * share
+    if SINKS:
+        total = total + tl.exp2(sink - highest)
+    place = token.to(tl.int64) * HEADS + head
+    tl.store(
+        output_ptr + place * DIM_V + dims,
+        (weighted / total).to(output_ptr.dtype.element_ty),
+        mask=dims < DIM_V,
+    )
+
+
+@triton.jit
+def _row_holding(cu_queries_ptr, token, decodes, rows):
+    """The row from `decodes` on that holds a token."""
+    low = decodes
+    high = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(cu_queries_ptr + middle) <= token
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=(*_VARYING, "table_stride"),
+    do_not_specialize_on_alignment=(*_UNALIGNED, "table_ptr"),
+)
+def rows_kernel(
+    output_ptr, query_ptr, keys_ptr, values_ptr, table_ptr, cu_queries_ptr, seq_lens_ptr, sinks_ptr,
+    scale, softcap, table_stride, decodes, rows, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """All keys of a tile's queries: first those that all of them see, then those at their ends."""
+    # The last tiles of a long sequence take longest and come first.
+    tile = decodes + (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    row, token, position, count = _queries_of(
+        cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
+    )
+    if count <= 0:
+        return
+    tokens, positions, in_group, exists = _tile_rows(token, position, count, QUERIES, GROUP)
+    heads = kv_head * (HEADS // KV_HEADS) + in_group
+    exists = exists & (in_group < HEADS // KV_HEADS)
+    dims = tl.arange(0, PADDED)
+    places = tokens.to(tl.int64) * HEADS + heads
+    query = tl.load(
+        query_ptr + places[:, None] * DIM + dims[None, :],
+        mask=exists[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP], tl.float32)
+    weighted = tl.zeros([QUERIES * GROUP, PADDED_V], tl.float32)
+    table_ptr += row.to(tl.int64) * table_stride
+    limit = position + count
+    begin = _first_key(position, WINDOW) // BLOCK_N * BLOCK_N
+    # Without a window all queries see the keys before the first query.
+    middle = begin if WINDOW > 0 else (position + 1) // BLOCK_N * BLOCK_N
+    for start in range(begin, middle, BLOCK_N):
+        highest, total, weighted = _add_keys(
+            query, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr,
+            table_ptr, kv_head, scale, softcap, False, WINDOW, SOFTCAP, BLOCK_N, PAGE, KV_HEADS,
+            DIM, DIM_V, PADDED, PADDED_V
+        )  # fmt: skip
+    for start in range(middle, limit, BLOCK_N):
+        highest, total, weighted = _add_keys(
+            query, highest, total, weighted, start, limit, positions, keys_ptr, values_ptr,
+            table_ptr, kv_head, scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, PAGE, KV_HEADS,
+            DIM, DIM_V, PADDED, PADDED_V
+        )  # fmt: skip
+    if SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=exists, other=0.0).to(tl.float32) * _LOG2_E
+        raised = tl.maximum(highest, sinks)
+        shrunk = tl.exp2(highest - raised)
+        total = total * shrunk + tl.exp2(sinks - raised)
+        weighted = weighted * shrunk[:, None]
+    # Where there is no query there may be no key.
+    total = tl.where(exists, total, 1.0)
+    dims = tl.arange(0, PADDED_V)
+    tl.store(
+        output_ptr + places[:, None] * DIM_V + dims[None, :],
+        (weighted / total[:, None]).to(output_ptr.dtype.element_ty),
+        mask=exists[:, None] & (dims < DIM_V)[None, :],
+    )

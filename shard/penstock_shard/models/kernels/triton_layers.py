@@ -1,0 +1,400 @@
+"""What a layer computes besides products and attention, in Triton: norms, activation, rotation.
+
+Checked in Triton's interpreter only, and compiled for compute capability 9.0; they never ran on
+hardware. Each row is computed by itself, sums in one order, and in float32 on the way.
+
+Knows shapes and memory. Knows nothing of layers, models or requests.
+"""
+
+# Kernels are no Python: their arguments have no types before they are launched.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Beyond these float8_e4m3fn has no numbers: values are cut there.
+_LARGEST_FP8 = tl.constexpr(448.0)
+# Values of a row of the activation that one program computes.
+_ACTIVE_BLOCK = 1024
+# Pointers into buffers that a step's inputs share, which may begin anywhere.
+_UNALIGNED = ("slots_ptr",)
+
+
+@triton.jit
+def _cached(values, CUT: tl.constexpr):
+    """As a cache of 8-bit floats can hold them. A NaN stays one."""
+    if not CUT:
+        return values
+    cut = tl.where(values > _LARGEST_FP8, _LARGEST_FP8, values)
+    return tl.where(cut < -_LARGEST_FP8, -_LARGEST_FP8, cut)
+
+
+@triton.jit
+def _norm_kernel(
+    out_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    eps,
+    offset,
+    RESIDUAL: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    index = tl.arange(0, PADDED)
+    inside = index < SIZE
+    values = tl.load(x_ptr + row + index, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        stream = tl.load(residual_ptr + row + index, mask=inside, other=0.0).to(tl.float32)
+        added = (values + stream).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row + index, added, mask=inside)
+        # The norm is of the stream as the next layer will find it.
+        values = added.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+    weight = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32) + offset
+    normed = values * factor * weight
+    tl.store(out_ptr + row + index, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `Ops.add_rms_norm`."""
+    x = x.contiguous()
+    out = torch.empty_like(x) if out is None else out
+    rows, size = x.shape
+    if residual is not None:
+        assert residual.is_contiguous(), "the stream must be contiguous: it is added to in place"
+    if rows:
+        padded = triton.next_power_of_2(size)
+        _norm_kernel[(rows,)](
+            out,
+            x,
+            x if residual is None else residual,
+            weight,
+            eps,
+            offset,
+            RESIDUAL=residual is not None,
+            SIZE=size,
+            PADDED=padded,
+            num_warps=min(16, max(1, padded // 512)),
+        )
+    return out
+
+
+@triton.jit
+def _gated_kernel(
+    out_ptr, gate_up_ptr, GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < SIZE
+    gate = tl.load(gate_up_ptr + row * (2 * SIZE) + index, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * (2 * SIZE) + SIZE + index, mask=inside, other=0.0)
+    inner = gate
+    if GELU:
+        # x / 2 * (1 + tanh(y)) is x times the logistic function of 2 y.
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    active = gate / (1.0 + tl.exp(-inner)) * up.to(tl.float32)
+    tl.store(out_ptr + row * SIZE + index, active.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_activation(gate_up: Tensor, *, gelu: bool, out: Tensor | None = None) -> Tensor:
+    """See `Ops.gated_activation`."""
+    gate_up = gate_up.contiguous()
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size) if out is None else out
+    if rows:
+        block = min(_ACTIVE_BLOCK, triton.next_power_of_2(size))
+        _gated_kernel[(rows, triton.cdiv(size, block))](
+            out, gate_up, GELU=gelu, SIZE=size, BLOCK=block, num_warps=max(1, block // 256)
+        )
+    return out
+
+
+@triton.jit
+def _rotate_heads(
+    out_ptr,
+    out_mask,
+    heads_ptr,
+    weight_ptr,
+    cos,
+    sin,
+    eps,
+    offset,
+    NORM: tl.constexpr,
+    CUT: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED_COUNT: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+):
+    """COUNT heads that lie one after the other: normed and rotated, to another place."""
+    head = tl.arange(0, PADDED_COUNT)[:, None]
+    half = tl.arange(0, PADDED_HALF)
+    inside = (head < COUNT) & (half < HALF)[None, :]
+    places = head * DIM + half[None, :]
+    first = tl.load(heads_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(heads_ptr + places + HALF, mask=inside, other=0.0).to(tl.float32)
+    # Past what is rotated.
+    rest = 2 * HALF + tl.arange(0, PADDED_REST)
+    in_rest = (head < COUNT) & (rest < DIM)[None, :]
+    rest_places = head * DIM + rest[None, :]
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if 2 * HALF < DIM:
+        others = tl.load(heads_ptr + rest_places, mask=in_rest, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(others * others, 1)
+    if NORM:
+        factor = tl.rsqrt(squares / DIM + eps)[:, None]
+        weights = tl.load(weight_ptr + half, mask=half < HALF, other=0.0) + offset
+        first = first * factor * weights[None, :]
+        weights = tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0) + offset
+        second = second * factor * weights[None, :]
+        if 2 * HALF < DIM:
+            weights = tl.load(weight_ptr + rest, mask=rest < DIM, other=0.0) + offset
+            others = others * factor * weights[None, :]
+    to = out_ptr.dtype.element_ty
+    rotated = _cached(first * cos[None, :] - second * sin[None, :], CUT)
+    tl.store(out_ptr + places, rotated.to(to), mask=inside & out_mask)
+    rotated = _cached(second * cos[None, :] + first * sin[None, :], CUT)
+    tl.store(out_ptr + places + HALF, rotated.to(to), mask=inside & out_mask)
+    if 2 * HALF < DIM:
+        tl.store(out_ptr + rest_places, _cached(others, CUT).to(to), mask=in_rest & out_mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=(*_UNALIGNED, "positions_ptr"))
+def _rope_kernel(
+    query_ptr,
+    qkv_ptr,
+    keys_ptr,
+    values_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    eps,
+    offset,
+    NORM: tl.constexpr,
+    CUT: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+):
+    """One token and one KV head: the query heads that share it, its key, its value."""
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    group: tl.constexpr = HEADS // KV_HEADS
+    half = tl.arange(0, PADDED_HALF)
+    angles = tl.load(positions_ptr + token) * HALF + half
+    cos = tl.load(cos_ptr + angles, mask=half < HALF, other=0.0)
+    sin = tl.load(sin_ptr + angles, mask=half < HALF, other=0.0)
+    slot = tl.load(slots_ptr + token)
+    qkv_ptr += token * ((HEADS + 2 * KV_HEADS) * DIM)
+    _rotate_heads(
+        query_ptr + (token * HEADS + kv_head * group) * DIM,
+        True,
+        qkv_ptr + kv_head * group * DIM,
+        query_weight_ptr,
+        cos,
+        sin,
+        eps,
+        offset,
+        NORM,
+        False,
+        group,
+        PADDED_GROUP,
+        DIM,
+        HALF,
+        PADDED_HALF,
+        PADDED_REST,
+    )
+    place = (slot * KV_HEADS + kv_head) * DIM
+    _rotate_heads(
+        keys_ptr + place,
+        slot >= 0,
+        qkv_ptr + (HEADS + kv_head) * DIM,
+        key_weight_ptr,
+        cos,
+        sin,
+        eps,
+        offset,
+        NORM,
+        CUT,
+        1,
+        1,
+        DIM,
+        HALF,
+        PADDED_HALF,
+        PADDED_REST,
+    )
+    index = tl.arange(0, PADDED)
+    value = tl.load(
+        qkv_ptr + (HEADS + KV_HEADS + kv_head) * DIM + index, mask=index < DIM, other=0.0
+    )
+    tl.store(
+        values_ptr + place + index,
+        _cached(value.to(tl.float32), CUT).to(values_ptr.dtype.element_ty),
+        mask=(index < DIM) & (slot >= 0),
+    )
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    num_heads: int,
+    cache: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    rope: tuple[Tensor, Tensor],
+    norm: tuple[Tensor, Tensor, float, float] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `Ops.rope_and_cache`; rope is cos and sin, norm the weights of queries and of keys, eps
+    and offset. The cache is a pair as `make_paged_pair` makes it; a slot below 0 is not written.
+    """
+    qkv = qkv.contiguous()
+    _, _, kv_heads, dim = cache[0].shape
+    half = rope[0].shape[1]
+    out = qkv.new_empty(len(qkv), num_heads, dim) if out is None else out
+    weights = rope if norm is None else norm[:2]
+    if len(qkv):
+        _rope_kernel[(len(qkv), kv_heads)](
+            out,
+            qkv,
+            *cache,
+            positions,
+            slots,
+            *rope,
+            *weights,
+            *((0.0, 0.0) if norm is None else norm[2:]),
+            NORM=norm is not None,
+            CUT=_is_fp8(cache[0]),
+            HEADS=num_heads,
+            KV_HEADS=kv_heads,
+            PADDED_GROUP=triton.next_power_of_2(num_heads // kv_heads),
+            DIM=dim,
+            PADDED=triton.next_power_of_2(dim),
+            HALF=half,
+            PADDED_HALF=triton.next_power_of_2(half),
+            PADDED_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
+            num_warps=_warps(num_heads // kv_heads * dim),
+        )
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+def _write_kernel(
+    part_ptr, heads_ptr, slots_ptr, SIZE: tl.constexpr, PADDED: tl.constexpr, CUT: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    index = tl.arange(0, PADDED)
+    heads = tl.load(heads_ptr + token * SIZE + index, mask=index < SIZE, other=0.0)
+    tl.store(
+        part_ptr + slot * SIZE + index,
+        _cached(heads.to(tl.float32), CUT).to(part_ptr.dtype.element_ty),
+        mask=(index < SIZE) & (slot >= 0),
+    )
+
+
+def write_cache(cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """key [T, Hkv, D] and value [T, Hkv, Dv] into a pair at slots int64 [T], but for those below 0;
+    what is beyond the numbers of an 8-bit cache is cut.
+    """
+    for part, heads in zip(cache, (key, value), strict=True):
+        size = part.shape[2] * part.shape[3]
+        if len(heads):
+            _write_kernel[(len(heads),)](
+                part,
+                heads.contiguous(),
+                slots,
+                SIZE=size,
+                PADDED=triton.next_power_of_2(size),
+                CUT=_is_fp8(part),
+                num_warps=_warps(size),
+            )
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr,
+    rows_ptr,
+    chosen_ptr,
+    weights_ptr,
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(COUNT):
+        row = tl.load(chosen_ptr + token * COUNT + i)
+        weight = tl.load(weights_ptr + token * COUNT + i)
+        values = tl.load(rows_ptr + row * SIZE + index, mask=inside, other=0.0)
+        total += values.to(tl.float32) * weight
+    tl.store(out_ptr + token * SIZE + index, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def combine_rows(
+    rows: Tensor, chosen: Tensor, weights: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """rows [R, N], chosen int64 [T, k] and weights float32 [T, k] -> [T, N]; see `Ops.combine`."""
+    tokens, count = chosen.shape
+    size = rows.shape[1]
+    out = rows.new_empty(tokens, size) if out is None else out
+    if tokens:
+        block = min(_ACTIVE_BLOCK, triton.next_power_of_2(size))
+        _combine_kernel[(tokens, triton.cdiv(size, block))](
+            out,
+            rows.contiguous(),
+            chosen.contiguous(),
+            weights.contiguous(),
+            COUNT=count,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+        )
+    return out
+
+
+def _is_fp8(part: Tensor) -> bool:
+    return part.dtype is torch.float8_e4m3fn
+
+
+def _warps(num_values: int) -> int:
+    """So many that each thread has about eight values."""
+    return int(min(8, max(1, triton.next_power_of_2(num_values) // 256)))
+
+
+def is_contiguous_pair(cache: Any) -> bool:
+    """Whether a layer's cache is a pair that `rope_and_cache` can write to."""
+    return (
+        isinstance(cache, tuple)
+        and len(cache) == 2
+        and all(isinstance(part, Tensor) and part.dim() == 4 for part in cache)
+        and all(part.is_contiguous() for part in cache)
+    )

@@ -1,0 +1,63 @@
+"""One Triton kernel that rounds activations to fp8: a scale for each token, found on the way.
+
+The same bits as `round_activations` has from plain torch. Knows tensors and nothing else.
+"""
+
+# Kernels are no Python: Triton reads annotations of their arguments as code.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FP8_MAX = tl.constexpr(448.0)
+_SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * 448.0)
+# Columns of a row that are read at once.
+_BLOCK = 2048
+
+
+@triton.jit
+def _round_kernel(
+    x,
+    values,
+    scales,
+    x_stride,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, block)
+    largest = tl.zeros([block], dtype=tl.float32)
+    for start in range(0, columns, block):
+        inside = start + offsets < columns
+        piece = tl.load(x + row * x_stride + start + offsets, mask=inside, other=0.0)
+        largest = tl.maximum(
+            largest, tl.abs(piece.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
+        )
+    # Divisions are rounded as IEEE says; the plain ones of Triton are not.
+    scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), _SMALLEST), _FP8_MAX)
+    # On a device a maximum leaves NaN out, and a row that holds one must stay no number.
+    broken = tl.sum((largest != largest).to(tl.int32), axis=0) > 0
+    scale = tl.where(broken, float("nan"), scale)
+    tl.store(scales + row, scale)
+    # The second reading of a row finds it in the cache.
+    for start in range(0, columns, block):
+        inside = start + offsets < columns
+        piece = tl.load(x + row * x_stride + start + offsets, mask=inside, other=0.0)
+        quotient = tl.div_rn(piece.to(tl.float32), tl.zeros([block], dtype=tl.float32) + scale)
+        quotient = tl.clamp(quotient, -_FP8_MAX, _FP8_MAX)
+        tl.store(values + row * columns + start + offsets, quotient.to(tl.float8e4nv), mask=inside)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K], columns next to one another -> e4m3 [T, K] and scales float32 [T, 1]."""
+    tokens, columns = x.shape
+    values = torch.empty(tokens, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(tokens, 1, device=x.device)
+    if tokens:
+        block = min(_BLOCK, triton.next_power_of_2(columns))
+        _round_kernel[(tokens,)](x, values, scales, x.stride(0), columns, block, num_warps=4)
+    return values, scales

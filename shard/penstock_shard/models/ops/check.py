@@ -1,0 +1,178 @@
+"""Whether our Triton kernels run on a device and compute there what plain torch does.
+
+Attention is checked for itself, when a model's layers are known. Knows ops, and kernels that are
+launched elsewhere. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import LayerSpec, make_paged_pair
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.errors import device_failures, first_line
+from penstock_shard.models.ops.base import Experts, HeadNorm, Ops, Rope, WeightKind
+from penstock_shard.models.ops.quantized import multiplies_fp8, round_in_torch
+from penstock_shard.models.ops.torch_ops import TorchOps
+
+# Relative, and for what is near 0 absolute, as values are about 1.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# A step of e4m3: where two lie equally near, the last bit of a quotient decides.
+_FP8_STEP = 2.0**-3
+_LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
+_TOKENS = 3
+# Of a product: neither is a multiple of a tile's.
+_COLUMNS, _DEPTH = 40, 72
+# Rows of exact products: each of the two heights of a tile has some.
+_ROWS = (_TOKENS, 70)
+# Tokens of products of experts, with two experts each: so few, and so many, that tiles differ.
+_EXPERTS, _ROUTED = 3, (2, 50)
+# What a row is drawn from: more than a kernel reads at once.
+_VOCABULARY = 5000
+
+# What a kernel gives, by the name it goes by, and how far it may be off; None is by nothing.
+_Result = tuple[str, Tensor, float | None]
+
+
+def triton_fault(
+    device: torch.device, dtype: torch.dtype, weights: WeightKind, *, exact: bool
+) -> str | None:
+    """What is wrong with the kernels here, for such ops; None if nothing is."""
+    try:
+        from penstock_shard.models.ops.triton_ops import TritonOps
+
+        ops = TritonOps(device, dtype, weights, SdpaBackend(), exact=exact)
+        ours = list(_results(ops, exact=exact, in_torch=False))
+    except device_failures() as error:
+        return f"Triton fails on {device} with {type(error).__name__}: {first_line(error)}"
+    plain = TorchOps(device, dtype, weights, SdpaBackend())
+    theirs = _results(plain, exact=exact, in_torch=True)
+    for (name, got, tolerance), (_, want, _) in zip(ours, theirs, strict=True):
+        errors = (got.double() - want.double()).abs() / (1 + want.double().abs())
+        worst = float(errors.amax())
+        # Not `worst > ...`: a NaN must not pass.
+        if not worst <= (tolerance or 0.0):
+            return f"Triton's {name} differs from torch's by {worst:.2g} on {device}"
+    return None
+
+
+class _Noise:
+    """The same random numbers at each making, on a device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._device, self._dtype = device, dtype
+
+    def wide(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self._device)
+
+    def rows(self, count: int, size: int) -> Tensor:
+        return self.wide(count, size).to(self._dtype)
+
+
+@torch.inference_mode()
+def _results(ops: Ops, *, exact: bool, in_torch: bool) -> Iterator[_Result]:
+    """What each kernel, or torch in its place, gives for the same random numbers."""
+    noise = _Noise(ops.device, ops.dtype)
+    tolerance = _TOLERANCE[ops.dtype]
+    for name, tensor in itertools.chain(
+        _of_rows(ops, noise), _of_rotation(ops, noise), _of_products(ops, noise, exact)
+    ):
+        yield name, tensor, tolerance
+    if multiplies_fp8(ops.device):
+        values, scales = _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
+        yield "rounding", values.float() * scales, _FP8_STEP
+    yield "drawing", _drawn(noise, ops.device, in_torch), None
+
+
+def _of_rows(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
+    stream = noise.rows(_TOKENS, 48)
+    yield "norm", ops.add_rms_norm(noise.rows(_TOKENS, 48), stream, noise.wide(48), 1e-5, 1.0)
+    yield "sum", stream
+    yield "silu", ops.gated_activation(noise.rows(_TOKENS, 96), "silu")
+    yield "gelu", ops.gated_activation(noise.rows(_TOKENS, 96), "gelu_tanh")
+
+
+def _of_rotation(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
+    cache = make_paged_pair(_LAYER, 1, 16, ops.dtype, ops.device)
+    for part in cache:
+        part.zero_()
+    angles = noise.wide(_TOKENS, 8)
+    heads = ops.rope_and_cache(
+        noise.rows(_TOKENS, 128),
+        _LAYER,
+        cache,
+        torch.arange(_TOKENS, device=ops.device),
+        torch.tensor([9, 2, 5], device=ops.device),
+        Rope(angles.cos(), angles.sin()),
+        HeadNorm(noise.wide(16), noise.wide(16), 1e-6, 1.0),
+    )
+    yield "rotation", heads
+    for name, part in zip(("keys", "values"), cache, strict=True):
+        yield name, part
+
+
+def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Tensor]]:
+    """Of matrices only where they are ours; other kinds of weights are multiplied by torch."""
+    if exact:
+        matrix = ops.pack([noise.wide(_COLUMNS, _DEPTH)])
+        for count in _ROWS:
+            rows = noise.rows(count, _DEPTH)
+            yield f"product of {count} rows", matrix.linear(rows, noise.rows(1, _COLUMNS)[0])
+    experts: Experts | None = None
+    if ops.keeps_tensors:
+        parts = ([noise.wide(_COLUMNS, _DEPTH)] for _ in range(_EXPERTS))
+        experts = ops.pack_experts(parts, _EXPERTS)
+    for tokens in _ROUTED:
+        routing = ops.route(noise.wide(tokens, _EXPERTS), 2, normalised=True)
+        if experts is not None:
+            product = experts.grouped(noise.rows(2 * tokens, _DEPTH), routing.offsets)
+            yield f"product of experts of {2 * tokens} rows", product
+        yield "sum of experts", ops.combine(noise.rows(2 * tokens, _COLUMNS), routing)
+
+
+def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    if in_torch:
+        return round_in_torch
+    from penstock_shard.models.kernels.triton_quantize import round_rows
+
+    return round_rows
+
+
+def _drawn(noise: _Noise, device: torch.device, in_torch: bool) -> Tensor:
+    """Tokens of three rows; the second is settled, and the third has a floor."""
+    # Ties everywhere.
+    scaled = (noise.wide(3, _VOCABULARY).abs() * -16).round() / 16
+    weights = (scaled.exp() * 2.0**42).long()
+    goal = weights.sum(dim=1, keepdim=True) * 15 // 16
+    floor = torch.zeros_like(goal)
+    floor[2] = weights[2].amax() // 4
+    uniform = torch.full_like(goal, 0.9, dtype=torch.float64)
+    settled = torch.zeros_like(goal, dtype=torch.bool)
+    settled[1] = True
+    tokens = torch.full((3,), -1, device=device)
+    if in_torch:
+        drawn = _drawn_by_sorting(scaled, weights, goal, floor, uniform)
+        return torch.where(settled.squeeze(1), tokens, drawn)
+    from penstock_shard.models.kernels.triton_draw import draw_unsettled
+
+    draw_unsettled(scaled, weights, goal, floor, uniform, settled, tokens)
+    return tokens
+
+
+def _drawn_by_sorting(
+    scaled: Tensor, weights: Tensor, goal: Tensor, floor: Tensor, uniform: Tensor
+) -> Tensor:
+    """What `draw_unsettled` puts in the place of tokens, int64 [n]."""
+    order = scaled.sort(dim=1, descending=True, stable=True).indices
+    ordered = weights.gather(1, order)
+    cumulative = ordered.cumsum(1)
+    above = (ordered >= floor).sum(dim=1, keepdim=True)
+    count = torch.minimum(torch.searchsorted(cumulative, goal) + 1, above)
+    kept = cumulative.gather(1, count - 1)
+    place = torch.searchsorted(cumulative, (uniform * kept).long(), right=True)
+    return order.gather(1, place).squeeze(1)

@@ -1,0 +1,109 @@
+"""Products of experts in plain torch: tokens sorted by expert, and their results summed again.
+
+What a token gets depends on its own logits and rows alone, and is summed in a fixed order, so that
+its bits are those it has in any batch, where the products' are. Knows tensors and matrices; knows
+nothing of models.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock_shard.models.ops.base import Matrix, Routing
+
+
+class ExpertList:
+    """Experts as a matrix each, multiplied one after the other: those that have rows."""
+
+    capturable = False
+
+    def __init__(self, matrices: Iterable[Matrix]) -> None:
+        self.matrices = tuple(matrices)
+        first = self.matrices[0]
+        self.out_features, self.in_features = first.out_features, first.in_features
+        self.nbytes = sum(matrix.nbytes for matrix in self.matrices)
+
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
+        product = x.new_empty(len(x), self.out_features)
+        for expert, start, end in _present(offsets):
+            rows = product[start:end]
+            found = self.matrices[expert].linear(x[start:end], None, rows)
+            if found.data_ptr() != rows.data_ptr():
+                rows.copy_(found)
+        return product
+
+
+class ExpertStack:
+    """Experts in one ordinary tensor [E, N, K], multiplied as those are."""
+
+    capturable = False
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+        _, self.out_features, self.in_features = weights.shape
+        self.nbytes = weights.nbytes
+
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
+        product = x.new_empty(len(x), self.out_features)
+        for expert, start, end in _present(offsets):
+            product[start:end] = functional.linear(x[start:end], self.weights[expert])
+        return product
+
+
+def stack_experts(
+    experts: Iterable[Sequence[Tensor]], count: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Weights [E, N, K] from the parts [N_i, K] of each expert."""
+    stack: Tensor | None = None
+    for index, parts in enumerate(experts):
+        if stack is None:
+            shape = (count, sum(len(part) for part in parts), parts[0].shape[1])
+            stack = torch.empty(shape, device=device, dtype=dtype)
+        start = 0
+        for part in parts:
+            stack[index, start : start + len(part)] = part
+            start += len(part)
+    assert stack is not None, "no experts"
+    return stack
+
+
+def route(logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
+    """See `Ops.route`. Nothing here waits for the device."""
+    num_experts = logits.shape[1]
+    weights, chosen = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
+    if normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    experts, order = chosen.view(-1).sort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=logits.device)
+    rows = torch.empty_like(order)
+    rows.scatter_(0, order, torch.arange(len(order), device=logits.device))
+    return Routing(
+        tokens=order // top_k,
+        offsets=torch.searchsorted(experts, bounds, out_int32=True),
+        rows=rows.view(-1, top_k),
+        weights=weights,
+    )
+
+
+def combine(rows: Tensor, routing: Routing) -> Tensor:
+    """See `Ops.combine`."""
+    # One product and one sum after the other: a fused one rounds once less, where it is used.
+    parts = rows[routing.rows] * routing.weights.unsqueeze(-1)
+    first, *others = parts.unbind(1)
+    total = first.clone() if others else first
+    for part in others:
+        total.add_(part)
+    return total.to(rows.dtype)
+
+
+def _present(offsets: Tensor) -> Iterable[tuple[int, int, int]]:
+    """Each expert that has rows: its index, its first row, and the one after its last."""
+    bounds = offsets.tolist()
+    for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if end > start:
+            yield expert, start, end

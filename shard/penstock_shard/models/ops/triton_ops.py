@@ -1,0 +1,119 @@
+"""Ops over our Triton kernels, beside torch's products: about ten kernels a layer.
+
+Checked in Triton's interpreter only; they never ran on hardware. Knows which kernel does what.
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import AttentionBackend, LayerCache, LayerSpec
+from penstock_shard.models.kernels import triton_layers
+from penstock_shard.models.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.models.ops.base import (
+    Activation,
+    Experts,
+    HeadNorm,
+    Matrix,
+    Rope,
+    Routing,
+    WeightKind,
+)
+from penstock_shard.models.ops.experts import ExpertStack, stack_experts
+from penstock_shard.models.ops.torch_ops import DenseMatrix, TorchOps
+
+
+class FixedMatrix(DenseMatrix):
+    """A weight as an ordinary tensor [N, K], multiplied so that a row's bits are its own."""
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return fixed_linear(x, self.weight, bias, out)
+
+
+class GroupedExperts(ExpertStack):
+    """Experts in one ordinary tensor [E, N, K], multiplied in one launch."""
+
+    capturable = True
+
+    def __init__(self, weights: Tensor, *, exact: bool) -> None:
+        super().__init__(weights)
+        self._exact = exact
+
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return grouped_linear(x, self.weights, offsets, exact=self._exact)
+
+
+class TritonOps(TorchOps):
+    """See the module's docstring. `exact`: products have tiles of one shape, and with a backend
+    that is exact too, a token's bits are the same in every step it can be part of.
+
+    There is no scratch: what a captured graph writes to must belong to the graph, and nothing that
+    is kept from one step to another does.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: WeightKind,
+        backend: AttentionBackend,
+        *,
+        exact: bool = False,
+    ) -> None:
+        super().__init__(device, dtype, weights, backend)
+        self.exact = exact
+
+    def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
+        matrix = super().pack(parts, exact=exact)
+        if self.exact and isinstance(matrix, DenseMatrix):
+            return FixedMatrix(matrix.weight)
+        return matrix
+
+    def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
+        if not self.keeps_tensors:
+            return super().pack_experts(experts, count)
+        stack = stack_experts(experts, count, self.device, self.dtype)
+        return GroupedExperts(stack, exact=self.exact)
+
+    def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
+        return triton_layers.combine_rows(rows, routing.rows, routing.weights, out)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return triton_layers.add_rms_norm(x, residual, weight, eps, offset, out)
+
+    def gated_activation(
+        self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
+    ) -> Tensor:
+        return triton_layers.gated_activation(gate_up, gelu=kind == "gelu_tanh", out=out)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerSpec,
+        cache: LayerCache,
+        positions: Tensor,
+        slots: Tensor,
+        rope: Rope,
+        norm: HeadNorm | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if not triton_layers.is_contiguous_pair(cache):
+            return super().rope_and_cache(qkv, layer, cache, positions, slots, rope, norm, out)
+        norms = None
+        if norm is not None:
+            norms = (norm.query_weight, norm.key_weight, norm.eps, norm.offset)
+        return triton_layers.rope_and_cache(
+            qkv, layer.num_heads, cache, positions, slots, (rope.cos, rope.sin), norms, out
+        )

@@ -1,0 +1,193 @@
+"""Compiles for a card, and without one, all that our Triton ops would launch on tensors of the
+host: what the interpreter runs need not compile.
+
+    python tests/models/compile_launches.py
+
+Run as a process of its own, since it puts a card that is not there in Triton's driver's place.
+Prints a line for each launch that does not compile, then how many did.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.models.attention.triton import TritonBackend
+from penstock_shard.models.kernels.triton_draw import draw_unsettled
+from penstock_shard.models.kernels.triton_quantize import round_rows
+from penstock_shard.models.ops.base import HeadNorm, Rope, WeightKind
+from penstock_shard.models.ops.triton_ops import TritonOps
+
+_HOST = torch.device("cpu")
+_HEADS, _KV_HEADS, _DIM, _HIDDEN = 32, 8, 128, 4096
+# What a multiprocessor of the H100 and the H200 has for one program, in bytes.
+_MOST_SHARED_BYTES = 227 << 10
+_DTYPES: dict[WeightKind, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# What would be launched, in words and as a call.
+Launch = tuple[str, Callable[[], object]]
+
+
+class _Card:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return _HOST
+
+
+def main() -> int:
+    compiled = _only_compile()
+    failed = 0
+    for name, launch in _launches():
+        try:
+            launch()
+        # Whatever the compiler raises is what is looked for.
+        except Exception as error:  # noqa: BLE001
+            failed += 1
+            print(f"{name}: {type(error).__name__}: {str(error)[-600:]}")
+    too_large = [name for name, shared_bytes in compiled if shared_bytes > _MOST_SHARED_BYTES]
+    print(f"{len(compiled)} compiled, {failed} did not, too large: {too_large}")
+    return 1 if failed or too_large else 0
+
+
+def _only_compile() -> list[tuple[str, int]]:
+    """From here on a launch is compiled and not run; its kernel and shared memory are listed."""
+    driver.set_active(_Card())
+    run: Any = jit.JITFunction.run
+    compiled: list[tuple[str, int]] = []
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, warmup=True, **kwargs)
+        compiled.append((self.fn.__name__, kernel.metadata.shared))
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    return compiled
+
+
+def _launches() -> Iterator[Launch]:
+    for (kind, dtype), exact in itertools.product(_DTYPES.items(), (False, True)):
+        backend = TritonBackend(exact=exact)
+        ops = TritonOps(_HOST, dtype, kind, backend, exact=exact)
+        how = f"{kind}{' exact' if exact else ''}"
+        yield from _of_layers(ops, how)
+        yield from _of_products(ops, how)
+        cached = [dtype, torch.float8_e4m3fn] if dtype is torch.bfloat16 else [dtype]
+        for cache_dtype in cached:
+            yield from _of_attention(ops, backend, cache_dtype, f"{how}, cached as {cache_dtype}")
+    yield "rounding", lambda: round_rows(torch.zeros(3, _HIDDEN, dtype=torch.bfloat16))
+    yield "drawing", _draw
+
+
+def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
+    x = torch.zeros(3, _HIDDEN, dtype=ops.dtype)
+    weight = torch.zeros(_HIDDEN, dtype=torch.float32)
+    yield f"norm, {how}", lambda: ops.add_rms_norm(x, x.clone(), weight, 1e-6, 0.0)
+    yield f"norm alone, {how}", lambda: ops.add_rms_norm(x, None, weight, 1e-6, 1.0)
+    yield f"silu, {how}", lambda: ops.gated_activation(x, "silu")
+    yield f"gelu, {how}", lambda: ops.gated_activation(x, "gelu_tanh")
+
+
+def _of_products(ops: TritonOps, how: str) -> Iterator[Launch]:
+    if ops.exact:
+        matrix = ops.pack([torch.zeros(512, _HIDDEN)])
+        for rows in (3, 300):
+            x = torch.zeros(rows, _HIDDEN, dtype=ops.dtype)
+            yield f"{rows} rows, {how}", partial(matrix.linear, x)
+    experts = ops.pack_experts([[torch.zeros(256, 512)]] * 4, 4)
+    for tokens in (5, 300):
+        routing = ops.route(torch.zeros(tokens, 4), 2, normalised=True)
+        x = torch.zeros(2 * tokens, 512, dtype=ops.dtype)
+        given = torch.zeros(2 * tokens, 256, dtype=ops.dtype)
+        offsets = routing.offsets
+        yield f"experts, {how}", partial(experts.grouped, x, offsets)
+        yield f"their sum, {how}", partial(ops.combine, given, routing)
+
+
+def _of_attention(
+    ops: TritonOps, backend: TritonBackend, cache_dtype: torch.dtype, how: str
+) -> Iterator[Launch]:
+    spec = LayerSpec(0, _HEADS, _KV_HEADS, _DIM, _DIM, 1.0)
+    cache = backend.make_cache(spec, 4, 16, cache_dtype, _HOST)
+    sinks = torch.zeros(_HEADS, dtype=ops.dtype)
+    for counts, window, softcap, own in (
+        ([1, 1, 1], None, None, None),
+        ([1, 20], None, None, sinks),
+        ([1, 1, 1], 100, 50.0, None),
+        ([1, 20], 100, 50.0, sinks),
+    ):
+        query = torch.zeros(sum(counts), _HEADS, _DIM, dtype=ops.dtype)
+        yield (
+            f"attention of {counts}, window {window}, {how}",
+            partial(
+                backend.attend,
+                cache,
+                query,
+                _batch(counts),
+                scale=0.1,
+                window=window,
+                softcap=softcap,
+                sinks=own,
+            ),
+        )
+    places = torch.zeros(3, dtype=torch.int64)
+    qkv = torch.zeros(3, (_HEADS + 2 * _KV_HEADS) * _DIM, dtype=ops.dtype)
+    rope = Rope(torch.zeros(64, _DIM // 2), torch.zeros(64, _DIM // 2))
+    weight = torch.zeros(_DIM, dtype=torch.float32)
+    for norm in (None, HeadNorm(weight, weight, 1e-6, 0.0)):
+        yield (
+            f"rotation, {how}",
+            partial(ops.rope_and_cache, qkv, spec, cache, places, places, rope, norm),
+        )
+    heads = torch.zeros(3, _KV_HEADS, _DIM, dtype=ops.dtype)
+    yield f"writing, {how}", lambda: backend.write(cache, heads, heads, places)
+
+
+def _batch(counts: list[int]) -> AttentionBatch:
+    sums = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    lengths = [count + 3 for count in counts]
+    return AttentionBatch(
+        query_lens=counts,
+        seq_lens=lengths,
+        num_decodes=sum(count == 1 for count in counts),
+        block_size=16,
+        slots=torch.zeros(sum(counts), dtype=torch.int64),
+        cu_queries=sums,
+        cu_keys=sums,
+        seq_lens_tensor=torch.tensor(lengths, dtype=torch.int32),
+        block_table=torch.zeros(len(counts), 4, dtype=torch.int32),
+    )
+
+
+def _draw() -> None:
+    column = torch.ones(2, 1, dtype=torch.int64)
+    draw_unsettled(
+        torch.zeros(2, 5000),
+        torch.ones(2, 5000, dtype=torch.int64),
+        column,
+        column,
+        torch.zeros(2, 1, dtype=torch.float64),
+        torch.zeros(2, 1, dtype=torch.bool),
+        torch.zeros(2, dtype=torch.int64),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""Which attention backend a model gets: by what is installed, what it serves, and a check."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import library_stand_ins
+from models.driver import load
+from torch import Tensor
+
+from penstock_shard.models.attention import (
+    RAN_ON_HARDWARE,
+    Candidate,
+    candidates,
+    check,
+    choose_backend,
+    described,
+    flash_attn,
+)
+from penstock_shard.models.attention.base import AttentionBackend, LayerSpec, NotHere, Unusable
+from penstock_shard.models.attention.check import AttentionWish, settle_backend
+from penstock_shard.models.attention.flash_attn import make_flash_attention_3
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.attention.torch_varlen import make_torch_varlen
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.ops.torch_ops import TorchOps
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+F32, BF16 = torch.float32, torch.bfloat16
+PLAIN = LayerSpec(0, 4, 2, 16, 16, 0.25)
+WINDOW = LayerSpec(1, 4, 2, 16, 16, 0.25, window=33)
+SOFTCAP = LayerSpec(2, 4, 2, 16, 16, 0.25, softcap=6.0)
+SINKS = LayerSpec(3, 4, 2, 16, 16, 0.25, has_sinks=True)
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def make_ops(dtype: torch.dtype = F32, backend: AttentionBackend | None = None) -> TorchOps:
+    name = str(dtype).removeprefix("torch.")
+    return TorchOps(CPU, dtype, name, backend or SdpaBackend())  # type: ignore[arg-type]
+
+
+def test_auto_is_sdpa_on_cpu() -> None:
+    assert choose_backend("auto", CPU, BF16).name == "sdpa"
+
+
+def test_auto_tries_libraries_then_our_kernels_then_plain_torch() -> None:
+    names = [candidate.name for candidate in candidates("auto", CUDA)]
+    assert names == ["flash_attn", "flash_attn", "torch_varlen", "triton", "sdpa"]
+
+
+def test_hopper_gets_flash_attn_3_where_it_is_installed(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, library_stand_ins.flash_attn_2())
+    assert described(choose_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2.8.3 ")
+    install(monkeypatch, library_stand_ins.flash_attn_3())
+    assert described(choose_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
+    assert described(choose_backend("flash_attn", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
+
+
+def test_other_devices_never_get_flash_attn_3(
+    ampere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, library_stand_ins.flash_attn_3())
+    with pytest.raises(NotHere, match=r"capability 9\.0"):
+        make_flash_attention_3(CUDA, BF16)
+    install(monkeypatch, library_stand_ins.flash_attn_2())
+    assert described(choose_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2")
+
+
+def test_float32_passes_the_libraries_over(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, library_stand_ins.flash_attn_2())
+    install(monkeypatch, library_stand_ins.flash_attn_3())
+    assert choose_backend("auto", CUDA, F32).name in ("triton", "sdpa")
+    with pytest.raises(ModelError, match=r"float16 and bfloat16, not torch\.float32; .*use sdpa"):
+        choose_backend("flash_attn", CUDA, F32)
+
+
+def test_flash_attn_without_the_library_says_what_to_install() -> None:
+    with pytest.raises(ModelError, match=r"not installed; install penstock\[flash\], or use sdpa"):
+        choose_backend("flash_attn", CPU, BF16)
+
+
+@pytest.mark.parametrize("version", ["2.7.4.post1", "1.0.9", "0"])
+def test_an_old_flash_attn_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, library_stand_ins.flash_attn_2(version))
+    with pytest.raises(ModelError, match=f"flash_attn {re.escape(version)} is installed, and 2.8"):
+        choose_backend("flash_attn", CPU, BF16)
+
+
+def test_a_library_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: x\\nmore')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match=r"cannot be imported: undefined symbol: x, or use sdpa$"):
+        choose_backend("flash_attn", CPU, BF16)
+
+
+def test_varlen_attn_without_a_block_table_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: None  # type: ignore[attr-defined]
+    install(monkeypatch, module)
+    with pytest.raises(NotHere, match=r"takes no block table; torch 2\.13 does"):
+        make_torch_varlen(CUDA, BF16)
+    module.varlen_attn = library_stand_ins.varlen_attn  # type: ignore[attr-defined]
+    assert make_torch_varlen(CUDA, BF16).name == "torch_varlen"
+
+
+# --- the check at load
+
+
+class Wrong(SdpaBackend):
+    """The reference with one fault."""
+
+    name = "wrong"
+
+    def __init__(self, fault: str = "none") -> None:
+        self.fault = fault
+
+    def attend(self, cache: Any, query: Tensor, batch: Any, **options: Any) -> Tensor:
+        window = options.get("window")
+        if self.fault == "no compiler":
+            raise subprocess.CalledProcessError(1, ["gcc"])
+        if self.fault == "memory":
+            raise RuntimeError("CUDA error: out of memory")
+        if self.fault == "raises":
+            raise NotImplementedError("no such kernel\nat line 1")
+        if self.fault == "a key more" and window:
+            options["window"] = window + 1
+        if self.fault == "a key less" and window:
+            options["window"] = window - 1
+        if self.fault in ("window", "softcap", "sinks"):
+            options[self.fault] = None
+        if self.fault == "scale":
+            options["scale"] *= 1.2
+        if self.fault == "heads":
+            # Queries that share a KV head are those beside each other.
+            query = query.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        if self.fault == "table":
+            batch.block_table.copy_(batch.block_table.sort(dim=1, descending=True).values)
+        output = super().attend(cache, query, batch, **options)
+        if self.fault == "nan":
+            output[-1, -1, -1] = torch.nan
+        if self.fault == "shape":
+            output = output[:, :, :-1]
+        if self.fault == "last row":
+            output[-1] = output[0]
+        return output
+
+
+def settle(
+    layers: list[LayerSpec],
+    *backends: AttentionBackend | Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = F32,
+    **wish: Any,
+) -> tuple[str, list[str]]:
+    """The name of the backend that layers get of these, and the lines of progress."""
+
+    def maker(backend: AttentionBackend | Exception) -> Callable[..., AttentionBackend]:
+        def make(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+            if isinstance(backend, Exception):
+                raise backend
+            return backend
+
+        return make
+
+    found = tuple(Candidate("any", maker(backend)) for backend in backends)
+    monkeypatch.setattr(check, "candidates", lambda name, device: found)
+    ops, lines = make_ops(dtype), list[str]()
+    settle_backend(ops, layers, AttentionWish(**wish), lines.append)
+    return ops.backend.name, lines
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float16, torch.float8_e4m3fn])
+def test_a_right_backend_passes_without_a_line(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "READS_ANY_CACHE", {"wrong"})
+    layers = [PLAIN, WINDOW, SOFTCAP, SINKS]
+    found = settle(layers, Wrong(), monkeypatch=monkeypatch, dtype=dtype, kv_dtype=kv_dtype)
+    assert found == ("wrong", [])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("fault", "layer"),
+    [
+        ("a key more", WINDOW),
+        ("a key less", WINDOW),
+        ("window", WINDOW),
+        ("softcap", SOFTCAP),
+        ("sinks", SINKS),
+        ("scale", PLAIN),
+        ("heads", PLAIN),
+        ("table", PLAIN),
+        ("nan", PLAIN),
+        ("last row", PLAIN),
+    ],
+)
+def test_a_wrong_backend_is_passed_over_with_one_line(
+    fault: str, layer: LayerSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = (Wrong(fault), SdpaBackend())
+    name, lines = settle([layer], *backends, monkeypatch=monkeypatch, dtype=dtype)
+    assert name == "sdpa"
+    assert len(lines) == 1
+    assert lines[0].startswith("attention backend sdpa, because wrong differs from sdpa by ")
+    assert f"layer {layer.index}" in lines[0]
+
+
+@pytest.mark.parametrize("fault", ["a key more", "a key less"])
+def test_one_key_shows_among_a_thousand_in_bfloat16(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LayerSpec(0, 4, 2, 64, 64, 0.125, window=1000)
+    backends = (Wrong(fault), SdpaBackend())
+    assert settle([layer], *backends, monkeypatch=monkeypatch, dtype=BF16)[0] == "sdpa"
+    assert settle([layer], Wrong(), monkeypatch=monkeypatch, dtype=BF16) == ("wrong", [])
+
+
+def test_every_kind_of_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [PLAIN, PLAIN, WINDOW, SINKS]
+    name, lines = settle(layers, Wrong("sinks"), SdpaBackend(), monkeypatch=monkeypatch)
+    assert name == "sdpa"
+    assert "layer 3" in lines[0]
+
+
+def test_memory_that_is_short_does_not_count_against_a_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"):
+        settle([PLAIN], Wrong("memory"), SdpaBackend(), monkeypatch=monkeypatch)
+
+
+def test_all_reasons_are_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = [Wrong(fault) for fault in ("raises", "no compiler", "shape")]
+    absent = (NotHere("unremarkable"), Unusable("it is too old"))
+    _, lines = settle([PLAIN], *absent, *faults, SdpaBackend(), monkeypatch=monkeypatch)
+    assert len(lines) == 1
+    reasons = (
+        "attention backend sdpa, because it is too old; ",
+        "wrong fails on cpu with NotImplementedError: no such kernel; ",
+        "wrong fails on cpu with CalledProcessError: ",
+        "Command '['gcc']' returned non-zero exit status 1.; ",
+        "wrong gives [45, 4, 15] for [45, 4, 16]",
+    )
+    assert lines[0] == "".join(reasons)
+
+
+def test_a_named_backend_that_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"^--attention-backend any: wrong fails .*; use .* sdpa$"):
+        settle([PLAIN], Wrong("raises"), monkeypatch=monkeypatch, backend="any")
+
+
+def test_a_backend_that_was_fixed_is_tried_and_kept_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wish = AttentionWish(fixed=True)
+    ops = make_ops(backend=Wrong())
+    settle_backend(ops, [PLAIN], wish, lambda line: pytest.fail(line))
+    assert ops.backend.name == "wrong"
+    with pytest.raises(ModelError, match="wrong differs from sdpa"):
+        settle_backend(make_ops(backend=Wrong("scale")), [PLAIN], wish, print)
+
+
+def test_another_dtype_of_the_cache_or_size_of_blocks_passes_a_library_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flash = flash_attn.FlashAttention2(library_stand_ins.flash_attn_2())
+    for wish, reason in (
+        ({"kv_dtype": torch.float8_e4m3fn}, "keeps keys and values as torch.bfloat16, not "),
+        ({"block_size": 32}, "needs --block-size to be a multiple of 256, not 32"),
+    ):
+        name, lines = settle(
+            [PLAIN], flash, SdpaBackend(), monkeypatch=monkeypatch, dtype=BF16, **wish
+        )
+        assert name == "sdpa"
+        assert reason in lines[0]
+    assert settle([PLAIN], flash, monkeypatch=monkeypatch, dtype=BF16) == ("flash_attn", [])
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 300, 9000])
+@pytest.mark.parametrize("library", ["flash_attn_2", "flash_attn_3"])
+def test_the_libraries_pass_for_windows_of_any_length(
+    library: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = {
+        "flash_attn_2": flash_attn.FlashAttention2,
+        "flash_attn_3": flash_attn.FlashAttention3,
+    }
+    backend = version[library](getattr(library_stand_ins, library)())
+    layer = LayerSpec(0, 4, 2, 16, 16, 0.25, window=window)
+    found = settle([layer], backend, monkeypatch=monkeypatch, dtype=BF16)
+    assert found == ("flash_attn", [])
+
+
+def test_a_device_that_faults_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    ops = make_ops(backend=Wrong())
+    ops.device = CUDA
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(check, "_difference", fails)
+    with pytest.raises(ModelError, match=r"wrong fails .*; use another --attention-backend"):
+        settle_backend(ops, [PLAIN], AttentionWish(fixed=True), print)
+
+
+def test_varlen_attn_of_this_torch_fails_on_cpu_in_one_line(
+    model_dir: Callable[[str], Path],
+) -> None:
+    try:
+        make_torch_varlen(CPU, BF16)
+    except NotHere as error:
+        pytest.skip(str(error))
+    line = r"^--attention-backend torch_varlen: .* fails on cpu"
+    with pytest.raises(ModelError, match=line) as caught:
+        load(model_dir("llama"), attention_backend="torch_varlen", dtype="bfloat16")
+    assert "\n" not in str(caught.value)
+
+
+# --- what is said of them
+
+
+def test_the_page_says_which_backends_have_run_on_hardware() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", DOCS.read_text(), re.MULTILINE)
+    said = {name: ran for name, ran in rows if name in RAN_ON_HARDWARE}
+    assert said == {
+        name: ", ".join(sorted(kinds)) or "never" for name, kinds in RAN_ON_HARDWARE.items()
+    }
+
+
+def test_info_says_where_a_backend_is_untested() -> None:
+    assert described(SdpaBackend(), CPU) == "sdpa"
+    assert described(SdpaBackend(), CUDA) == "sdpa (untested on cuda)"
+
+
+def test_every_backend_that_can_be_chosen_has_its_line() -> None:
+    assert set(RAN_ON_HARDWARE) == {"cpu", *(each.name for each in candidates("auto", CUDA))}

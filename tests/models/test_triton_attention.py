@@ -1,0 +1,143 @@
+"""What only our own backend promises: bits that are a query's own, and splits of any number.
+
+That its results are right is part of the table of cases.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import pytest
+import torch
+from models.attention_cases import make_batch
+from support.budget import budget, seeded
+from torch import Tensor
+
+from penstock_shard.models.attention.base import LayerSpec
+from penstock_shard.models.attention.sdpa import SdpaBackend
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton compiles for a device here", allow_module_level=True)
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from penstock_shard.models.attention import triton as backend_module
+from penstock_shard.models.attention.triton import TritonBackend
+from penstock_shard.models.kernels import triton_attention, triton_layers, triton_matmul
+from penstock_shard.models.kernels.triton_attention import MOST_SPLITS, SPLIT
+
+PAGE = 16
+# The interpreter takes seconds for each.
+LAYERS = (
+    LayerSpec(0, 3, 1, 16, 12, 0.25, window=60, softcap=2.0, has_sinks=True),
+    LayerSpec(0, 4, 2, 16, 16, 0.25),
+)[: budget(1, 2)]
+WINDOWS = (700, None)[: budget(1, 2)]
+
+
+class Sequences:
+    """Some sequences in one cache, of which pieces can be computed beside each other."""
+
+    def __init__(self, spec: LayerSpec, lengths: list[int], dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(5)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.spec = spec
+        self.queries = [noise(n, spec.num_heads, spec.head_dim) for n in lengths]
+        width = -(-max(lengths) // PAGE)
+        blocks = torch.randperm(len(lengths) * width, generator=generator)
+        self.tables = blocks.view(len(lengths), width)
+        self.cache = (
+            noise(len(blocks), PAGE, spec.num_kv_heads, spec.head_dim),
+            noise(len(blocks), PAGE, spec.num_kv_heads, spec.head_dim_v),
+        )
+        self.sinks = noise(spec.num_heads) if spec.has_sinks else None
+
+    def attend(
+        self, backend: TritonBackend | SdpaBackend, rows: list[tuple[int, int, int]]
+    ) -> list[Tensor]:
+        """Of each row (sequence, first query, count)."""
+        counts = [count for _, _, count in rows]
+        ends = [start + count for _, start, count in rows]
+        tables = self.tables[[sequence for sequence, _, _ in rows]]
+        batch = make_batch(counts, ends, tables[:, : -(-max(ends) // PAGE)], PAGE)
+        query = torch.cat([self.queries[i][start : start + n] for i, start, n in rows])
+        spec = self.spec
+        attended = backend.attend(
+            self.cache,
+            query,
+            batch,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=self.sinks,
+        )
+        return list(attended.split(counts))
+
+
+@pytest.mark.parametrize("spec", LAYERS, ids=lambda spec: f"window {spec.window}")
+def test_a_query_has_the_same_bits_in_any_step(spec: LayerSpec) -> None:
+    rng = seeded("steps")
+    sequences = Sequences(spec, [300, 290, 20], torch.float32)
+    backend = TritonBackend(exact=True)
+    # Past the end of the first split of keys.
+    first, last = 250, 266
+    (whole,) = sequences.attend(backend, [(0, first, last - first)])
+    alone = [sequences.attend(backend, [(0, at, 1)])[0] for at in (254, 255, 256, 265)]
+    assert torch.equal(whole[[4, 5, 6, 15]], torch.cat(alone))
+    cut = rng.randint(first + 1, last - 2)
+    beside = sequences.attend(backend, [(1, 280, 1), (0, first, cut - first), (2, 3, 9)])[1]
+    after = sequences.attend(backend, [(2, 1, 1), (1, 3, 4), (0, cut, last - cut)])[2]
+    assert torch.equal(whole, torch.cat([beside, after]))
+    decoded = sequences.attend(backend, [(2, 15, 1), (0, cut, 1), (1, 289, 1), (2, 0, 3)])[1]
+    assert torch.equal(whole[cut - first : cut - first + 1], decoded)
+
+
+def test_little_scratch_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = Sequences(LayerSpec(0, 2, 1, 16, 16, 0.25), [40, 30], torch.float32)
+    backend = TritonBackend(exact=True)
+    rows = [(1, 29, 1), (0, 20, 19), (1, 3, 9)]
+    plenty = sequences.attend(backend, rows)
+    monkeypatch.setattr(backend_module, "_SCRATCH_BYTES", 5 * 2 * (16 + 2) * 4)
+    for few, many in zip(sequences.attend(backend, rows), plenty, strict=True):
+        assert torch.equal(few, many)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_splits_grow_where_there_would_be_too_many(window: int | None) -> None:
+    end = SPLIT * MOST_SPLITS
+    spec = LayerSpec(0, 1, 1, 16, 16, 0.25, window=window)
+    sequences = Sequences(spec, [end + 2], torch.float16)
+    backend = TritonBackend(exact=True)
+    rows = [(0, end - 1, 3)]
+    (got,) = sequences.attend(backend, rows)
+    (want,) = sequences.attend(SdpaBackend(), rows)
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+    for index in (0, 1):
+        (alone,) = sequences.attend(backend, [(0, end - 1 + index, 1)])
+        assert torch.equal(alone[0], got[index])
+
+
+def test_heads_and_numbers_that_are_not_served_are_refused() -> None:
+    backend = TritonBackend()
+    refusal = backend.refusal(LayerSpec(0, 1, 1, 320, 16, 1.0), torch.bfloat16)
+    assert refusal == "serves heads of at most 256, not 320"
+    refusal = backend.refusal(LayerSpec(0, 1, 1, 16, 16, 1.0), torch.float64)
+    assert refusal == "serves float32, float16 and bfloat16, not torch.float64"
+
+
+@pytest.mark.parametrize("module", [triton_attention, triton_layers, triton_matmul])
+def test_what_is_not_to_be_specialised_is_named_as_kernels_name_it(module: Any) -> None:
+    kernels = [
+        kernel for kernel in vars(module).values() if isinstance(kernel, InterpretedFunction)
+    ]
+    assert kernels
+    for kernel in kernels:
+        names = set(inspect.signature(kernel.fn).parameters)
+        for option in ("do_not_specialize", "do_not_specialize_on_alignment"):
+            assert names >= set(kernel.kwargs[option] or ())

@@ -1,0 +1,39 @@
+"""Kernels are compiled for a card, which needs none: what the interpreter runs need not compile."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock_shard.models import kernels
+
+KERNELS = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
+def test_all_that_the_ops_launch_compiles_for_a_card() -> None:
+    script = Path(__file__).with_name("compile_launches.py")
+    # Other tests have the interpreter run them.
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(script)]
+    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_arguments_of_kernels_have_no_types_that_triton_does_not_know(path: Path) -> None:
+    """It reads them as code, and finds no such name; the interpreter does not look."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(
+            "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list
+        ):
+            stated = {ast.unparse(arg.annotation) for arg in node.args.args if arg.annotation}
+            assert stated <= {"tl.constexpr"}, node.name
+            assert node.returns is None, node.name

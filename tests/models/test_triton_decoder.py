@@ -1,0 +1,296 @@
+"""Our decoder over Triton's kernels, in its interpreter: the tokens of plain torch, and bits that
+are a token's own; and what the flags make of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.budget import budget
+from torch import Tensor
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models import triton_here
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.checkpoint import Checkpoint
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder_spec import decoder_spec, rope_tables
+from penstock_shard.models.decoder_weights import read_weights
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.load import ModelFiles, load_model
+from penstock_shard.models.ops import check, choose
+from penstock_shard.models.ops.base import Ops
+from penstock_shard.models.ops.choose import choose_ops
+from penstock_shard.models.ops.cpu_ops import CpuOps
+from penstock_shard.models.ops.quantized import round_in_torch
+from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.models.transformers_loader import load_config
+from penstock_shard.runner import fingerprint, invariance
+from penstock_shard.runner.invariance import first_variance
+from penstock_shard.runner.trial import Row, trial_steps
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton compiles for a device here", allow_module_level=True)
+
+from penstock_shard.models.attention.triton import TritonBackend
+from penstock_shard.models.kernels import triton_layers, triton_quantize
+from penstock_shard.models.kernels.triton_draw import draw_unsettled
+from penstock_shard.models.kernels.triton_layers import combine_rows
+from penstock_shard.models.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.models.ops.triton_ops import FixedMatrix, TritonOps
+
+Directory = Callable[[str], Path]
+CPU = torch.device("cpu")
+F32 = torch.float32
+VOCABULARY = 384
+# A family, and tokens of a prompt: past the window of those that have one. The interpreter takes
+# seconds for each.
+PROMPTS = (("gemma2", 26), ("mixtral", 5), ("llama", 5), ("qwen3", 5))[: budget(2, 4)]
+
+
+def triton_ops(*, exact: bool = False) -> TritonOps:
+    return TritonOps(CPU, F32, "float32", TritonBackend(exact=exact), exact=exact)
+
+
+def make_decoder(directory: Path, ops: Ops) -> Decoder:
+    config = load_config(directory, trust_remote_code=False)
+    spec = decoder_spec(config)
+    weights = read_weights(spec, Checkpoint(directory), ops, lambda line: None)
+    return Decoder(spec, weights, rope_tables(config, spec, 64, CPU), ops)
+
+
+def generated(model: Decoder, prompt: int) -> tuple[list[list[int]], Tensor]:
+    """Greedy tokens of two sequences, a chunk of one beside a decode of the other; their logits."""
+    with trial_steps(model, VOCABULARY, 16, 6, F32) as steps:
+        long, short = steps.sequence(prompt + 3), steps.sequence(6)
+        logits = [steps.run([(long, 0, prompt), (short, 0, 3)])[[prompt - 1, prompt + 2]]]
+        for step in range(3):
+            rows: list[Row] = [(long, prompt + step, 1), (short, 3 + step, 1)]
+            for (sequence, place, _), token in zip(rows, logits[-1].argmax(1), strict=True):
+                sequence.token_ids[place] = int(token)
+            logits.append(steps.run(rows))
+        return [long.token_ids, short.token_ids], torch.cat(logits)
+
+
+@pytest.mark.parametrize(("family", "prompt"), PROMPTS)
+def test_tokens_are_those_of_plain_torch(family: str, prompt: int, model_dir: Directory) -> None:
+    plain = TorchOps(CPU, F32, "float32", SdpaBackend())
+    want, expected = generated(make_decoder(model_dir(family), plain), prompt)
+    got, logits = generated(make_decoder(model_dir(family), triton_ops()), prompt)
+    assert got == want
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma2"][: budget(1, 2)])
+def test_exact_ops_give_the_same_bits_in_any_step(family: str, model_dir: Directory) -> None:
+    model = make_decoder(model_dir(family), triton_ops(exact=True))
+    with model.shortened(), trial_steps(model, VOCABULARY, 16, 10, F32) as steps:
+        watched = steps.sequence(14)
+        others = [steps.sequence(n) for n in (2, 4, 3)]
+        whole = steps.run([(watched, 0, 14)])
+        fillers: list[Row] = [(others[0], 0, 1), (others[1], 0, 4), (others[2], 0, 2)]
+        chunk = steps.run([fillers[0], (watched, 0, 11), *fillers[1:]])[1:12]
+        assert torch.equal(chunk, whole[:11])
+        assert torch.equal(steps.run([fillers[0], (watched, 11, 1)])[1:], whole[11:12])
+        assert torch.equal(steps.run([*fillers, (watched, 12, 2)])[-2:], whole[12:])
+
+
+def test_the_check_at_load_tells_exact_ops_from_others(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariance, "_LENGTH", 5)
+    monkeypatch.setattr(invariance, "_CHUNK", 3)
+    monkeypatch.setattr(invariance, "_ROWS", (3,))
+    monkeypatch.setattr(invariance, "_LAST", 1)
+    monkeypatch.setattr(invariance, "_MAX_DECODES", 2)
+    monkeypatch.setattr(invariance, "_FILLER_CHUNK", 3)
+    monkeypatch.setattr(invariance, "_EDGE", range(3, 4))
+
+    def check(ops: TritonOps) -> str | None:
+        model = make_decoder(model_dir("llama"), ops)
+        return first_variance(model, VOCABULARY, 64, 16, F32, lambda count: None, 1)
+
+    assert check(triton_ops(exact=True)) is None
+    ops = triton_ops(exact=True)
+    good = FixedMatrix.linear
+
+    def linear(self: FixedMatrix, x: Tensor, *others: Any) -> Tensor:
+        product = good(self, x, *others)
+        return product.mul_(1 + 2**-20) if len(x) == 3 else product
+
+    monkeypatch.setattr(FixedMatrix, "linear", linear)
+    assert check(ops) is not None
+
+
+def chosen(directory: Path, **settings: Any) -> Ops:
+    config = ShardConfig(device="cpu", **settings)
+    hf_config = load_config(directory, trust_remote_code=False)
+    return choose_ops(config, hf_config, CPU, lambda line: None)
+
+
+def test_flags_choose_triton_and_exact(model_dir: Directory) -> None:
+    directory = model_dir("llama")
+    ops = chosen(directory, attention_backend="triton", dtype="float32")
+    assert isinstance(ops, TritonOps)
+    assert not ops.exact
+    ops = chosen(directory, attention_backend="triton", dtype="float32", exact=True)
+    assert isinstance(ops, TritonOps)
+    assert isinstance(ops.backend, TritonBackend)
+    assert ops.exact
+    assert ops.backend.exact
+    ops = chosen(directory, exact=True)
+    assert isinstance(ops, CpuOps)
+    assert ops.exact
+
+
+def test_exact_is_refused_where_it_cannot_be_had(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelError, match=r"--exact: .*sdpa depend on the batch; on cpu only cpu"):
+        chosen(model_dir("llama"), attention_backend="sdpa", exact=True)
+    monkeypatch.setattr(choose, "_kernels", lambda config, progress: None)
+    with pytest.raises(ModelError, match="--exact: on cpu it needs the cpu kernels"):
+        chosen(model_dir("llama"), exact=True)
+
+
+def no_compiler(*arguments: Any, **options: Any) -> Tensor:
+    raise subprocess.CalledProcessError(1, ["gcc"])
+
+
+def without_gate(gate_up: Tensor, **options: Any) -> Tensor:
+    return gate_up[:, : gate_up.shape[1] // 2]
+
+
+@pytest.fixture
+def verdict() -> Iterator[None]:
+    """What a test makes known of Triton here is forgotten after it."""
+    yield
+    triton_here.remember("cpu", None)
+
+
+@pytest.mark.usefixtures("verdict")
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (no_compiler, "Triton fails on cpu with CalledProcessError: Command .* status 1."),
+        (without_gate, r"Triton's silu differs from torch's by [\d.]+ on cpu"),
+    ],
+)
+def test_kernels_that_do_not_work_here_are_left_out_with_one_line(
+    kernel: Callable[..., Tensor],
+    reason: str,
+    model_dir: Directory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_layers, "gated_activation", kernel)
+    directory, lines = model_dir("llama"), list[str]()
+    hf_config = load_config(directory, trust_remote_code=False)
+    config = ShardConfig(device="cpu", dtype="float32")
+    with monkeypatch.context() as patch:
+        patch.setattr(choose, "_interprets", lambda config: True)
+        patch.setattr(choose, "_kernels", lambda config, progress: None)
+        assert type(choose_ops(config, hf_config, CPU, lines.append)) is TorchOps
+    assert len(lines) == 1
+    assert re.fullmatch(rf"without Triton kernels \({reason}\): slower", lines[0])
+    # From then on none is launched, attention's included, until a check finds them right.
+    assert re.fullmatch(reason, triton_here.fault_on("cpu") or "")
+    with pytest.raises(ModelError, match=f"--attention-backend triton: {reason}, or use sdpa"):
+        chosen(directory, attention_backend="triton", dtype="float32")
+    with pytest.raises(ModelError, match=f"--exact: {reason}"):
+        chosen(directory, attention_backend="triton", dtype="float32", exact=True)
+    monkeypatch.undo()
+    chosen(directory, attention_backend="triton", dtype="float32")
+    assert triton_here.fault_on("cpu") is None
+
+
+def product_wrong_in(heights: range) -> Callable[..., Tensor]:
+    """Of a tile's last columns of K, in products of so many rows."""
+
+    def product(x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor:
+        if len(x) in heights:
+            x = x.clone()
+            x[:, 64:] = 0
+        good = fixed_linear if weight.dim() == 2 else grouped_linear
+        return good(x, weight, *others, **options)
+
+    return product
+
+
+def settled_too(*arguments: Tensor) -> None:
+    scaled, weights, goal, floor, uniform, settled, tokens = arguments
+    nothing = torch.zeros_like(settled)
+    draw_unsettled(scaled, weights, goal, floor, uniform, nothing, tokens)
+
+
+def next_id(*arguments: Tensor) -> None:
+    draw_unsettled(*arguments)
+    arguments[-1][0] += 1
+
+
+def best_first(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
+    return combine_rows(rows, places, weights.flip(1), out)
+
+
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = round_in_torch(x)
+    return values, scales * 2
+
+
+@pytest.mark.parametrize(
+    ("place", "kernel", "words"),
+    [
+        ("ops.triton_ops.fixed_linear", product_wrong_in(range(1, 65)), "product of 3 rows"),
+        ("ops.triton_ops.fixed_linear", product_wrong_in(range(65, 999)), "product of 70 rows"),
+        ("ops.triton_ops.grouped_linear", product_wrong_in(range(49)), "product of experts of 4"),
+        ("ops.triton_ops.grouped_linear", product_wrong_in(range(49, 999)), "of experts of 100"),
+        ("kernels.triton_layers.combine_rows", best_first, "sum of experts"),
+        ("kernels.triton_quantize.round_rows", twice, "rounding"),
+        ("kernels.triton_draw.draw_unsettled", settled_too, "drawing"),
+        ("kernels.triton_draw.draw_unsettled", next_id, "drawing"),
+    ],
+)
+def test_the_check_finds_any_kernel_that_is_wrong(
+    place: str, kernel: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The interpreter does not round to fp8 as devices do.
+    monkeypatch.setattr(triton_quantize, "round_rows", round_in_torch)
+    monkeypatch.setattr(check, "multiplies_fp8", lambda device: True)
+    assert check.triton_fault(CPU, F32, "float32", exact="fixed" in place) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(f"penstock_shard.models.{place}", kernel)
+        fault = check.triton_fault(CPU, F32, "float32", exact="fixed" in place)
+    assert fault is not None
+    assert f"{words} " in fault or fault.startswith(f"Triton's {words}")
+
+
+def test_code_of_transformers_is_refused_where_its_products_would_not_be_exact(
+    model_dir: Directory,
+) -> None:
+    directory = model_dir("opt")
+    hf_config = load_config(directory, trust_remote_code=False)
+    files = ModelFiles(directory, hf_config, 64)
+    with pytest.raises(ModelError, match=r"^--exact: .*transformers' code \(.*leave out --exact$"):
+        load_model(files, triton_ops(exact=True), lambda line: None)
+    load_model(files, triton_ops(), lambda line: None)
+    # Packed, they are the cpu kernels' own, which are exact.
+    load_model(files, chosen(directory, exact=True), lambda line: None)
+
+
+def test_the_fingerprint_names_triton_and_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = triton_ops(exact=True)
+    first = fingerprint.fingerprint("w", ops, F32)
+    others = [fingerprint.fingerprint("w", TorchOps(CPU, F32, "float32", SdpaBackend()), F32)]
+    for name, value in (("_triton_hash", "0"), ("importlib.metadata.version", "9")):
+        with monkeypatch.context() as context:
+            context.setattr(f"penstock_shard.runner.fingerprint.{name}", lambda *a, v=value: v)
+            others.append(fingerprint.fingerprint("w", ops, F32))
+    assert len({first, *others}) == 4
+    assert fingerprint.fingerprint("w", ops, F32) == first

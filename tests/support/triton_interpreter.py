@@ -1,0 +1,86 @@
+"""Triton's kernels on the processor, by its interpreter: chosen before a kernel is defined."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+
+
+def use_interpreter() -> bool:
+    """Whether there is a Triton; if so its kernels run in its interpreter from now on. Must come
+    before anything imports Triton.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    _let_scalars_be_bounds(interpreter)
+    _multiply_row_by_row(interpreter)
+    _patch_once_a_launch(interpreter)
+    _overflow_in_silence(interpreter)
+    return True
+
+
+def _let_scalars_be_bounds(interpreter: Any) -> None:
+    """Its scalars are arrays of one element, which numpy 2.4 makes no integers of any more."""
+    patched = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def _multiply_row_by_row(interpreter: Any) -> None:
+    """It hands tiles to numpy, whose library gives a row other bits in a larger tile, as no tensor
+    core does; and bfloat16 as the integers that have its bits.
+    """
+
+    def create_dot(self: Any, a: Any, b: Any, sums: Any, *others: Any) -> Any:
+        left, right = (_widened(handle, sums.data.dtype) for handle in (a, b))
+        product = np.matmul(left[:, None], right)[:, 0]
+        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _widened(handle: Any, dtype: Any) -> Any:
+    if handle.dtype.scalar.name == "bf16":
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(dtype)
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    """It looks through the whole language again at each call of one kernel function by another."""
+    patched, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    modules = set[str]()
+
+    def patch(function: Any) -> Any:
+        if function.__module__ in modules:
+            return interpreter._LangPatchScope()
+        modules.add(function.__module__)
+        return patched(function)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        modules.clear()
+        run(self, *args, **kwargs)
+
+    interpreter._patch_lang = patch
+    interpreter.GridExecutor.__call__ = call
+
+
+def _overflow_in_silence(interpreter: Any) -> None:
+    """As a device does; numpy warns."""
+    executor = interpreter.GridExecutor
+    run = executor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            run(self, *args, **kwargs)
+
+    executor.__call__ = call
