@@ -11,7 +11,19 @@ import torch
 from models.driver import Driver, load, make_request
 from transformers import AutoModelForCausalLM
 
-SERVED = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2", "mistral", "gemma3", "gpt_oss")
+SERVED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "opt",
+    "gemma2",
+    "gpt2",
+    "mistral",
+    "gemma3",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_moe",
+)
 OUTPUT_TOKENS = 20
 VOCABULARY = 384
 

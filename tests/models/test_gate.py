@@ -68,22 +68,22 @@ def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> N
     module = AutoModelForCausalLM.from_pretrained(model_dir("mistral"))
     module.set_attn_implementation(ATTENTION_NAME)
     specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
-    gate.check_layers(module, specs, SdpaBackend(), 256)
+    gate.check_layers(module, specs, 256)
     lost = [dataclasses.replace(spec, window=None) for spec in specs]
     with pytest.raises(ModelError, match="does not get the sliding window"):
-        gate.check_layers(module, lost, SdpaBackend(), 256)
+        gate.check_layers(module, lost, 256)
     # A context within the window never needs it.
-    gate.check_layers(module, lost, SdpaBackend(), 24)
+    gate.check_layers(module, lost, 24)
 
 
 def test_a_lost_softcap_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("gemma2"))
     module.set_attn_implementation(ATTENTION_NAME)
     specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
-    gate.check_layers(module, specs, SdpaBackend(), 256)
+    gate.check_layers(module, specs, 256)
     lost = [dataclasses.replace(spec, softcap=None) for spec in specs]
     with pytest.raises(ModelError, match="do not get the softcap"):
-        gate.check_layers(module, lost, SdpaBackend(), 256)
+        gate.check_layers(module, lost, 256)
 
 
 def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path]) -> None:
@@ -91,7 +91,7 @@ def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path
     module.set_attn_implementation(ATTENTION_NAME)
     specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
     with pytest.raises(ModelError, match="2 attention calls for 3 layers"):
-        gate.check_layers(module, specs[:2], SdpaBackend(), 256)
+        gate.check_layers(module, specs[:2], 256)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.fused_linears import FusedPart
 from penstock_shard.models.kernels.cpu import load_kernels
 from penstock_shard.models.ops.base import Matrix
 from penstock_shard.models.ops.cpu_ops import CpuOps
@@ -23,7 +24,7 @@ from penstock_shard.models.packed_weights import PackedWeight, _pack_matrix, pac
 from penstock_shard.models.transformers_model import TransformersModel
 
 Directory = Callable[[str], Path]
-FAMILIES = ("gpt2", "opt", "phi", "olmo", "mixtral", "gpt_oss", "deepseek_v2")
+FAMILIES = ("gpt2", "opt", "phi", "olmo", "olmoe", "gpt_oss", "deepseek_v2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +53,7 @@ def test_no_product_is_left_to_torch(
     assert isinstance(runner.model, TransformersModel)
     for holder in runner.model.module.modules():
         if isinstance(holder, nn.Linear | Conv1D):
-            assert isinstance(holder.weight, PackedWeight)
+            assert isinstance(holder.weight, PackedWeight | FusedPart)
             assert "weight" not in dict(holder.named_parameters(recurse=False))
     large = [p for p in runner.model.module.parameters() if p.dim() > 2]
     assert not large, "experts must not be in memory twice"
@@ -71,7 +72,7 @@ def test_a_use_of_a_weight_that_is_not_foreseen_fails(model_dir: Directory) -> N
 
 
 @pytest.mark.parametrize("fault", ["rows", "scale", "nan"])
-@pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "olmoe"])
 def test_a_matrix_that_is_packed_wrongly_is_found(
     family: str, fault: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 
 # Raised when the same weights give other logits than before, but for what the kernels' own source
 # and the version of transformers tell.
-MODEL_REVISION = 1
+MODEL_REVISION = 2
 
 
 class Forwarded(NamedTuple):
@@ -50,9 +50,11 @@ class CausalModel(Protocol):
         batch: AttentionBatch,
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Forwarded:
         """input_ids and positions int64 [T]; logit_rows int64 [N] and hidden_rows int64 [M], each
-        rising, into T. Where N is T the rows are all in order.
+        rising, into T. Where N is T the rows are all in order. `adapters` int64 [T] names the slot
+        of each token's adapter, 0 for none; None where no token has any.
         """
 
     def shortened(self) -> AbstractContextManager[None]:

@@ -7,7 +7,8 @@ checkpoints, requests or of how ops are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from penstock_shard.models.attention.base import AttentionBatch, LayerCache, Lay
 from penstock_shard.models.base import Forwarded
 from penstock_shard.models.decoder_spec import DecoderSpec
 from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
+from penstock_shard.models.feed_forward import FeedForwardScratch
+from penstock_shard.models.lora import TokenAdapters
 from penstock_shard.models.ops.base import Ops, Rope
 
 
@@ -38,8 +41,7 @@ class _Scratch:
     qkv: Tensor | None
     query: Tensor | None
     update: Tensor | None
-    gate_up: Tensor | None
-    active: Tensor | None
+    feed_forward: FeedForwardScratch
 
 
 class Decoder:
@@ -71,6 +73,26 @@ class Decoder:
     def hidden_size(self) -> int:
         return self._spec.hidden_size
 
+    @property
+    def fused_tensors(self) -> bool:
+        """Whether queries, keys and values are one module, and so gate and up."""
+        return self._spec.fused_tensors
+
+    @property
+    def capturable(self) -> bool:
+        """Whether steps of decodes alone may run in a CUDA graph, as far as layers go beside their
+        attention.
+        """
+        return all(layer.weights.feed_forward.capturable for layer in self._layers)
+
+    def change_weights(self, change: Callable[[int, LayerWeights], LayerWeights]) -> None:
+        """Of each layer, by its index."""
+        self._layers = tuple(
+            dataclasses.replace(layer, weights=change(layer.spec.index, layer.weights))
+            for layer in self._layers
+        )
+        self._running = self._layers
+
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._caches = {}
         for layer in self._running:
@@ -84,7 +106,7 @@ class Decoder:
     @contextmanager
     def shortened(self) -> Iterator[None]:
         kinds = {
-            (layer.spec.window, self._spec.rope_types[layer.spec.index]): layer
+            (layer.spec.window, *self._kind(layer.spec.index)): layer
             for layer in reversed(self._layers)
         }
         running = sorted(kinds.values(), key=lambda layer: layer.spec.index)
@@ -97,6 +119,11 @@ class Decoder:
         finally:
             self._running = self._layers
 
+    def _kind(self, index: int) -> tuple[str, bool]:
+        """What a layer differs in from others, beside its attention."""
+        experts = self._spec.experts
+        return self._spec.rope_types[index], experts is not None and index in experts.layers
+
     def forward(
         self,
         input_ids: Tensor,
@@ -104,6 +131,7 @@ class Decoder:
         batch: AttentionBatch,
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Forwarded:
         rows = logit_rows if hidden_rows is None else torch.cat([logit_rows, hidden_rows])
         needs_all = hidden_rows is None and len(logit_rows) == len(input_ids)
@@ -111,12 +139,14 @@ class Decoder:
         if self._spec.embedding_scale != 1.0:
             stream.mul_(self._spec.embedding_scale)
         update = None
+        tokens = None if adapters is None else TokenAdapters(adapters)
         for layer in self._running:
-            attended = self._attention(layer, stream, update, positions, batch)
+            attended = self._attention(layer, stream, update, positions, batch, tokens)
             if layer is self._running[-1] and not needs_all:
                 # Past its keys and values, the last layer matters for these tokens only.
                 stream, attended = stream[rows], attended[rows]
-            update = self._feed_forward(layer, stream, attended)
+                tokens = None if tokens is None else tokens.of(rows)
+            update = self._feed_forward(layer, stream, attended, tokens)
         hidden = self._final_norm(stream, update)
         count = len(logit_rows)
         return Forwarded(self._logits(hidden[:count]), hidden[count:])
@@ -128,6 +158,7 @@ class Decoder:
         update: Tensor | None,
         positions: Tensor,
         batch: AttentionBatch,
+        adapters: TokenAdapters | None,
     ) -> Tensor:
         """Adds the update to the stream; attention of the layer [T, Hq * D], before its output
         matrix.
@@ -137,7 +168,7 @@ class Decoder:
         cache = self._caches[spec.index]
         hidden = self._norm(stream, update, weights.input_norm, scratch.hidden)
         query = ops.rope_and_cache(
-            weights.qkv(hidden, scratch.qkv),
+            weights.qkv(hidden, scratch.qkv, adapters),
             spec,
             cache,
             positions,
@@ -151,17 +182,21 @@ class Decoder:
         )
         return attended.view(len(stream), -1)
 
-    def _feed_forward(self, layer: _Layer, stream: Tensor, attended: Tensor) -> Tensor:
+    def _feed_forward(
+        self,
+        layer: _Layer,
+        stream: Tensor,
+        attended: Tensor,
+        adapters: TokenAdapters | None,
+    ) -> Tensor:
         """Adds the output of attention to the stream; the update that is to be added next."""
-        ops, weights = self._ops, layer.weights
+        weights = layer.weights
         scratch = self._scratch_for(len(stream))
-        update = weights.output(attended, scratch.update)
+        update = weights.output(attended, scratch.update, adapters)
         if weights.output_norm is not None:
             update = self._norm(update, None, weights.output_norm, update)
         hidden = self._norm(stream, update, weights.mlp_norm, scratch.hidden)
-        gate_up = weights.gate_up(hidden, scratch.gate_up)
-        active = ops.gated_activation(gate_up, self._spec.activation, scratch.active)
-        update = weights.down(active, scratch.update)
+        update = weights.feed_forward(hidden, scratch.feed_forward, adapters)
         if weights.mlp_output_norm is not None:
             update = self._norm(update, None, weights.mlp_output_norm, update)
         return update
@@ -198,11 +233,15 @@ class Decoder:
     def _make_scratch(self, num_tokens: int) -> _Scratch:
         make, weights = self._ops.scratch, self._layers[0].weights
         spec = self._layers[0].spec
+        update = make(num_tokens, self._spec.hidden_size)
         return _Scratch(
             hidden=make(num_tokens, self._spec.hidden_size),
             qkv=make(num_tokens, weights.qkv.matrix.out_features),
             query=make(num_tokens, spec.num_heads, spec.head_dim),
-            update=make(num_tokens, self._spec.hidden_size),
-            gate_up=make(num_tokens, 2 * self._spec.intermediate_size),
-            active=make(num_tokens, self._spec.intermediate_size),
+            update=update,
+            feed_forward=FeedForwardScratch(
+                gate_up=make(num_tokens, 2 * self._spec.intermediate_size),
+                active=make(num_tokens, self._spec.intermediate_size),
+                update=update,
+            ),
         )

@@ -87,6 +87,16 @@ _INDIFFERENT = {
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family names the tensors of a layer's experts; {} is an expert's index."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Family:
     """How the models of one type differ from Llama."""
 
@@ -102,6 +112,8 @@ class _Family:
     partial_rotary: bool = False
     # Norm weights are stored less 1, each block's output is normed too, embeddings are scaled.
     gemma: bool = False
+    # The feed-forward part of layers may be experts.
+    experts: ExpertNames | None = None
 
 
 _LAYER_WINDOWS = frozenset(
@@ -116,6 +128,32 @@ _GEMMA_READS = frozenset(
         "query_pre_attn_scalar",
         "final_logit_softcapping",
     }
+)
+_EXPERT_READS = frozenset(
+    {
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        # Of training only.
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+    }
+)
+_MIXTRAL_NAMES = ExpertNames(
+    router="block_sparse_moe.gate.weight",
+    gate="block_sparse_moe.experts.{}.w1.weight",
+    up="block_sparse_moe.experts.{}.w3.weight",
+    down="block_sparse_moe.experts.{}.w2.weight",
+)
+_QWEN_NAMES = ExpertNames(
+    router="mlp.gate.weight",
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+)
+_QWEN_EXPERT_READS = frozenset(
+    {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
 )
 _FAMILIES = {
     "llama": _Family("llama", "Llama", frozenset({"attention_bias", "mlp_bias"})),
@@ -133,7 +171,31 @@ _FAMILIES = {
         head_norms=True,
         gemma=True,
     ),
+    "mixtral": _Family(
+        "mixtral", "Mixtral", _EXPERT_READS | {"sliding_window"}, experts=_MIXTRAL_NAMES
+    ),
+    "qwen3_moe": _Family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        _EXPERT_READS | _QWEN_EXPERT_READS | _LAYER_WINDOWS | {"attention_bias"},
+        head_norms=True,
+        experts=_QWEN_NAMES,
+    ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The experts of the layers that have some."""
+
+    layers: frozenset[int]
+    num_experts: int
+    # Experts that a token goes to.
+    top_k: int
+    intermediate_size: int
+    # The weights of a token's experts sum to 1.
+    normalised: bool
+    names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +221,7 @@ class DecoderSpec:
     logit_softcap: float | None
     tied: bool
     fused_tensors: bool
+    experts: ExpertsSpec | None = None
 
 
 class NotOurs(Exception):
@@ -200,6 +263,39 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         tied=bool(config.tie_word_embeddings),
         fused_tensors=family.fused_tensors,
+        experts=_experts(config, family),
+    )
+
+
+def _experts(config: PreTrainedConfig, family: _Family) -> ExpertsSpec | None:
+    """None if no layer has any. What a family does not state is as in Mixtral: experts in all
+    layers, as wide as `intermediate_size`.
+    """
+    if family.experts is None:
+        return None
+    # Releases of transformers differ in the name.
+    count = int(getattr(config, "num_local_experts", None) or config.num_experts)
+    top_k = int(config.num_experts_per_tok)
+    step = int(getattr(config, "decoder_sparse_step", 1))
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    layers = frozenset(
+        index
+        for index in range(int(config.num_hidden_layers))
+        if index not in dense and count > 0 and (index + 1) % step == 0
+    )
+    if not layers:
+        return None
+    if not 1 <= top_k <= count:
+        raise NotOurs(f"num_experts_per_tok {top_k} of {count} experts")
+    return ExpertsSpec(
+        layers=layers,
+        num_experts=count,
+        top_k=top_k,
+        intermediate_size=int(
+            getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        ),
+        normalised="norm_topk_prob" not in family.reads or bool(config.norm_topk_prob),
+        names=family.experts,
     )
 
 
@@ -302,7 +398,7 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, wide = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     for name in norm_names(spec):
         yield f"{name}.weight", (hidden,)
@@ -311,18 +407,43 @@ def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, tu
         yield "self_attn.k_norm.weight", (layer.head_dim,)
     if spec.fused_tensors:
         qkv = {"qkv_proj": queries + 2 * keys}
-        gate_up = {"gate_up_proj": 2 * wide}
     else:
         qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    for name, rows in qkv.items():
+        yield from _linear_shapes(f"self_attn.{name}", rows, hidden, spec.qkv_bias)
+    yield from _linear_shapes("self_attn.o_proj", hidden, queries, spec.output_bias)
+    if spec.experts is not None and layer.index in spec.experts.layers:
+        yield from _expert_shapes(spec.experts, hidden)
+    else:
+        yield from _dense_shapes(spec)
+
+
+def _dense_shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    if spec.fused_tensors:
+        gate_up = {"gate_up_proj": 2 * wide}
+    else:
         gate_up = {"gate_proj": wide, "up_proj": wide}
-    linears = [(f"self_attn.{name}", rows, hidden, spec.qkv_bias) for name, rows in qkv.items()]
-    linears += [("self_attn.o_proj", hidden, queries, spec.output_bias)]
-    linears += [(f"mlp.{name}", rows, hidden, spec.mlp_bias) for name, rows in gate_up.items()]
-    linears += [("mlp.down_proj", hidden, wide, spec.mlp_bias)]
-    for name, rows, columns, has_bias in linears:
-        yield f"{name}.weight", (rows, columns)
-        if has_bias:
-            yield f"{name}.bias", (rows,)
+    for name, rows in gate_up.items():
+        yield from _linear_shapes(f"mlp.{name}", rows, hidden, spec.mlp_bias)
+    yield from _linear_shapes("mlp.down_proj", hidden, wide, spec.mlp_bias)
+
+
+def _expert_shapes(experts: ExpertsSpec, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names, wide = experts.names, experts.intermediate_size
+    yield names.router, (experts.num_experts, hidden)
+    for expert in range(experts.num_experts):
+        yield names.gate.format(expert), (wide, hidden)
+        yield names.up.format(expert), (wide, hidden)
+        yield names.down.format(expert), (hidden, wide)
+
+
+def _linear_shapes(
+    name: str, rows: int, columns: int, has_bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
 
 
 def norm_names(spec: DecoderSpec) -> tuple[str, ...]:

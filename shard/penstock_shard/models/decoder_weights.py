@@ -15,10 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock_shard.models.decoder_spec import DecoderSpec, norm_names, tensor_shapes
+from penstock_shard.models.decoder_spec import (
+    DecoderSpec,
+    ExpertsSpec,
+    norm_names,
+    tensor_shapes,
+)
 from penstock_shard.models.embedding import Embedding
 from penstock_shard.models.errors import cannot_hold
-from penstock_shard.models.ops.base import HeadNorm, Matrix, Ops
+from penstock_shard.models.feed_forward import Dense, FeedForward, Linear, Sparse
+from penstock_shard.models.ops.base import Experts, HeadNorm, Matrix, Ops
 
 _REPORT_S = 3.0
 
@@ -31,11 +37,13 @@ class TensorSource(Protocol):
 
 
 class RandomTensors:
-    """Made-up weights for a spec: the same ones each time, norms near 1."""
+    """Made-up weights for a spec: the same ones each time on a kind of device, norms near 1."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
+        """They are made on the device: a processor would take minutes for a large model."""
         self._shapes = tensor_shapes(spec)
-        self._generator = torch.Generator().manual_seed(0)
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
         self._norm = 1.0 - spec.norm_offset
 
     @contextmanager
@@ -44,19 +52,9 @@ class RandomTensors:
 
     def _make(self, name: str) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.full(self._shapes[name], self._norm)
-        return torch.randn(self._shapes[name], generator=self._generator) * 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A matrix and its bias."""
-
-    matrix: Matrix
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.matrix.linear(x, self.bias, out)
+            return torch.full(self._shapes[name], self._norm, device=self._device)
+        made = torch.empty(self._shapes[name], device=self._device)
+        return made.normal_(std=0.02, generator=self._generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,7 @@ class LayerWeights:
     output: Linear
     output_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    feed_forward: FeedForward
     mlp_output_norm: Tensor | None
 
 
@@ -117,23 +114,21 @@ class _Reader:
     def read(self) -> DecoderWeights:
         # The largest first, while little else is in memory.
         head_name = "model.embed_tokens.weight" if self._spec.tied else "lm_head.weight"
-        head = Linear(self._matrix([head_name]), None)
+        head = Linear(self._matrix([head_name], exact=self._ops.dense_head), None)
         shares = self._spec.tied and head.matrix.has_rows
         embedding = head.matrix if shares else self._embedding("model.embed_tokens.weight")
-        layers = tuple(self._layer(f"model.layers.{i}.") for i in range(len(self._spec.layers)))
+        layers = tuple(self._layer(layer.index) for layer in self._spec.layers)
         norm = self._vector(["model.norm.weight"], torch.float32)
         return DecoderWeights(embedding, layers, norm, head, self._nbytes)
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        spec = self._spec
+    def _layer(self, index: int) -> LayerWeights:
+        spec, prefix = self._spec, f"model.layers.{index}."
         norms = [
             self._vector([f"{prefix}{name}.weight"], torch.float32) for name in norm_names(spec)
         ]
         before, after = (norms[::2], norms[1::2]) if spec.output_norms else (norms, [None, None])
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        fused = spec.fused_tensors
-        qkv = ["qkv_proj"] if fused else ["q_proj", "k_proj", "v_proj"]
-        gate_up = ["gate_up_proj"] if fused else ["gate_proj", "up_proj"]
+        attention = f"{prefix}self_attn."
+        qkv = ["qkv_proj"] if spec.fused_tensors else ["q_proj", "k_proj", "v_proj"]
         return LayerWeights(
             input_norm=before[0],
             qkv=self._linear([attention + name for name in qkv], spec.qkv_bias),
@@ -141,9 +136,32 @@ class _Reader:
             output=self._linear([attention + "o_proj"], spec.output_bias),
             output_norm=after[0],
             mlp_norm=before[1],
-            gate_up=self._linear([mlp + name for name in gate_up], spec.mlp_bias),
-            down=self._linear([mlp + "down_proj"], spec.mlp_bias),
+            feed_forward=self._feed_forward(index),
             mlp_output_norm=after[1],
+        )
+
+    def _feed_forward(self, index: int) -> FeedForward:
+        spec, prefix = self._spec, f"model.layers.{index}."
+        if spec.experts is not None and index in spec.experts.layers:
+            return self._sparse(spec.experts, prefix)
+        gate_up = ["gate_up_proj"] if spec.fused_tensors else ["gate_proj", "up_proj"]
+        return Dense(
+            self._ops,
+            spec.activation,
+            gate_up=self._linear([f"{prefix}mlp.{name}" for name in gate_up], spec.mlp_bias),
+            down=self._linear([f"{prefix}mlp.down_proj"], spec.mlp_bias),
+        )
+
+    def _sparse(self, experts: ExpertsSpec, prefix: str) -> Sparse:
+        names = experts.names
+        return Sparse(
+            self._ops,
+            self._spec.activation,
+            router=self._matrix([prefix + names.router], exact=True),
+            gate_up=self._experts(prefix, experts.num_experts, (names.gate, names.up)),
+            down=self._experts(prefix, experts.num_experts, (names.down,)),
+            top_k=experts.top_k,
+            normalised=experts.normalised,
         )
 
     def _head_norm(self, prefix: str) -> HeadNorm:
@@ -157,10 +175,29 @@ class _Reader:
         biases = [f"{name}.bias" for name in names]
         return Linear(matrix, self._vector(biases, self._ops.dtype) if has_bias else None)
 
-    def _matrix(self, names: Sequence[str]) -> Matrix:
+    def _experts(self, prefix: str, count: int, patterns: Sequence[str]) -> Experts:
+        """Of each expert the tensors of these names, one below the other."""
+        reading: Sequence[str] = ()
+
+        def parts() -> Iterator[list[Tensor]]:
+            nonlocal reading
+            for expert in range(count):
+                reading = [prefix + pattern.format(expert) for pattern in patterns]
+                with self._source.read(reading) as tensors:
+                    yield tensors
+                self._count(reading, 0)
+
+        try:
+            experts = self._ops.pack_experts(parts(), count)
+        except ValueError as error:
+            raise cannot_hold(", ".join(reading), error, self._ops.weights) from error
+        self._nbytes += experts.nbytes
+        return experts
+
+    def _matrix(self, names: Sequence[str], *, exact: bool = False) -> Matrix:
         with self._source.read(names) as parts:
             try:
-                matrix = self._ops.pack(parts)
+                matrix = self._ops.pack(parts, exact=exact)
             except ValueError as error:
                 raise cannot_hold(", ".join(names), error, self._ops.weights) from error
         self._count(names, matrix.nbytes)

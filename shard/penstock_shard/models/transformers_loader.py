@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ class LoadOptions:
     trust_remote_code: bool = False
     # Random weights; only the configuration is read.
     dummy: bool = False
+    # What the model is made of in place of the directory's files: tensors by name, or anything
+    # that gives one when it is sliced with an ellipsis, as transformers does with each.
+    tensors: Mapping[str, object] | None = None
+    # Tensors among these that need not be read.
+    needless: frozenset[str] = frozenset()
 
 
 def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
@@ -123,8 +129,13 @@ def _random(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> 
 
 
 def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    module, loading = AutoModelForCausalLM.from_pretrained(
-        model_dir,
+    source: dict[str, Any] = {"pretrained_model_name_or_path": model_dir}
+    maker: Any = AutoModelForCausalLM
+    if options.tensors is not None:
+        source = {"pretrained_model_name_or_path": None, "state_dict": dict(options.tensors)}
+        maker = _class_of(config, options)
+    module, loading = maker.from_pretrained(
+        **source,
         config=config,
         dtype=options.dtype,
         # Every class knows eager; the gate decides whether ours may take its place.
@@ -140,7 +151,8 @@ def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> Pr
             f"{model_dir}: the weights lack {len(missing)} of the model's tensors, "
             f"{missing[0]} for one; the files are incomplete or of another model"
         )
-    unread = sorted(name for name in loading["unexpected_keys"] if _is_in_layers(name, module))
+    unexpected = set(loading["unexpected_keys"]) - options.needless
+    unread = sorted(name for name in unexpected if _is_in_layers(name, module))
     if unread:
         raise ModelError(
             f"{model_dir}: the weights have {len(unread)} tensors that the model's code in "
@@ -148,6 +160,14 @@ def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> Pr
         )
     loaded: PreTrainedModel = module
     return loaded
+
+
+def _class_of(config: PreTrainedConfig, options: LoadOptions) -> type[PreTrainedModel]:
+    """The class of a configuration's causal LM."""
+    with torch.device("meta"):
+        return type(
+            AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+        )
 
 
 def _is_in_layers(name: str, module: PreTrainedModel) -> bool:

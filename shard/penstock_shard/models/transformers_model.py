@@ -27,6 +27,7 @@ from penstock_shard.models.attention.base import (
     LayerSpec,
 )
 from penstock_shard.models.base import Forwarded
+from penstock_shard.models.lora import TokenAdapters
 
 ATTENTION_NAME = "penstock"
 
@@ -108,6 +109,8 @@ class TransformersModel:
         self.module = module
         self.backend = backend
         self.device = device
+        # Of the forward in progress, for what adapters add to products.
+        self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
         self._caches: dict[int, LayerCache] = {}
 
@@ -130,6 +133,13 @@ class TransformersModel:
         with _attention(record), self._diverted(1) as diverted:
             self._call(token, token, token)
         return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
+
+    @property
+    def layer_stacks(self) -> list[tuple[str, nn.ModuleList]]:
+        """Lists of the model's layers, and their names in the module."""
+        names = {module: name for name, module in self.module.named_modules()}
+        stacks = _layer_stacks(self.module, len(self._layers))
+        return [(names[stack], stack) for _, _, stack in stacks]
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._caches = {}
@@ -166,7 +176,10 @@ class TransformersModel:
         batch: AttentionBatch,
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Forwarded:
+        self.token_adapters = None if adapters is None else TokenAdapters(adapters)
+
         def attend(call: AttentionCall) -> Tensor:
             cache = self._caches[call.layer_index]
             self.backend.write(cache, call.key, call.value, batch.slots)

@@ -1,0 +1,201 @@
+"""Linear layers of a transformers module on one input, computed as one product.
+
+Modelling code asks for query, key and value one after the other, and for gate and up. Here the
+first to ask has all of them computed, and the others get their parts of it. That their inputs are
+one and the same is seen while the model is probed: where it is not so, each gets a matrix of its
+own again.
+
+Knows which layers go together and how a result is kept between their calls. Knows nothing of how
+products are computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock_shard.models.ops.base import Matrix, Ops
+from penstock_shard.models.weight_stands import WeightStand, product
+
+# Children of one module that get the same input, where a model has them all.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """Linear layers that may be computed as one; names as in the module."""
+
+    names: tuple[str, ...]
+    linears: tuple[nn.Linear, ...]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [linear.weight.data for linear in self.linears]
+
+
+def find_siblings(module: nn.Module) -> Iterator[Siblings]:
+    """All sets of linear layers that can be one matrix."""
+    for prefix, parent in module.named_modules():
+        children = dict(parent.named_children())
+        for names in _SIBLINGS:
+            linears = [children[name] for name in names if type(children.get(name)) is nn.Linear]
+            plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
+            if len(plain) == len(names) and _fit(plain):
+                yield Siblings(tuple(f"{prefix}.{name}" for name in names), tuple(plain))
+
+
+def _fit(linears: Sequence[nn.Linear]) -> bool:
+    kinds = {
+        (linear.in_features, linear.weight.dtype, linear.bias is None)
+        for linear in linears
+        if isinstance(linear.weight, Tensor)
+    }
+    shared = {linear.weight.data_ptr() for linear in linears}
+    return len(kinds) == 1 and len(shared) == len(linears)
+
+
+class FusedProduct:
+    """A matrix of several layers, and its last result until each layer has its part of that."""
+
+    def __init__(self, siblings: Siblings, matrix: Matrix, ops: Ops) -> None:
+        self.names = siblings.names
+        self._ops = ops
+        self._biases = [linear.bias for linear in siblings.linears]
+        self._bias = _joined(self._biases, ops)
+        bounds = [0]
+        for linear in siblings.linears:
+            bounds.append(bounds[-1] + linear.out_features)
+        self._bounds = bounds
+        self._matrix = matrix
+        # Each layer's own matrix, where they turn out not to share their input.
+        self._apart: list[Matrix] = []
+        self._input: Tensor | None = None
+        self._result: Tensor | None = None
+        # Layers that have not asked for their part of the result.
+        self._open: set[int] = set()
+        # While the model is probed: the input as it was, and whether it stayed so.
+        self._watched = False
+        self._before: Tensor | None = None
+        self._shared = True
+
+    def part(self, index: int, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What layer `index` computes of x [..., K]."""
+        if bias is not self._biases[index]:
+            raise NotImplementedError("a product with another bias")
+        if self._apart:
+            return product(x, self._apart[index], bias)
+        if index not in self._open or not self._is_input(x):
+            self._compute(x)
+        assert self._result is not None
+        part = self._result[..., self._bounds[index] : self._bounds[index + 1]]
+        self._open.discard(index)
+        if not self._open:
+            self._input = self._result = self._before = None
+        return part
+
+    def _compute(self, x: Tensor) -> None:
+        if self._watched:
+            # Someone has not asked for what was computed for all.
+            self._shared = self._shared and not self._open
+            self._before = x.clone()
+        self._result = product(x, self._matrix, self._bias)
+        # As long as it is held, nothing else can lie where it is.
+        self._input = x
+        self._open = set(range(len(self._biases)))
+
+    def _is_input(self, x: Tensor) -> bool:
+        held = self._input
+        if held is None:
+            return False
+        same = x is held or (
+            x.data_ptr() == held.data_ptr()
+            and x.shape == held.shape
+            and x.stride() == held.stride()
+            and x.dtype is held.dtype
+        )
+        if same and self._before is not None:
+            self._shared = self._shared and torch.equal(x, self._before)
+        return same
+
+    def watch(self) -> None:
+        """From here to `settle`, see whether the layers share their input."""
+        self._watched, self._shared = True, True
+
+    def settle(self) -> bool:
+        """Whether they do. If not, they are taken apart where the matrix can be; else each computes
+        the whole, which is slow and no less right.
+        """
+        shared = self._shared and not self._open
+        self._watched = False
+        self._input = self._result = self._before = None
+        self._open = set()
+        if not shared and self._matrix.has_rows:
+            self._apart = [self._rows(start, end) for start, end in self._ranges()]
+        return shared
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        yield from itertools.pairwise(self._bounds)
+
+    def _rows(self, start: int, end: int) -> Matrix:
+        ids = torch.arange(start, end, device=self._ops.device)
+        return self._ops.pack([self._matrix.rows(ids)])
+
+
+def _joined(biases: Sequence[Tensor | None], ops: Ops) -> Tensor | None:
+    found = [bias.data.to(ops.device, ops.dtype) for bias in biases if bias is not None]
+    return torch.cat(found) if found else None
+
+
+class FusedPart(WeightStand):
+    """In the place of one layer's weight [N, K]."""
+
+    def __init__(self, fused: FusedProduct, index: int, linear: nn.Linear, ops: Ops) -> None:
+        super().__init__(linear.weight.shape, ops.dtype, ops.device)
+        self.fused = fused
+        self.index = index
+
+
+def _linear(x: Tensor, weight: FusedPart, bias: Tensor | None = None) -> Tensor:
+    return weight.fused.part(weight.index, x, bias)
+
+
+FusedPart.handlers = {functional.linear: _linear}
+
+
+def put_in_place(siblings: Siblings, matrix: Matrix, ops: Ops) -> None:
+    """Have the layers computed by a matrix that is made of their weights, which they lose."""
+    fused = FusedProduct(siblings, matrix, ops)
+    for index, linear in enumerate(siblings.linears):
+        part = FusedPart(fused, index, linear, ops)
+        del linear.weight
+        # Not a parameter any more.
+        object.__setattr__(linear, "weight", part)
+
+
+def fuse_linears(module: nn.Module, ops: Ops) -> None:
+    """Fuse all that can be, of weights that are ordinary tensors in the dtype of activations.
+
+    One set after the other, so that never more than one is in memory twice.
+    """
+    for siblings in find_siblings(module):
+        put_in_place(siblings, ops.pack(siblings.weights), ops)
+
+
+@contextmanager
+def probing(module: nn.Module) -> Iterator[list[str]]:
+    """Around one forward of all layers: afterwards the list has the names of a layer of each set
+    that did not share its input and is computed apart.
+    """
+    parts = (getattr(linear, "weight", None) for linear in module.modules())
+    sets = list(dict.fromkeys(part.fused for part in parts if isinstance(part, FusedPart)))
+    apart: list[str] = []
+    for fused in sets:
+        fused.watch()
+    yield apart
+    apart.extend(fused.names[0] for fused in sets if not fused.settle())

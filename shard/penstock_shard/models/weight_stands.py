@@ -1,0 +1,58 @@
+"""Objects that stand where modelling code has a weight, and compute what torch is asked of it.
+
+torch hands a call on such an object to the object (its `__torch_function__` protocol). So nothing
+of the modules is rewritten, and a use of a weight that is not foreseen fails instead of going
+another way. Knows that protocol. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.ops.base import Matrix
+
+
+class WeightStand:
+    """What all stands share: they look like a parameter in the dtype of activations."""
+
+    # Functions of torch that a kind of stand takes part in, and what is computed instead.
+    handlers: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
+
+    is_meta = False
+    requires_grad = False
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+
+    def _same(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    to = type = float = contiguous = _same
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Tensor:
+        handler = cls.handlers.get(function)
+        if handler is None:
+            name = getattr(function, "__name__", str(function))
+            raise NotImplementedError(f"{name} of a packed weight")
+        return handler(*args, **(kwargs or {}))
+
+
+def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    """x [..., K] -> x @ weight.T + bias, [..., N]."""
+    if x.shape[-1] != matrix.in_features:
+        raise ValueError(f"a product of {tuple(x.shape)} with {matrix.in_features} inputs")
+    flat = x.reshape(-1, matrix.in_features).contiguous()
+    return matrix.linear(flat, bias).view(*x.shape[:-1], matrix.out_features)
