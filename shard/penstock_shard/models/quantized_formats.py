@@ -1,0 +1,169 @@
+"""How quantized matrices lie in checkpoints, and the float32 matrix [N, K] that each stands for.
+
+The layouts are those of compressed-tensors 0.20 (`pack_quantized`, `naive_quantized`), of
+transformers' `finegrained_fp8`, of AutoGPTQ and of AutoAWQ's GEMM version, read in their sources.
+Knows tensors. Knows nothing of configurations or of which models use what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_WORD = 32
+# Where AWQ puts each of eight columns in a word: column j is nibble _AWQ_PLACES[j].
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class StoredMatrix(Protocol):
+    """A quantized matrix in a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the matrix it stands for."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its tensors, in the order in which `dense` takes them."""
+
+    def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        """The matrix in float32. Raises ValueError, in words that can follow a tensor's name, for
+        parts that make none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatrix:
+    """Numbers of 8 bits [N, K], times a scale for each `block` of rows and columns."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    # Rows and columns that share a scale.
+    block: tuple[int, int]
+
+    def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        """parts: numbers, scales of any shape with a number for each block, zero points likewise if
+        there are any.
+        """
+        weight = parts[0].float()
+        if len(parts) > 2:
+            weight -= self._spread(parts[2])
+        return weight.mul_(self._spread(parts[1]))
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """A number for each block -> something that broadcasts to [N, K]."""
+        counts = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
+        spread = values.float().reshape(counts)
+        for dim, size in enumerate(self.shape):
+            if counts[dim] > 1:
+                spread = spread.repeat_interleave(self.block[dim], dim=dim).narrow(dim, 0, size)
+        return spread
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """Compressed-tensors: integers, offset to be positive, packed along the rows of [N, K] into
+    words, lowest bits first; scales [N, G].
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    has_zeros: bool
+    # A further tensor [K] says which group each column is of.
+    has_order: bool
+
+    def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        packed, scales, *others = parts
+        rows, columns = self.shape
+        middle = 1 << (self.bits - 1)
+        weight = unpack(packed, self.bits, 1)[:, :columns].sub_(middle).float()
+        groups = _groups(others.pop() if self.has_order else None, self.shape[1], self.group)
+        groups = _checked_groups(groups.to(scales.device), scales.shape[1])
+        if self.has_zeros:
+            zeros = unpack(others[0], self.bits, 0)[:rows].sub_(middle).float()
+            weight -= zeros[:, groups]
+        return weight.mul_(scales.float()[:, groups])
+
+
+@dataclass(frozen=True, slots=True)
+class GptqMatrix:
+    """GPTQ: the transposed matrix [K, N], packed along its columns; zero points [G, N] along their
+    rows, scales [G, N], and the group of each of the K inputs.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    # What is added to stored zero points: the first version of the format keeps them less 1.
+    zero_offset: int
+    has_order: bool
+
+    def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        packed, packed_zeros, scales, *order = parts
+        highest = (1 << self.bits) - 1
+        # A stored -1 is all ones and comes round to 0.
+        zeros = unpack(packed_zeros, self.bits, 1).add_(self.zero_offset).bitwise_and_(highest)
+        groups = _groups(order[0] if order else None, self.shape[1], self.group)
+        groups = _checked_groups(groups.to(scales.device), len(scales))
+        weight = unpack(packed, self.bits, 0).float()
+        weight -= zeros.float()[groups]
+        return weight.mul_(scales.float()[groups]).t().contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class AwqMatrix:
+    """AWQ: the transposed matrix [K, N] and zero points [G, N] in 4 bits, eight columns to a word
+    in an order of their own; scales [G, N].
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    group: int
+
+    def dense(self, parts: Sequence[Tensor]) -> Tensor:
+        packed, packed_zeros, scales = parts
+        weight, zeros = (_in_order(unpack(part, 4, 1)).float() for part in (packed, packed_zeros))
+        groups = torch.arange(self.shape[1], device=scales.device) // self.group
+        weight -= zeros[groups]
+        return weight.mul_(scales.float()[groups]).t().contiguous()
+
+
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 words -> int32 numbers from 0 to 2^bits - 1, along `dim` as many more as fit a word."""
+    if words.dtype is not torch.int32:
+        raise ValueError(f"is packed in {words.dtype}, not in int32")
+    shifts = torch.arange(0, _WORD, bits, dtype=torch.int32, device=words.device)
+    each = shifts.view(-1, 1) if dim == 0 else shifts
+    return (
+        words.unsqueeze(dim + 1)
+        .bitwise_right_shift(each)
+        .bitwise_and_((1 << bits) - 1)
+        .flatten(dim, dim + 1)
+    )
+
+
+def _in_order(numbers: Tensor) -> Tensor:
+    words = numbers.view(len(numbers), -1, len(_AWQ_PLACES))
+    return words[:, :, list(_AWQ_PLACES)].flatten(1)
+
+
+def _groups(order: Tensor | None, columns: int, group: int) -> Tensor:
+    """Which group each of the K columns is of, int64 [K]."""
+    # A first entry of -1 says that there is no order after all.
+    if order is None or bool((order < 0).any()):
+        return torch.arange(columns) // group
+    return order.long()
+
+
+def _checked_groups(groups: Tensor, count: int) -> Tensor:
+    highest = int(groups.max())
+    if highest >= count:
+        raise ValueError(f"has the group {highest} for an input; there are {count} groups")
+    return groups
