@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models import gate
+from penstock_shard.models.attention import described
+from penstock_shard.models.attention.check import AttentionWish
 from penstock_shard.models.base import CausalModel
-from penstock_shard.models.errors import ModelError
+from penstock_shard.models.cuda_graphs import GraphedModel, Graphs
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.errors import ModelError, out_of_memory_told
 from penstock_shard.models.load import ModelFiles, load_model
+from penstock_shard.models.ops.base import Ops
 from penstock_shard.models.ops.choose import choose_ops, kv_dtype
+from penstock_shard.models.parallel.crew import gather_crew
+from penstock_shard.models.parallel.ranks import Ranks
 from penstock_shard.models.pooling_files import pooling_of
 from penstock_shard.models.transformers_loader import (
     generation_defaults,
@@ -30,6 +38,7 @@ from penstock_shard.models.transformers_loader import (
 )
 from penstock_shard.models.weights_hash import hash_weights
 from penstock_shard.runner import cgroup
+from penstock_shard.runner.adapters import adapter_store
 from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.fingerprint import fingerprint
 from penstock_shard.runner.model_runner import CAPABILITIES, ModelRunner
@@ -37,6 +46,7 @@ from penstock_shard.runner.prepare import Preparation
 from penstock_shard.validation import usable_defaults
 
 
+@out_of_memory_told("at load")
 def create_runner(
     config: ShardConfig, model_dir: Path, *, progress: Callable[[str], None]
 ) -> ModelRunner:
@@ -45,43 +55,96 @@ def create_runner(
     `progress` gets one line for each stage. Raises ModelError, with one line that says what to do,
     if the model cannot be loaded, would be served wrongly, or does not fit.
     """
-    device = resolve_device(config.device)
-    hf_config = load_config(model_dir, trust_remote_code=config.trust_remote_code)
-    max_model_len = _max_model_len(config, hf_config)
-    gate.check_config(hf_config, max_model_len)
-    ops = choose_ops(config, hf_config, device, progress)
-    cached_as = kv_dtype(config, ops)
-    threads = config.threads or default_threads()
-    ops.set_threads(threads)
-    dummy = config.load_format == "dummy"
-    name = gate.architecture_of(hf_config)
-    progress(f"loading {name}, weights in {ops.weights}, on {device}")
-    files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
+    crew = None
+    if config.tensor_parallel_size > 1:
+        crew = gather_crew(config, model_dir, rank_device(config, 0), progress)
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
         hashing = pool.submit(
             hash_weights,
             model_dir,
-            config_only=dummy,
+            config_only=config.load_format == "dummy",
             with_code=config.trust_remote_code,
             stop=stop,
         )
         try:
-            model = load_model(files, ops, progress)
+            stack = load_stack(config, model_dir, None if crew is None else crew.ranks, progress)
             weights_hash = hashing.result()
         finally:
             # Not to wait for the hash of weights that cannot be loaded.
             stop.set()
+    model, ops, hf_config = stack.model, stack.ops, stack.hf_config
+    graphs: Graphs | None = stack.graphs
+    if crew is not None:
+        model = whole = crew.whole(stack.served, ops.backend.name, weights_hash)
+        graphs = whole if stack.graphs else None
     text = hf_config.get_text_config()
+    adapters = adapter_store(config, stack.model, ops, progress)
     prepared = Preparation(
         config=config,
         model=model,
         ops=ops,
-        kv_dtype=cached_as,
+        kv_dtype=stack.kv_dtype,
         vocab_size=int(text.vocab_size),
-        max_model_len=max_model_len,
+        max_model_len=stack.max_model_len,
         progress=progress,
-    ).run(threads)
+        graphs=graphs,
+        part=stack.model,
+    ).run(stack.threads)
+    eos_token_ids, defaults = _generation(model_dir, text, progress)
+    embedding = _embedding(config, model_dir, model, progress)
+    info = RunnerInfo(
+        architecture=gate.architecture_of(hf_config),
+        weights_hash=weights_hash,
+        vocab_size=int(text.vocab_size),
+        max_model_len=stack.max_model_len,
+        eos_token_ids=eos_token_ids,
+        default_sampling=defaults,
+        block_size=prepared.block_size,
+        num_blocks=prepared.num_blocks,
+        dtype=ops.weights,
+        kv_dtype=_dtype_name(stack.kv_dtype),
+        device=str(model.device),
+        attention_backend=described(ops.backend, ops.device),
+        capabilities=CAPABILITIES | ({"embed"} if embedding else set()),
+        embedding=embedding,
+        # On cpu the step itself needs the processor that would prepare the next one.
+        max_steps_ahead=0 if model.device.type == "cpu" else 1,
+        worst_step_s=prepared.worst_step_s,
+        batch_invariant=prepared.batch_invariant,
+        numerics_fingerprint=(
+            fingerprint(weights_hash, ops, stack.kv_dtype, config.tensor_parallel_size)
+            if prepared.batch_invariant
+            else ""
+        ),
+    )
+    graphs = graphs if prepared.has_graphs else None
+    threads = config.constraint_threads
+    return ModelRunner(
+        graphs or model, info, mask_threads=threads, graphs=graphs, adapters=adapters
+    )
+
+
+def _graphs(
+    config: ShardConfig,
+    model: CausalModel,
+    ops: Ops,
+    max_model_len: int,
+    progress: Callable[[str], None],
+) -> GraphedModel | None:
+    """Where decodes of the model may be recorded; None where they cannot be or must not."""
+    if model.device.type != "cuda" or config.enforce_eager or not ops.backend.capturable:
+        return None
+    if isinstance(model, Decoder) and not model.capturable:
+        progress("CUDA graphs: none, experts are multiplied one after the other")
+        return None
+    return GraphedModel(model, config.max_num_seqs, max_model_len)
+
+
+def _generation(
+    model_dir: Path, text: PreTrainedConfig, progress: Callable[[str], None]
+) -> tuple[tuple[int, ...], dict[str, float]]:
+    """Ids that end a sequence, and how tokens are drawn where nobody says."""
     generation = generation_defaults(model_dir)
     eos_token_ids, outside = _eos_token_ids(generation, text)
     if outside:
@@ -89,31 +152,77 @@ def create_runner(
     defaults, unusable = usable_defaults(_stated_sampling(generation))
     for line in unusable:
         progress(f"generation_config.json: {line}; left out")
-    embedding = _embedding(config, model_dir, model, progress)
-    info = RunnerInfo(
-        architecture=name,
-        weights_hash=weights_hash,
-        vocab_size=int(text.vocab_size),
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
-        default_sampling=defaults,
-        block_size=prepared.block_size,
-        num_blocks=prepared.num_blocks,
-        dtype=ops.weights,
-        kv_dtype=_dtype_name(cached_as),
-        device=str(device),
-        attention_backend=ops.backend.name,
-        capabilities=CAPABILITIES | ({"embed"} if embedding else set()),
-        embedding=embedding,
-        # On cpu the step itself needs the processor that would prepare the next one.
-        max_steps_ahead=0 if device.type == "cpu" else 1,
-        worst_step_s=prepared.worst_step_s,
-        batch_invariant=prepared.batch_invariant,
-        numerics_fingerprint=(
-            fingerprint(weights_hash, ops, cached_as) if prepared.batch_invariant else ""
-        ),
-    )
-    return ModelRunner(model, info, mask_threads=config.constraint_threads)
+    return eos_token_ids, defaults
+
+
+def _attention_wish(config: ShardConfig, cached_as: torch.dtype) -> AttentionWish:
+    return AttentionWish(config.attention_backend, cached_as, config.block_size, config.exact)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStack:
+    """A model, or one rank's part of it, and what it is computed with."""
+
+    model: CausalModel
+    ops: Ops
+    kv_dtype: torch.dtype
+    hf_config: PreTrainedConfig
+    max_model_len: int
+    threads: int
+    # Where its decodes may be recorded.
+    graphs: GraphedModel | None
+
+    @property
+    def served(self) -> CausalModel:
+        """What a rank computes steps with."""
+        return self.graphs or self.model
+
+
+def load_stack(
+    config: ShardConfig, model_dir: Path, ranks: Ranks | None, progress: Callable[[str], None]
+) -> RankStack:
+    """Load the model of a directory, or this rank's part of it: the same for every rank.
+
+    Raises ModelError if it cannot be loaded or would be served wrongly.
+    """
+    device = resolve_device(config.device)
+    hf_config = load_config(model_dir, trust_remote_code=config.trust_remote_code)
+    max_model_len = _max_model_len(config, hf_config)
+    gate.check_config(hf_config, max_model_len)
+    ops = choose_ops(config, hf_config, device, progress)
+    cached_as = kv_dtype(config, ops)
+    num_beside = config.tensor_parallel_size // config.nnodes
+    threads = config.threads or max(1, default_threads() // num_beside)
+    ops.set_threads(threads)
+    name = gate.architecture_of(hf_config)
+    progress(f"loading {name}, weights in {ops.weights}, on {device}")
+    dummy = config.load_format == "dummy"
+    files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
+    wish = _attention_wish(config, cached_as)
+    model = load_model(files, ops, progress, wish, ranks)
+    if ranks is not None:
+        # Where products have the same bits in any batch, so have sums then.
+        ranks.in_order = ops.backend.name == "cpu" or ops.exact
+    graphs = _graphs(config, model, ops, max_model_len, progress)
+    return RankStack(model, ops, cached_as, hf_config, max_model_len, threads, graphs)
+
+
+def rank_device(config: ShardConfig, index: int) -> torch.device:
+    """The device of the rank with this index on its machine, which becomes the one torch uses.
+
+    Raises ModelError if there are too few.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        needed, found = config.tensor_parallel_size // config.nnodes, torch.cuda.device_count()
+        if needed > found:
+            raise ModelError(
+                f"--tensor-parallel-size {config.tensor_parallel_size}: torch finds {found} CUDA "
+                f"devices here, and {needed} are needed"
+            )
+        torch.cuda.set_device(index)
+        device = torch.device("cuda", index)
+    return device
 
 
 def _embedding(

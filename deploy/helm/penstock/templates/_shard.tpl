@@ -69,6 +69,10 @@ spec:
       volumeMounts:
         - name: tmp
           mountPath: /tmp
+        {{- if gt (int $model.gpus) 1 }}
+        - name: shm
+          mountPath: /dev/shm
+        {{- end }}
         - name: cache
           mountPath: /var/cache/penstock
         {{- if $values.shardTls.existingSecret }}
@@ -82,6 +86,13 @@ spec:
   volumes:
     - name: tmp
       emptyDir: {}
+    {{- if gt (int $model.gpus) 1 }}
+    # Where processes on GPUs of one machine exchange tensors.
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: 1Gi
+    {{- end }}
     {{- with $model.cache }}
     {{- if eq .type "emptyDir" }}
     - name: cache
@@ -130,6 +141,15 @@ spec:
 {{- if gt (int .model.totalGpus) 1 }}
 - --tensor-parallel-size
 - {{ .model.totalGpus | quote }}
+{{- end }}
+{{- if gt (int .model.nodes) 1 }}
+- --nnodes
+- {{ .model.nodes | quote }}
+# Of each pod's environment, where the controller of LeaderWorkerSets puts them (0.6 and later).
+- --node-rank
+- $(LWS_WORKER_INDEX)
+- --master-addr
+- $(LWS_LEADER_ADDRESS)
 {{- end }}
 {{- if $tls.existingSecret }}
 - --tls-cert-file

@@ -1,0 +1,79 @@
+"""Ranks brought together by rank 0, from the first process to the whole model.
+
+Knows in which order ranks meet, load and are compared. Knows nothing of how a part is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.base import CausalModel
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.parallel.followers import Followers, await_ranks
+from penstock_shard.models.parallel.messages import Arrived, Call, Join, Loaded
+from penstock_shard.models.parallel.mirrored import MirroredModel
+from penstock_shard.models.parallel.processes import listen, places_here, start_rank
+from penstock_shard.models.parallel.ranks import MeetingPoint, Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """All ranks, met."""
+
+    ranks: Ranks
+    followers: Followers
+    # Kept open: ranks look there for each other when they first exchange tensors.
+    _meeting_point: MeetingPoint
+
+    def whole(self, part: CausalModel, attention_backend: str, weights_hash: str) -> MirroredModel:
+        """The model of which rank 0 has this part, when the others have theirs.
+
+        Raises ModelError if one cannot load its part, or has loaded another.
+        """
+        for rank, loaded in enumerate(self.followers.answers(Loaded), start=1):
+            if loaded.attention_backend != attention_backend:
+                raise ModelError(
+                    f"rank {rank} attends with {loaded.attention_backend}, rank 0 with "
+                    f"{attention_backend}; name one with --attention-backend"
+                )
+            if loaded.weights_hash not in ("", weights_hash):
+                raise ModelError(
+                    f"rank {rank} on another machine has other weights than rank 0; give all the "
+                    "same model"
+                )
+        self.followers.tell(Call("check", []))
+        self.ranks.check()
+        return MirroredModel(part, self.ranks, self.followers)
+
+
+def gather_crew(
+    config: ShardConfig, model_dir: Path, device: torch.device, progress: Callable[[str], None]
+) -> Crew:
+    """Start the other ranks of this machine, await those of others, and have all of them load.
+
+    Raises ModelError if that cannot be.
+    """
+    size = config.tensor_parallel_size
+    try:
+        listener = listen(config)
+    except OSError as error:
+        raise ModelError(f"--master-port {config.master_port}: {error.strerror}") from error
+    with contextlib.closing(listener):
+        port = listener.getsockname()[1]
+        processes = {
+            place.rank: start_rank(place, "127.0.0.1", port) for place in places_here(config)[1:]
+        }
+        progress(f"starting ranks 1 to {size - 1} of {size}")
+        lines = await_ranks(listener, size, processes, progress)
+    meeting_point = MeetingPoint(size, alone=config.nnodes == 1)
+    followers = Followers(lines, list(processes.values()))
+    followers.tell(Join(config, str(model_dir), meeting_point.port))
+    # To meet is to wait for everyone: who cannot come says so first.
+    followers.answers(Arrived)
+    return Crew(meeting_point.join(device), followers, meeting_point)

@@ -1,0 +1,108 @@
+"""Whether the ranks' parts of a transformers module compute what the whole does.
+
+A plan that does not fit the modelling code would make silently wrong text. So logits of a few
+tokens are computed before the module is divided, on one layer of each kind, and after that by all
+ranks together. Knows transformers' modules; knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock_shard.models import gate
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.ops.base import Ops
+
+_NUM_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WholeLogits:
+    """What the undivided module gives: logits [T, V] of token_ids [1, T] with some layers only."""
+
+    token_ids: Tensor
+    layers: Sequence[int]
+    logits: Tensor
+
+
+def logits_of_whole(module: PreTrainedModel) -> WholeLogits:
+    """Computed where the module lies, with its own attention."""
+    text = module.config.get_text_config()
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(int(text.vocab_size), (1, _NUM_TOKENS), generator=generator)
+    layers = _one_of_each_kind(module)
+    with _only(module, layers):
+        logits = own_logits(module, token_ids)
+    return WholeLogits(token_ids, layers, logits[0].float())
+
+
+def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """Logits [B, L, V] of token_ids [B, L] by the module with its own attention."""
+    implementation = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: Tensor = module(input_ids=token_ids, use_cache=False).logits
+    finally:
+        module.set_attn_implementation(implementation)
+    return logits
+
+
+def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: int) -> None:
+    """To be called by all ranks. Raises ModelError if their logits differ by more than rounding."""
+    # What was computed whole had the weights as they are stored.
+    precision = "int8" if ops.weights in ("int4", "fp8") else ops.weights
+    token_ids, logits = whole.token_ids.to(ops.device), whole.logits.to(ops.device)
+    try:
+        with _only(module, whole.layers):
+            gate.check_logits(module, token_ids, logits, precision)
+    except ModelError as error:
+        raise ModelError(
+            f"--tensor-parallel-size {size}: {type(module).__name__} divided by its plan in "
+            "transformers gives other logits than whole; only 1 is served"
+        ) from error
+
+
+def _one_of_each_kind(module: PreTrainedModel) -> list[int]:
+    types = getattr(module.config.get_text_config(), "layer_types", None)
+    kinds: dict[tuple[str, str], int] = {}
+    for _, _, stack in _stacks(module):
+        for index, layer in enumerate(stack):
+            kinds.setdefault((str(types and types[index]), repr(layer)), index)
+    return sorted(kinds.values())
+
+
+@contextmanager
+def _only(module: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
+    """While it lasts the module has these of its layers."""
+    stacks = list(_stacks(module))
+    for parent, name, stack in stacks:
+        setattr(parent, name, nn.ModuleList(stack[index] for index in layers))
+    try:
+        yield
+    finally:
+        for parent, name, stack in stacks:
+            setattr(parent, name, stack)
+
+
+def _stacks(module: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
+    """The list of the model's layers: the module it is in, its name there, and the list."""
+    count = int(module.config.get_text_config().num_hidden_layers)
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if (
+                isinstance(child, nn.ModuleList)
+                and len(child) == count
+                and all(_attends(layer) for layer in child)
+            ):
+                yield parent, name, child
+
+
+def _attends(layer: nn.Module) -> bool:
+    return any(hasattr(part, "layer_idx") for part in layer.modules())

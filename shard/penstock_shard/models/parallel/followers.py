@@ -1,0 +1,170 @@
+"""Rank 0's side of the other ranks: awaited, told what to do, missed when they die.
+
+Without one of them nothing can be computed: a rank that ends takes this process with it, and
+whoever keeps this process alive starts all of them anew. Knows connections; imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.parallel.messages import (
+    REVISION,
+    Arrived,
+    Failed,
+    FreeMemory,
+    FromRank,
+    Hello,
+    Line,
+    Loaded,
+    ToRank,
+)
+
+logger = logging.getLogger(__name__)
+
+_HELLO_S = 5.0
+_REPORT_S = 15.0
+_POLL_S = 0.2
+
+Answer = TypeVar("Answer", Arrived, Loaded, FreeMemory)
+
+
+@dataclass(eq=False, slots=True)
+class _Follower:
+    """One other rank."""
+
+    rank: int
+    name: str
+    line: Line[FromRank]
+    answers: queue.SimpleQueue[FromRank] = field(default_factory=queue.SimpleQueue)
+
+
+class Followers:
+    """All other ranks, each with a thread that hears it."""
+
+    def __init__(
+        self,
+        lines: dict[int, tuple[Hello, Line[FromRank]]],
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+        on_lost: Callable[[str], object] | None = None,
+    ) -> None:
+        """`on_lost` is told which rank is gone; without it that ends this process."""
+        self._processes = processes
+        self._on_lost = on_lost or self._end
+        self._followers = [
+            _Follower(rank, f"rank {rank} (process {hello.pid} on {hello.host})", line)
+            for rank, (hello, line) in sorted(lines.items())
+        ]
+        for follower in self._followers:
+            threading.Thread(target=self._hear, args=(follower,), daemon=True).start()
+
+    def tell(self, message: ToRank) -> None:
+        """Send it to every one."""
+        for follower in self._followers:
+            try:
+                follower.line.send(message)
+            except OSError:
+                # Its thread finds out too, and knows what it said last.
+                self._missed(follower)
+
+    def answers(self, kind: type[Answer]) -> list[Answer]:
+        """The next answer of every one, in order. Raises ModelError if one cannot load its part."""
+        found = []
+        for follower in self._followers:
+            answer = follower.answers.get()
+            if isinstance(answer, Failed):
+                raise ModelError(f"rank {follower.rank}: {answer.message}")
+            assert isinstance(answer, kind), f"{follower.name} said {answer}"
+            found.append(answer)
+        return found
+
+    def _hear(self, follower: _Follower) -> None:
+        answer = None
+        while (heard := follower.line.receive()) is not None:
+            answer = heard
+            follower.answers.put(heard)
+        follower.line.close()
+        if not isinstance(answer, Failed):
+            self._on_lost(f"{follower.name} ended; without it nothing can be computed")
+
+    def _missed(self, follower: _Follower) -> None:
+        """Wait for the thread that hears it to say so."""
+        time.sleep(_HELLO_S)
+        self._on_lost(f"{follower.name} cannot be reached; without it nothing can be computed")
+
+    def _end(self, reason: str) -> NoReturn:
+        logger.critical("%s", reason)
+        for process in self._processes:
+            # So that their devices are free when the next ones start.
+            process.kill()
+        logging.shutdown()
+        os._exit(1)
+
+
+def await_ranks(
+    listener: socket.socket,
+    size: int,
+    processes: dict[int, subprocess.Popen[bytes]],
+    progress: Callable[[str], None],
+) -> dict[int, tuple[Hello, Line[FromRank]]]:
+    """Connections from all ranks but 0, some of which are processes of this machine.
+
+    Raises ModelError if one of these ends before it connects, or if one is of another release.
+    """
+    lines: dict[int, tuple[Hello, Line[FromRank]]] = {}
+    reported_s = time.monotonic()
+    listener.settimeout(_POLL_S)
+    while len(lines) < size - 1:
+        _check_alive(processes, set(lines))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if time.monotonic() - reported_s >= _REPORT_S:
+                reported_s = time.monotonic()
+                missing = [str(rank) for rank in range(1, size) if rank not in lines]
+                progress(f"waiting for rank {', '.join(missing)} of {size}")
+            continue
+        found = _greet(connection, size)
+        if found is not None:
+            lines[found[0].rank] = found
+    return lines
+
+
+def _check_alive(processes: dict[int, subprocess.Popen[bytes]], connected: set[int]) -> None:
+    for rank, process in processes.items():
+        status = process.poll()
+        if status is not None and rank not in connected:
+            raise ModelError(f"rank {rank} ended with status {status} before it could load")
+
+
+def _greet(connection: socket.socket, size: int) -> tuple[Hello, Line[FromRank]] | None:
+    """Who connects; None for one that is no rank."""
+    connection.settimeout(_HELLO_S)
+    line: Line[FromRank] = Line(connection, FromRank)
+    try:
+        hello = line.receive()
+    except (msgspec.DecodeError, TimeoutError):
+        hello = None
+    if not isinstance(hello, Hello):
+        line.close()
+        return None
+    connection.settimeout(None)
+    if (hello.revision, hello.size) != (REVISION, size):
+        raise ModelError(
+            f"rank {hello.rank} on {hello.host} is of revision {hello.revision} and one of "
+            f"{hello.size}; this one is of revision {REVISION} and one of {size}: start all with "
+            "the same release and --tensor-parallel-size"
+        )
+    return hello, line

@@ -1,0 +1,104 @@
+"""Matrices of which each rank has a part, and what they give made whole.
+
+Knows products and sums over ranks. Knows nothing of names or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock_shard.models.decoder_weights import DecoderWeights, LayerWeights
+from penstock_shard.models.feed_forward import Dense, FeedForward, FeedForwardScratch, Linear
+from penstock_shard.models.lora import TokenAdapters
+from penstock_shard.models.ops.base import Matrix
+from penstock_shard.models.parallel.ranks import Ranks
+
+
+class ReducedMatrix:
+    """Of a weight [N, K] the columns whose inputs this rank has; the products are added up."""
+
+    has_rows = False
+
+    def __init__(self, part: Matrix, ranks: Ranks) -> None:
+        self._part = part
+        self._ranks = ranks
+        self.out_features, self.in_features = part.out_features, part.in_features
+        self.nbytes = part.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        product = self._ranks.add_up(self._part.linear(x, None, out))
+        # Once, and not by every rank.
+        return product if bias is None else product.add_(bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("each rank has some columns only")
+
+
+class GatheredMatrix:
+    """Of a weight [N, K] some rows, the same number for each rank; outputs past N are left out."""
+
+    has_rows = False
+
+    def __init__(self, part: Matrix, ranks: Ranks, out_features: int) -> None:
+        self._part = part
+        self._ranks = ranks
+        self.out_features, self.in_features = out_features, part.in_features
+        self.nbytes = part.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return gathered(self._part.linear(x, bias), self._ranks, self.out_features)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("each rank has some rows only")
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedFeedForward:
+    """A feed-forward part of which each rank has some inner units; its results are added up."""
+
+    part: FeedForward
+    ranks: Ranks
+
+    @property
+    def capturable(self) -> bool:
+        return self.part.capturable
+
+    def __call__(
+        self, hidden: Tensor, scratch: FeedForwardScratch, adapters: TokenAdapters | None = None
+    ) -> Tensor:
+        return self.ranks.add_up(self.part(hidden, scratch, adapters))
+
+
+def gathered(part: Tensor, ranks: Ranks, out_features: int) -> Tensor:
+    """Outputs [..., n] of every rank side by side: [..., out_features]."""
+    side_by_side = ranks.gather(part).movedim(0, -2).flatten(-2)
+    return side_by_side[..., :out_features].contiguous()
+
+
+def parallel_weights(weights: DecoderWeights, ranks: Ranks, vocab_size: int) -> DecoderWeights:
+    """The weights of this rank's part, with products that the ranks make whole together."""
+    head = Linear(GatheredMatrix(weights.head.matrix, ranks, vocab_size), weights.head.bias)
+    layers = tuple(_parallel_layer(layer, ranks) for layer in weights.layers)
+    return dataclasses.replace(weights, head=head, layers=layers)
+
+
+def _parallel_layer(layer: LayerWeights, ranks: Ranks) -> LayerWeights:
+    return dataclasses.replace(
+        layer,
+        output=_reduced(layer.output, ranks),
+        feed_forward=_parallel_feed_forward(layer.feed_forward, ranks),
+    )
+
+
+def _parallel_feed_forward(whole: FeedForward, ranks: Ranks) -> FeedForward:
+    if isinstance(whole, Dense):
+        return dataclasses.replace(whole, down=_reduced(whole.down, ranks))
+    # Of experts each rank has a part too; a token's are weighted and summed before ranks meet.
+    return ReducedFeedForward(whole, ranks)
+
+
+def _reduced(linear: Linear, ranks: Ranks) -> Linear:
+    return dataclasses.replace(linear, matrix=ReducedMatrix(linear.matrix, ranks))

@@ -1,0 +1,142 @@
+"""What the ranks of one model say to each other, and how it is framed.
+
+Rank 0 leads: it tells the others what to load and what to compute, over one TCP connection to each.
+Tensors go another way, between the devices. Knows nothing of models; imports no torch.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from penstock_shard.config import ShardConfig
+
+_LENGTH = struct.Struct("<I")
+# Ranks of another release may not mean the same by a message: they do not join.
+REVISION = 1
+
+
+# ---- from rank 0 ----
+
+
+class Join(msgspec.Struct, array_like=True, tag="join"):
+    """What to load, and where ranks meet."""
+
+    config: ShardConfig
+    # As rank 0 has it; on another machine it may have to be found first.
+    model_dir: str
+    store_port: int
+
+
+class Call(msgspec.Struct, array_like=True, tag="call"):
+    """A method of the model, to be called by everyone."""
+
+    method: str
+    arguments: list[int | str]
+
+
+class TensorShape(msgspec.Struct, array_like=True):
+    """A tensor of a step; its numbers follow from device to device."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class Step(msgspec.Struct, array_like=True, tag="step"):
+    """A forward pass: its tensors, and what of its batch the host knows."""
+
+    tensors: list[TensorShape]
+    values: dict[str, int | list[int]]
+
+
+# ---- to rank 0 ----
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """Who connects."""
+
+    revision: int
+    rank: int
+    size: int
+    pid: int
+    host: str
+
+
+class Arrived(msgspec.Struct, array_like=True, tag="arrived"):
+    """A rank has its device and finds the model: it goes where ranks meet."""
+
+
+class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
+    """A rank has its part of the model; the hash is empty where it read rank 0's own files."""
+
+    attention_backend: str
+    weights_hash: str
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """The model cannot be served; one line that says why."""
+
+    message: str
+
+
+class FreeMemory(msgspec.Struct, array_like=True, tag="free_memory"):
+    """Answer to a call that asks how much a rank has left."""
+
+    num_bytes: int
+
+
+ToRank = Join | Call | Step
+FromRank = Hello | Arrived | Loaded | Failed | FreeMemory
+
+Received = TypeVar("Received")
+
+
+class Line(Generic[Received]):
+    """One end of a connection between two ranks: one thread receives, any may send."""
+
+    def __init__(self, connection: socket.socket, receives: Any) -> None:
+        """`receives`: the union of what comes from the other end."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_a_silent_end(connection)
+        self._connection = connection
+        self._file = connection.makefile("rb")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
+        self._lock = threading.Lock()
+
+    def send(
+        self, message: Join | Call | Step | Hello | Arrived | Loaded | Failed | FreeMemory
+    ) -> None:
+        """Raises OSError where the other end is gone."""
+        body = self._encoder.encode(message)
+        with self._lock:
+            self._connection.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> Received | None:
+        """The next message; None when the other end is gone."""
+        try:
+            header = self._file.read(_LENGTH.size)
+            if len(header) < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack(header)
+            body = self._file.read(length)
+        except OSError:
+            return None
+        return None if len(body) < length else self._decoder.decode(body)
+
+    def close(self) -> None:
+        self._file.close()
+        self._connection.close()
+
+
+def _notice_a_silent_end(connection: socket.socket) -> None:
+    """A machine that is gone closes nothing: after half a minute of silence it counts as gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,204 @@
+"""A transformers module -> one rank's part of it, by the plan that comes with the model.
+
+The plan says for modules by name whether their outputs or their inputs are divided. Weights are cut
+where they are, and a hook on the module makes whole what needs to be; modelling code stays as it
+is. Knows transformers' modules and plans. Knows nothing of attention, files or requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.parallel.matrices import gathered
+from penstock_shard.models.parallel.ranks import Ranks
+from penstock_shard.models.parallel.slices import check_division, vocabulary_part
+
+# The last are the names that releases before 5.10 have.
+_ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+_COLUMNS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
+_SPLIT = {"rowwise_split_input", "rowwise_rep"}
+# Each rank has these whole.
+_WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
+_EXPERTS = "moe_tp_experts"
+_PACKED = "packed_colwise"
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
+
+
+def divide_module(module: PreTrainedModel, ranks: Ranks) -> None:
+    """Cut the module's weights down to those of this rank. Raises ModelError if there is no plan
+    for it, or one that says something not known here.
+    """
+    name = type(module).__name__
+    plan: dict[str, str] = (
+        getattr(module.config.get_text_config(), "base_model_tp_plan", None) or {}
+    )
+    if not any(style in _COLUMNS for style in plan.values()):
+        raise ModelError(
+            f"--tensor-parallel-size {ranks.size}: {name} comes with no plan in transformers of "
+            "how to divide it; only 1 is served"
+        )
+    _check_sizes(module, ranks.size)
+    for path, style in _planned(module, plan):
+        _divide(path, module, style, ranks)
+    _divide_head(module, ranks)
+
+
+def _check_sizes(module: PreTrainedModel, count: int) -> None:
+    text = module.config.get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    # One that differs from layer to layer is a list: each weight is looked at when it is cut.
+    sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
+    check_division(count, sizes, count)
+
+
+def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Paths of the modules and parameters that the plan names, and what it says of each."""
+    prefix = module.base_model_prefix
+    named = {name for name, _ in module.named_modules()}
+    named |= {name for name, _ in module.named_parameters()}
+    for pattern, style in plan.items():
+        words = re.escape(f"{prefix}.{pattern}").replace(r"\*", r"\d+")
+        found = sorted(name for name in named if re.fullmatch(words, name))
+        yield from ((path, style) for path in found)
+
+
+def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> None:
+    parent, _, leaf = path.rpartition(".")
+    holder = module.get_submodule(parent)
+    part = getattr(holder, leaf)
+    if isinstance(part, nn.Linear) and style in _ROWS | _COLUMNS:
+        _divide_linear(path, part, style, ranks)
+        if style == "colwise":
+            _fewer_heads(holder, ranks.size)
+    elif isinstance(part, nn.Parameter) and style == "colwise" and part.dim() == 1:
+        # A number for each head, as attention sinks are.
+        _cut(path, holder, leaf, 0, ranks)
+    elif isinstance(part, nn.Parameter) and style in {_PACKED, "colwise", "rowwise"}:
+        _divide_experts(path, holder, leaf, style, ranks)
+    elif style == _EXPERTS:
+        part.register_forward_hook(_adding(ranks))
+    elif style not in _WHOLE:
+        raise ModelError(
+            f"--tensor-parallel-size {ranks.size}: the plan of {type(module).__name__} in "
+            f"transformers has {path} as {style}, which is not known here; only 1 is served"
+        )
+
+
+def _divide_linear(path: str, linear: nn.Linear, style: str, ranks: Ranks) -> None:
+    if style in _ROWS:
+        _cut(path, linear, "weight", 0, ranks)
+        if linear.bias is not None:
+            _cut(path, linear, "bias", 0, ranks)
+        if style in _GATHERED:
+            linear.register_forward_hook(_gathering(ranks, linear.out_features))
+        linear.out_features = len(linear.weight)
+        return
+    _cut(path, linear, "weight", 1, ranks)
+    linear.in_features = linear.weight.shape[1]
+    # Added once, to the sum.
+    if linear.bias is not None:
+        linear.register_parameter("bias_of_sum", linear.bias)
+        linear.register_parameter("bias", None)
+    if style in _SPLIT:
+        linear.register_forward_pre_hook(_splitting(ranks))
+    linear.register_forward_hook(_adding(ranks))
+
+
+def _cut(path: str, holder: nn.Module, name: str, dim: int, ranks: Ranks) -> None:
+    parameter = holder.get_parameter(name)
+    _replace(holder, name, _share(path, parameter.data, dim, ranks))
+
+
+def _share(path: str, whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    length = whole.shape[dim]
+    if length % ranks.size:
+        raise ModelError(
+            f"--tensor-parallel-size {ranks.size}: {path} has {length} units, which must be a "
+            "multiple of it"
+        )
+    return whole.narrow(dim, ranks.rank * (length // ranks.size), length // ranks.size)
+
+
+def _replace(holder: nn.Module, name: str, part: Tensor) -> None:
+    """Copied, so that the whole can go."""
+    copied = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
+    setattr(holder, name, copied)
+
+
+def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks: Ranks) -> None:
+    """Weights [E, N, K] of all experts, or [E, K, N] where they are transposed."""
+    if not getattr(experts, "is_concatenated", True) or getattr(experts, "has_bias", False):
+        raise ModelError(
+            f"--tensor-parallel-size {ranks.size}: experts as {type(experts).__name__} keeps them "
+            "cannot be divided; only 1 is served"
+        )
+    whole = experts.get_parameter(name).data
+    rows, columns = (2, 1) if getattr(experts, "is_transposed", False) else (1, 2)
+    if style == _PACKED:
+        halves = whole.chunk(2, dim=rows)
+        part = torch.cat([_share(path, half, rows, ranks) for half in halves], dim=rows)
+    else:
+        part = _share(path, whole, columns if style == "rowwise" else rows, ranks)
+    _replace(experts, name, part)
+
+
+def _fewer_heads(attention: nn.Module, size: int) -> None:
+    """For code that shapes by the numbers of heads it was made with."""
+    if not hasattr(attention, "layer_idx") or getattr(attention, "has_part_of_heads", False):
+        return
+    attention.has_part_of_heads = True  # type: ignore[assignment]
+    for name in _HEAD_COUNTS:
+        count = getattr(attention, name, None)
+        if isinstance(count, int):
+            setattr(attention, name, count // size)
+
+
+def _divide_head(module: PreTrainedModel, ranks: Ranks) -> None:
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return
+    vocabulary = head.out_features
+    bias = head.bias
+    # A tied head gets weights of its own here: the embedding stays whole.
+    _replace(head, "weight", vocabulary_part(head.weight.data, ranks.rank, ranks.size))
+    if bias is not None:
+        column = vocabulary_part(bias.data.unsqueeze(1), ranks.rank, ranks.size)
+        _replace(head, "bias", column.squeeze(1))
+    head.out_features = len(head.weight)
+    head.register_forward_hook(_gathering(ranks, vocabulary))
+
+
+_Hook = Callable[[nn.Module, Any, Tensor], Tensor]
+
+
+def _adding(ranks: Ranks) -> _Hook:
+    def add(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        total = ranks.add_up(output.contiguous())
+        bias = getattr(module, "bias_of_sum", None)
+        return total if bias is None else total + bias
+
+    return add
+
+
+def _gathering(ranks: Ranks, out_features: int) -> _Hook:
+    def gather(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        return gathered(output, ranks, out_features)
+
+    return gather
+
+
+def _splitting(ranks: Ranks) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    def split(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole, *rest = arguments
+        count = whole.shape[-1] // ranks.size
+        return (whole.narrow(-1, ranks.rank * count, count), *rest)
+
+    return split

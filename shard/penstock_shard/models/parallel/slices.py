@@ -1,0 +1,162 @@
+"""Which part of a decoder each rank has: heads and inner units divided, the rest whole.
+
+A matrix that gives inner values (queries, keys, values, gate, up) has its rows divided, one that
+takes them (output, down) its columns, as Megatron-LM does (Shoeybi et al., 2019), so that ranks
+meet twice a layer. Of the head each rank has some of the vocabulary's rows. The division is that of
+transformers' `base_model_tp_plan`. Knows specs and names of tensors; knows nothing of how they are
+read or computed with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from penstock_shard.models.attention.base import LayerSpec
+from penstock_shard.models.decoder_spec import DecoderSpec
+from penstock_shard.models.decoder_weights import TensorSource
+from penstock_shard.models.errors import ModelError
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The last part of a module's name -> how its weight is divided. Of Mixtral's experts w1 is the gate
+# and w3 is up.
+_BY_HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
+_BY_ROWS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
+_BY_COLUMNS = {"o_proj", "down_proj", "w2"}
+
+
+def divided_by(leaf: str) -> str | None:
+    """What of a weight [N, K] each rank has some of, by the last part of its module's name."""
+    if leaf in _BY_HEADS:
+        return "heads"
+    if leaf in _BY_ROWS:
+        return "rows"
+    return "columns" if leaf in _BY_COLUMNS else None
+
+
+def check_division(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
+    """Raises ModelError unless `size` ranks can share a model of these sizes, by name."""
+    for name, value in sizes.items():
+        if value % size:
+            raise ModelError(
+                f"--tensor-parallel-size {size}: the model's {name} is {value}, which must be a "
+                f"multiple of it{_advice(size, [*sizes.values()])}"
+            )
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ModelError(
+            f"--tensor-parallel-size {size}: the model's num_key_value_heads is {num_kv_heads}; "
+            "one must be a multiple of the other"
+        )
+
+
+def _advice(size: int, values: Sequence[int]) -> str:
+    fitting = [n for n in range(size, 1, -1) if not any(value % n for value in values)]
+    return f"; {fitting[0]} would do" if fitting else ""
+
+
+def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
+    """What each of `size` ranks has of a decoder. Raises ModelError if it cannot be divided.
+
+    Keys and values of fewer heads than ranks are kept by several ranks each.
+    """
+    first = spec.layers[0]
+    check_division(
+        size, {"num_attention_heads": first.num_heads, **_inner_sizes(spec)}, first.num_kv_heads
+    )
+    experts = spec.experts
+    if experts is not None:
+        width = experts.intermediate_size // size
+        experts = dataclasses.replace(experts, intermediate_size=width)
+    return dataclasses.replace(
+        spec,
+        intermediate_size=spec.intermediate_size // size,
+        layers=tuple(_local_layer(layer, size) for layer in spec.layers),
+        experts=experts,
+        # The head is a part of the embedding at most, which each rank has whole.
+        tied=False,
+    )
+
+
+def _inner_sizes(spec: DecoderSpec) -> dict[str, int]:
+    """Inner units of layers of each kind that there is, as configurations name them."""
+    if spec.experts is None:
+        return {"intermediate_size": spec.intermediate_size}
+    sizes = {"moe_intermediate_size": spec.experts.intermediate_size}
+    if len(spec.experts.layers) < len(spec.layers):
+        sizes["intermediate_size"] = spec.intermediate_size
+    return sizes
+
+
+def _local_layer(layer: LayerSpec, size: int) -> LayerSpec:
+    return dataclasses.replace(
+        layer,
+        num_heads=layer.num_heads // size,
+        num_kv_heads=max(1, layer.num_kv_heads // size),
+    )
+
+
+class SlicedTensors:
+    """A `TensorSource` of one rank's part: slices of another's tensors."""
+
+    def __init__(self, source: TensorSource, spec: DecoderSpec, rank: int, size: int) -> None:
+        """`spec` is that of the whole model."""
+        self._source = source
+        self._spec = spec
+        self._rank = rank
+        self._size = size
+
+    @contextmanager
+    def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
+        stored = [EMBEDDING if name == HEAD and self._spec.tied else name for name in names]
+        with self._source.read(stored) as tensors:
+            yield [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        if name == HEAD:
+            return vocabulary_part(tensor, self._rank, self._size)
+        module, _, parameter = name.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        side = divided_by(leaf)
+        if side == "heads":
+            return self._heads(leaf, tensor)
+        if side == "columns" and parameter == "weight":
+            count = tensor.shape[1] // self._size
+            return tensor.narrow(1, self._rank * count, count)
+        if side == "rows":
+            halves = tensor.chunk(2) if leaf == "gate_up_proj" else [tensor]
+            parts = [self._rows(half) for half in halves]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return tensor
+
+    def _heads(self, leaf: str, tensor: Tensor) -> Tensor:
+        layer = self._spec.layers[0]
+        queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        if leaf == "qkv_proj":
+            query, key, value = torch.split(tensor, [queries, keys, keys])
+            return torch.cat([self._rows(query), self._kv(key), self._kv(value)])
+        return self._rows(tensor) if leaf == "q_proj" else self._kv(tensor)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        count = len(tensor) // self._size
+        return tensor.narrow(0, self._rank * count, count)
+
+    def _kv(self, tensor: Tensor) -> Tensor:
+        """Rows of this rank's key or value heads, which it may share with its neighbours."""
+        layer = self._spec.layers[0]
+        count = max(1, layer.num_kv_heads // self._size)
+        first = self._rank * layer.num_kv_heads // self._size
+        return tensor.narrow(0, first * layer.head_dim, count * layer.head_dim)
+
+
+def vocabulary_part(head: Tensor, rank: int, size: int) -> Tensor:
+    """A rank's rows of the head: as many for each, the last ones filled up with zeros."""
+    count = -(-len(head) // size)
+    part = head[rank * count : (rank + 1) * count]
+    missing = count - len(part)
+    if not missing:
+        return part
+    return torch.cat([part, part.new_zeros(missing, head.shape[1])])

@@ -1,0 +1,61 @@
+"""A machine that has some ranks of a model and not the first: keeps their processes alive.
+
+It answers nobody: the shard is where rank 0 is. When a rank ends all of this machine are started
+anew, and wait for rank 0, which needs all of them anew too. Knows processes; imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import threading
+import time
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.parallel.processes import places_here, start_rank
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_BACK_OFF_S = 1.0
+
+
+def serve_node(config: ShardConfig) -> int:
+    """Run until a signal, or until ranks failed too often in a row; the exit status."""
+    stop = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.set())
+    failures = 0
+    while not stop.is_set():
+        if _run_ranks(config, stop) or stop.is_set():
+            failures = 0
+        else:
+            failures += 1
+            if failures >= config.max_restarts:
+                logger.error("ranks of this machine failed %d times in a row", failures)
+                return 1
+        stop.wait(_BACK_OFF_S)
+    return 0
+
+
+def _run_ranks(config: ShardConfig, stop: threading.Event) -> bool:
+    """Until one of them ends, or we are to stop; whether it was for no fault of its own."""
+    places = places_here(config)
+    names = ", ".join(str(place.rank) for place in places)
+    logger.info("rank %s of %d, for rank 0 at %s", names, places[0].size, config.master_addr)
+    assert config.master_addr is not None
+    ranks = [start_rank(place, config.master_addr, config.master_port) for place in places]
+    try:
+        while not stop.is_set() and all(rank.poll() is None for rank in ranks):
+            time.sleep(_POLL_S)
+        return all(rank.poll() in (None, 0) for rank in ranks)
+    finally:
+        _end(ranks)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait()

@@ -1,0 +1,165 @@
+"""The process of a rank other than 0: loads its part of a model, then does what rank 0 says.
+
+Started by rank 0's engine, or on other machines by `node`. It ends itself when rank 0 is gone, and
+takes that one with it when it ends. Two threads: this one computes, one receives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock_proto.logs import set_up_logging
+from penstock_shard.models.errors import ModelError, out_of_memory_told
+from penstock_shard.models.parallel.messages import (
+    REVISION,
+    Arrived,
+    Failed,
+    Hello,
+    Join,
+    Line,
+    Loaded,
+    ToRank,
+)
+from penstock_shard.models.parallel.processes import RankPlace
+from penstock_shard.models.source import resolve_model
+
+if TYPE_CHECKING:
+    from penstock_shard.models.parallel.ranks import Ranks
+    from penstock_shard.runner.create import RankStack
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+def main() -> int:
+    """Run until rank 0 is gone. Arguments: its address and port, and the numbers of a place."""
+    # Service managers tell all processes at once; rank 0 decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    address, port, *numbers = sys.argv[1:]
+    place = RankPlace(*map(int, numbers))
+    connection = _connect(address, int(port), patiently=place.is_elsewhere)
+    if connection is None:
+        return 1
+    line: Line[ToRank] = Line(connection, ToRank)
+    line.send(Hello(REVISION, place.rank, place.size, os.getpid(), socket.gethostname()))
+    join = line.receive()
+    if not isinstance(join, Join):
+        return 0
+    set_up_logging(join.config.log_format, join.config.log_level)
+    inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(line, inbox), daemon=True).start()
+    try:
+        return _serve_or_say(line, inbox, join, place, address)
+    finally:
+        logging.shutdown()
+
+
+def _serve_or_say(
+    line: Line[ToRank],
+    inbox: queue.SimpleQueue[ToRank],
+    join: Join,
+    place: RankPlace,
+    address: str,
+) -> int:
+    """`_serve`; where this rank cannot go on the last line of the log says why."""
+    try:
+        return _serve(line, inbox, join, place, address)
+    except ModelError as error:
+        logger.critical("rank %d cannot go on: %s", place.rank, error)
+        return 1
+    finally:
+        if sys.exc_info()[0] is not None:
+            logger.critical("rank %d cannot go on", place.rank, exc_info=True)
+
+
+def _serve(
+    line: Line[ToRank],
+    inbox: queue.SimpleQueue[ToRank],
+    join: Join,
+    place: RankPlace,
+    address: str,
+) -> int:
+    # Here, so that rank 0 hears of us before torch is imported.
+    from penstock_shard.models.parallel.mirrored import follow
+
+    try:
+        stack, ranks = _load(line, join, place, address)
+    except ModelError as error:
+        # Rank 0 has to hear it before it hears that we are gone. It listens while it loads: an
+        # error after that has to look like the end that it is.
+        with contextlib.suppress(OSError):
+            line.send(Failed(str(error)))
+        return 1
+    with out_of_memory_told("in what rank 0 asked for"):
+        follow(stack.served, stack.model, ranks, inbox.get, line.send)
+    return 0
+
+
+@out_of_memory_told("at load")
+def _load(
+    line: Line[ToRank], join: Join, place: RankPlace, address: str
+) -> tuple[RankStack, Ranks]:
+    """This rank's part of the model, of which rank 0 is told."""
+    from penstock_shard.models.parallel.ranks import join as meet
+    from penstock_shard.models.weights_hash import hash_weights
+    from penstock_shard.runner.create import load_stack, rank_device
+
+    config = join.config
+    model_dir = _model_dir(join)
+    device = rank_device(config, place.device_index)
+    line.send(Arrived())
+    ranks = meet(device, place.rank, place.size, address, join.store_port)
+    stack = load_stack(config, model_dir, ranks, _say_nothing)
+    weights_hash = ""
+    if place.is_elsewhere and place.device_index == 0:
+        dummy, with_code = config.load_format == "dummy", config.trust_remote_code
+        weights_hash = hash_weights(model_dir, config_only=dummy, with_code=with_code)
+    line.send(Loaded(stack.ops.backend.name, weights_hash))
+    return stack, ranks
+
+
+def _model_dir(join: Join) -> Path:
+    """Rank 0's directory, which another machine may not have."""
+    path = Path(join.model_dir)
+    return path if path.is_dir() else resolve_model(join.config, progress=_say_nothing).path
+
+
+def _say_nothing(text: str) -> None:
+    """Rank 0 says the same."""
+
+
+def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | None:
+    """None where nobody listens; `patiently` tried until somebody does."""
+    while True:
+        try:
+            connection = socket.create_connection((address, port), timeout=10)
+        except OSError:
+            if not patiently:
+                return None
+            time.sleep(_RETRY_S)
+        else:
+            connection.settimeout(None)
+            return connection
+
+
+def _receive(line: Line[ToRank], inbox: queue.SimpleQueue[ToRank]) -> None:
+    while (message := line.receive()) is not None:
+        inbox.put(message)
+    # Rank 0 is gone. What is computed here is worth nothing to anybody.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

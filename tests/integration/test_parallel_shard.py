@@ -1,0 +1,145 @@
+"""Shards whose model is divided over several processes: what they answer, and what becomes of them
+when one of those ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.budget import budget
+from support.processes import Shard, free_port, is_alive, running, wait_until
+
+from penstock_client import GenerationRequest, SamplingParams, ShardClient, ShardUnavailable
+
+pytest.importorskip("torch")
+
+FLAGS = ("--runner", "model", "--device", "cpu", "--dtype", "float32", "--threads", "1")
+SMALL = ("--kv-memory", "32M", "--max-model-len", "512", "--max-num-seqs", "8")
+PROMPTS = [[5, 9, 200 + index, *range(30, 30 + 7 * index)] for index in range(4)]
+
+
+class DividedShard(Shard):
+    """One on two processes."""
+
+    @property
+    def other_rank(self) -> psutil.Process:
+        def found() -> list[psutil.Process]:
+            return [
+                child
+                for child in self.engine.children()
+                if "penstock_shard.rank_main" in child.cmdline()
+            ]
+
+        wait_until(lambda: bool(found()), timeout_s=30, what="another rank")
+        return found()[0]
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DividedShard]:
+    log = tmp_path_factory.mktemp("divided") / "log"
+    shard = DividedShard(log, *FLAGS, *SMALL, "--tensor-parallel-size", "2")
+    with running(shard):
+        yield shard
+
+
+async def _answers(address: str) -> list[list[int]]:
+    async with ShardClient(address) as client:
+
+        async def answer(prompt: list[int]) -> list[int]:
+            sampling = SamplingParams(temperature=0.0)
+            request = GenerationRequest(prompt, sampling, max_tokens=24)
+            async with client.submit(request) as stream:
+                return [i async for output in stream for i in output.token_ids]
+
+        return await asyncio.gather(*(answer(prompt) for prompt in PROMPTS))
+
+
+async def test_a_divided_model_answers_as_the_whole_one(
+    divided: DividedShard, tmp_path: Path
+) -> None:
+    whole = Shard(tmp_path / "log", *FLAGS, *SMALL)
+    with running(whole):
+        expected = await _answers(whole.address)
+        async with ShardClient(whole.address) as client, ShardClient(divided.address) as other:
+            ours, theirs = (await client.info()), (await other.info())
+    assert await _answers(divided.address) == expected
+    # Sums over ranks are rounded otherwise: equal tokens are likely, equal bits are not promised.
+    assert ours.weights_hash == theirs.weights_hash
+    if theirs.batch_invariant:
+        assert ours.numerics_fingerprint != theirs.numerics_fingerprint
+
+
+async def test_a_rank_that_is_killed_ends_the_engine_which_starts_anew_with_both(
+    divided: DividedShard,
+) -> None:
+    before = await _answers(divided.address)
+    engine, rank = divided.engine, divided.other_rank
+    rank.kill()
+    wait_until(lambda: not is_alive(engine), timeout_s=10, what="the engine ended")
+    line = f"rank 1 (process {rank.pid} on "
+    wait_until(lambda: line in divided.log, timeout_s=5, what="the log says why")
+    assert "ended; without it nothing can be computed" in divided.log
+    deadline_s = time.monotonic() + 120
+    while True:
+        with contextlib.suppress(ShardUnavailable):
+            after = await _answers(divided.address)
+            break
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.2)
+    assert after == before
+    assert divided.other_rank.pid != rank.pid
+
+
+def test_an_engine_that_is_killed_leaves_no_rank_behind(divided: DividedShard) -> None:
+    divided.wait_healthy()
+    rank = divided.other_rank
+    divided.engine.kill()
+    wait_until(lambda: not is_alive(rank), timeout_s=10, what="the rank ended itself")
+
+
+def test_a_model_that_cannot_be_divided_is_one_line_and_an_exit_status(tmp_path: Path) -> None:
+    shard = Shard(tmp_path / "log", *FLAGS, "--tensor-parallel-size", "3")
+    try:
+        assert shard.process.wait(180) == 2
+        assert "penstock shard: --tensor-parallel-size 3: the model's num_attention_heads is 4" in (
+            shard.log
+        )
+        assert "Traceback" not in shard.log
+    finally:
+        shard.close()
+
+
+@pytest.mark.skipif(not budget(0, 1), reason="starts two machines' worth of processes")
+def test_a_model_over_two_machines_answers_and_outlives_the_other(
+    divided: DividedShard, tmp_path: Path
+) -> None:
+    flags = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "127.0.0.1")
+    port = ("--master-port", str(free_port()))
+    first = Shard(tmp_path / "first", *FLAGS, *SMALL, *flags, *port)
+    with (tmp_path / "second").open("wb") as log:
+        command = [sys.executable, "-m", "penstock_shard", *flags, *port, "--node-rank", "1"]
+        second = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        divided.wait_healthy()
+        with running(first):
+            expected = asyncio.run(_answers(divided.address))
+            assert asyncio.run(_answers(first.address)) == expected
+            (rank,) = psutil.Process(second.pid).children()
+            rank.kill()
+            wait_until(lambda: not first.healthy(), timeout_s=10, what="the loss was noticed")
+            first.wait_healthy()
+            assert asyncio.run(_answers(first.address)) == expected
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(10) == 0
+    finally:
+        second.kill()
+        second.wait()
