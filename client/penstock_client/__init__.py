@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock_client.stream import GenerationStream
     from penstock_client.sync import SyncShardClient
     from penstock_client.types import (
+        Adapter,
         Attempt,
         Constraint,
         ConstraintKind,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from penstock_proto.tls import Tls, TlsFilesUnusable
 
 __all__ = [
+    "Adapter",
     "Attempt",
     "Constraint",
     "ConstraintKind",

@@ -25,6 +25,7 @@ from penstock_client.errors import (
     Unauthenticated,
 )
 from penstock_client.types import (
+    Adapter,
     Attempt,
     Constraint,
     ConstraintKind,
@@ -45,7 +46,7 @@ from penstock_client.types import (
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardStub
-from penstock_proto.transport import explained
+from penstock_proto.transport import FIELD_METADATA, explained
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.Finish.REASON_STOP: FinishReason.STOP,
@@ -107,7 +108,7 @@ def generate_request(
     _set(message, "attempt", attempt.number)
     for name in ("instance_id", "hand_back", "suspect"):
         _set(message, name, getattr(attempt, name))
-    for name in ("model", "adapter", "cache_salt", "label", "traceparent"):
+    for name in ("model", "adapter", "adapter_hash", "cache_salt", "label", "traceparent"):
         _set(message, name, getattr(request, name))
     _set_ids(message, "prompt_token_ids", request.prompt_token_ids)
     _set_ids(message, "output_token_ids", request.output_token_ids)
@@ -345,7 +346,10 @@ def call_error(error: grpc.RpcError, address: str) -> PenstockError:
     """The exception for a call that ended with a status."""
     code: grpc.StatusCode = error.code()
     details = explained(error.details() or code.name)
-    return _error_of_code(code.value[0], f"shard {address}: {details}")
+    # Typed by each of gRPC's two kinds of calls in its own way.
+    metadata: Any = error.trailing_metadata() or ()
+    field = next((str(value) for key, value in metadata if key == FIELD_METADATA), "")
+    return _error_of_code(code.value[0], f"shard {address}: {details}", field=field)
 
 
 def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
@@ -390,7 +394,20 @@ def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
         numerics_fingerprint=message.numerics_fingerprint,
         adapters=tuple(message.adapters),
         embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
+        loaded_adapters=tuple(map(adapter, message.loaded_adapters)),
     )
+
+
+def load_adapter_request(name: str, source: str) -> pb.LoadAdapterRequest:
+    return pb.LoadAdapterRequest(name=name, source=source)
+
+
+def unload_adapter_request(name: str) -> pb.UnloadAdapterRequest:
+    return pb.UnloadAdapterRequest(name=name)
+
+
+def adapter(message: pb.Adapter) -> Adapter:
+    return Adapter(message.name, message.content_hash, message.source, message.rank)
 
 
 def _embedding(message: pb.EmbeddingDefaults) -> EmbeddingDefaults:
@@ -442,6 +459,7 @@ def load_report(message: pb.LoadReport) -> LoadReport:
         handing_over=message.handing_over,
         steps_seconds_total=message.steps_seconds_total,
         computed_tokens_total=message.computed_tokens_total,
+        adapters_revision=message.adapters_revision,
     )
 
 

@@ -1,7 +1,7 @@
 """`penstock bench`: load on a server, measured as a user sees it.
 
 Knows the command line; `bench_load` sends, `bench_report` sums up. Any server with
-`/v1/completions` can be measured.
+`/v1/completions` or `/v1/chat/completions` can be measured.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--body", type=_fields, default={}, metavar="JSON",
         help="further fields of each request; null leaves one out that a server does not know, "
         'as in \'{"ignore_eos": null, "stream_options": null}\'')  # fmt: skip
+    add("--chat", action="store_true", help="send chats of one message (/v1/chat/completions)")
     add("--no-done", action="store_true",
         help="of a server that does not end its streams with [DONE]")  # fmt: skip
     add("--no-keepalive", action="store_true", help="a new connection for each request")
@@ -195,6 +196,7 @@ def _server(args: argparse.Namespace) -> Server:
         args.api_key,
         keepalive=not args.no_keepalive,
         sends_done=not args.no_done,
+        chat=args.chat,
     )
 
 
@@ -259,6 +261,7 @@ def _write_files(summaries: Sequence[dict[str, Any]], args: argparse.Namespace) 
             "model": args.model,
             "seed": args.seed,
             "body": args.body,
+            "chat": args.chat,
             "lengths": args.lengths,
             "prompt_words": lengths.prompt_words,
             "output_tokens": lengths.output_tokens,

@@ -104,6 +104,19 @@ class Server:
     api_key: str | None = None
     keepalive: bool = True
     sends_done: bool = True
+    # Prompts are the one message of a chat each.
+    chat: bool = False
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
+
+    def body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
+        """Of one request."""
+        asked: dict[str, Any] = {"prompt": prompt}
+        if self.chat:
+            asked = {"messages": [{"role": "user", "content": prompt}]}
+        return {**asked, "max_tokens": output_tokens, "stream": True, **self.fields}
 
 
 @dataclass(slots=True)
@@ -206,8 +219,7 @@ def _bodies(plan: Plan, server: Server, rng: random.Random) -> Iterator[dict[str
     """Prompts are distinct, so that no prefix is shared by accident."""
     for _ in itertools.repeat(None) if plan.requests is None else range(plan.requests):
         prompt_words, output_tokens = plan.lengths.draw(rng)
-        prompt = " ".join(rng.choices(_WORDS, k=prompt_words))
-        yield {"prompt": prompt, "max_tokens": output_tokens, "stream": True, **server.fields}
+        yield server.body(" ".join(rng.choices(_WORDS, k=prompt_words)), output_tokens)
 
 
 async def _closed_loop(
@@ -250,7 +262,7 @@ async def _complete(
     if "stream_options" in body:
         answer.missing.add("usage")
     try:
-        await _stream(session, server.url, body, answer)
+        await _stream(session, server.endpoint, body, answer)
     except aiohttp.ClientPayloadError:
         answer.fail("cut off", CUT_OFF)
     except ValueError as error:
@@ -265,9 +277,9 @@ async def _complete(
 
 
 async def _stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], answer: Answer
+    session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any], answer: Answer
 ) -> None:
-    async with session.post(url + "/v1/completions", json=body) as response:
+    async with session.post(endpoint, json=body) as response:
         if response.status != 200:
             text = one_line(ValueError(await response.text(errors="replace")))
             answer.fail(f"status {response.status}", f"status {response.status}: {text[:200]}")

@@ -18,6 +18,12 @@ def same_model(first: ShardInfo, second: ShardInfo) -> bool:
     )
 
 
+def same_adapter(first: ShardInfo, second: ShardInfo, name: str) -> bool:
+    """Whether both have the adapter of this name ("" is none), of the same content."""
+    content = second.adapter_hash(name)
+    return content is not None and first.adapter_hash(name) == content
+
+
 def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
     """Whether they compute the same bits."""
     return bool(first.numerics_fingerprint) and (
@@ -26,12 +32,19 @@ def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
 
 
 def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:
-    """With what the model's own defaults say where nothing was asked for."""
+    """With what the model's own defaults say where nothing was asked for, and the adapter that has
+    its name there.
+    """
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens = info.max_model_len - len(request.prompt_token_ids)
     sampling = _with_defaults(request.sampling, info.default_sampling)
-    return dataclasses.replace(request, sampling=sampling, max_tokens=max_tokens)
+    return dataclasses.replace(
+        request,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        adapter_hash=request.adapter_hash or info.adapter_hash(request.adapter) or "",
+    )
 
 
 def _with_defaults(sampling: SamplingParams, defaults: SamplingParams) -> SamplingParams:

@@ -12,10 +12,15 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock_client.compatibility import complete_request, same_model, same_numerics
+from penstock_client.compatibility import (
+    complete_request,
+    same_adapter,
+    same_model,
+    same_numerics,
+)
 from penstock_client.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -40,6 +45,7 @@ from penstock_client.types import (
     AttemptRecord,
     GenerationRequest,
     Output,
+    ShardInfo,
     random_seed,
 )
 from penstock_proto.tracing import SpanContext
@@ -107,7 +113,8 @@ class Continuations:
         """Send a request to the shard the policy chooses, or let it wait for one.
 
         Raises:
-            InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
+            InvalidRequest: no ready shard knows the model or has the adapter, or a value does not
+                fit the wire.
             NoShardAvailable: those that serve the model have another tokenizer.
             PoisonousRequest: engines died of its like a short while ago.
             ShardUnavailable: the fleet was closed.
@@ -232,7 +239,9 @@ class Continuations:
             # Worth a look at the others; worth waiting only for one that had been taken already. A
             # request that was taken is valid: this shard has other limits.
             taken = stream.was_dropped or stream.made_by is not None
-            if not taken and (isinstance(error, InvalidRequest) or not self._fitting(stream)):
+            # An adapter that was unloaded a moment ago may be loaded elsewhere.
+            wrong = isinstance(error, InvalidRequest) and error.field != "adapter"
+            if not taken and (wrong or not self._fitting(stream)):
                 return error
         else:
             return error
@@ -270,6 +279,9 @@ class Continuations:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:
             return False
+        content = info.adapter_hash(request.adapter)
+        if content is None or request.adapter_hash not in ("", content):
+            return False
         if info.instance_id in stream.avoided or not shard.breaker.allows(now_s):
             return False
         if stream.is_suspect and any(
@@ -279,7 +291,9 @@ class Continuations:
         made_by = stream.made_by
         if made_by is None:
             return True
-        return same_model(made_by, info) and (not request.exact or same_numerics(made_by, info))
+        if not (same_model(made_by, info) and same_adapter(made_by, info, request.adapter)):
+            return False
+        return not request.exact or same_numerics(made_by, info)
 
     def _on(self, shard: ShardState) -> Collection[FleetStream]:
         return self._running.get(shard.address, ())
@@ -292,8 +306,9 @@ class Continuations:
                 field="shard",
                 value=request.shard,
             )
-        if serving(self._shards.values(), request.model):
+        if shards := serving(self._shards.values(), request.model):
             self._check_tokenizer(request)
+            _check_adapter(request, [shard.info for shard in shards if shard.info is not None])
             return
         served = {shard.info.model for shard in self._shards.values() if shard.ready and shard.info}
         if served:
@@ -338,6 +353,10 @@ class Continuations:
         now_s = time.monotonic()
         record = AttemptRecord(shard.address, reason, time.perf_counter())
         request = _request_now(stream, now_s)
+        if request.adapter and not request.adapter_hash:
+            # What was chosen for what it has under this name: another one is refused there.
+            content = info.adapter_hash(request.adapter) or ""
+            request = dataclasses.replace(request, adapter_hash=content)
         context = SpanContext.parse(request.traceparent) if self._traces_attempts else None
         if context is not None:
             context = context.child()
@@ -347,7 +366,8 @@ class Continuations:
         attempt = Attempt(
             number=stream.attempt,
             instance_id=info.instance_id,
-            hand_back=stream.attempt < _HAND_BACK_ATTEMPTS and self._has_room_elsewhere(shard),
+            hand_back=stream.attempt < _HAND_BACK_ATTEMPTS
+            and self._has_room_elsewhere(shard, request.adapter),
             suspect=stream.is_suspect,
         )
         shard.client.attach(stream, request, attempt)
@@ -360,7 +380,7 @@ class Continuations:
         if stream.is_suspect:
             self._suspects.add(stream)
 
-    def _has_room_elsewhere(self, shard: ShardState) -> bool:
+    def _has_room_elsewhere(self, shard: ShardState, adapter: str) -> bool:
         """Another shard has free blocks and would give the same tokens."""
         info = shard.info
         return info is not None and any(
@@ -369,6 +389,7 @@ class Continuations:
             and other.info is not None
             and not other.half_full
             and same_numerics(info, other.info)
+            and same_adapter(info, other.info, adapter)
             for other in self._shards.values()
         )
 
@@ -480,6 +501,18 @@ class Continuations:
     def _forget(self, stream: FleetStream) -> None:
         self._stop_waiting(stream)
         self._leave(stream)
+
+
+def _check_adapter(request: GenerationRequest, infos: Sequence[ShardInfo]) -> None:
+    """Raises `InvalidRequest` where none of these shards has the adapter."""
+    held = {info.adapter_hash(request.adapter) for info in infos} - {None}
+    if not held or (request.adapter_hash and request.adapter_hash not in held):
+        loaded = sorted({name for info in infos for name in info.adapters})
+        raise InvalidRequest(
+            f"adapter {request.adapter!r} is not loaded; loaded: {', '.join(loaded) or 'none'}",
+            field="adapter",
+            value=request.adapter,
+        )
 
 
 def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:

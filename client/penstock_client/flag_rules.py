@@ -31,6 +31,8 @@ class Part(Enum):
     BOTH = "shards and the router"
     # How often the model is there: the product of all such flags.
     COPIES = "how many shards"
+    # And of how many devices each is: a product too.
+    DEVICES = "how many GPUs of a shard"
     ENVIRONMENT = "the environment"
 
 
@@ -69,6 +71,8 @@ class Rule:
     harmless: frozenset[str] = frozenset()
     # Given several times it has several values, and so has ours.
     repeats: bool = False
+    # What stands between several values of one; "" where there are none.
+    separator: str = ""
 
 
 Table = dict[str, Rule]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
@@ -204,6 +204,63 @@ class Fleet:
         self._serving(request.model)
         return await self._embeddings.run(request)
 
+    # ---- adapters ----
+
+    async def load_adapter(self, name: str, source: str, model: str = "") -> None:
+        """Have every ready shard that serves `model` load a LoRA adapter; shards that come later
+        know nothing of it.
+
+        Raises:
+            InvalidRequest: the model is unknown, the adapter does not fit, or its name is taken.
+            NotServed: a shard serves none, or has no place left.
+            NoShardAvailable: no shard is ready.
+            ShardUnavailable: a shard went away, and others as `errors` lists them. What other
+                shards have loaded by then stays loaded.
+        """
+        await self._change_adapters(model, lambda shard: shard.client.load_adapter(name, source))
+
+    async def unload_adapter(self, name: str, model: str = "") -> None:
+        """No further request gets the adapter at any shard that serves `model`; those that run keep
+        it. Raises `InvalidRequest` where no shard has it, and others as `load_adapter`.
+        """
+        self._serving(model)
+        shards = [shard for shard in serving(self._shards.values(), model) if _has(shard, name)]
+        if not shards:
+            text = f"adapter {name!r} is not loaded"
+            raise InvalidRequest(text, field="adapter", value=name)
+        await self._change_adapters(model, lambda shard: shard.client.unload_adapter(name), shards)
+
+    async def _change_adapters(
+        self,
+        model: str,
+        change: Callable[[ShardState], Awaitable[object]],
+        shards: Sequence[ShardState] = (),
+    ) -> None:
+        if self._closed:
+            raise ShardUnavailable("the fleet was closed")
+        self._serving(model)
+        shards = shards or serving(self._shards.values(), model)
+        outcomes = await asyncio.gather(
+            *(self._change_at(shard, change) for shard in shards), return_exceptions=True
+        )
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if not failures:
+            return
+        if len(failures) < len(outcomes):
+            done = len(outcomes) - len(failures)
+            logger.warning("adapters were changed at %d of %d shards", done, len(outcomes))
+        raise failures[0]
+
+    async def _change_at(
+        self, shard: ShardState, change: Callable[[ShardState], Awaitable[object]]
+    ) -> None:
+        await change(shard)
+        # Not to wait for its next report: whoever asked for it uses it now.
+        info = await shard.client.info()
+        if shard.info is not None:
+            shard.info = info
+            self._shard_changed(shard)
+
     def _ended(self, stream: FleetStream) -> None:
         self._verification.ended(stream)
         if self._audit is not None and not self._verification.owns(stream):
@@ -295,6 +352,10 @@ def _record(stream: FleetStream) -> AuditRecord:
         approximate=stream.approximate,
         attempts=stream.attempt + 1,
     )
+
+
+def _has(shard: ShardState, adapter: str) -> bool:
+    return shard.info is not None and adapter in shard.info.adapters
 
 
 def _source(shards: Sequence[str] | Source) -> Source:

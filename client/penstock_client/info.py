@@ -57,6 +57,7 @@ def _rows(info: ShardInfo, load: LoadReport) -> list[tuple[str, object]]:
         ("preemptions", load.preemptions_total),
         ("state", _state(load)),
         ("embeddings", _embeddings(info)),
+        ("adapters", _adapters(info)),
         ("serves", ", ".join(sorted(info.capabilities))),
         ("batch invariant", "yes" if info.batch_invariant else "no"),
         ("numerics", fingerprint),
@@ -72,6 +73,13 @@ def _embeddings(info: ShardInfo) -> str:
         return "none"
     normalized = ", length 1" if defaults.normalize else ""
     return f"{defaults.size} values, {defaults.pooling} pooling{normalized}"
+
+
+def _adapters(info: ShardInfo) -> str:
+    if "adapter" not in info.capabilities:
+        return "none are served"
+    named = (f"{adapter.name} (rank {adapter.rank})" for adapter in info.loaded_adapters)
+    return ", ".join(named) or "none is loaded"
 
 
 def _state(load: LoadReport) -> str:

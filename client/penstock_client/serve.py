@@ -68,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     if last_port > MAX_PORT:
         parser.error(f"argument --shard-port: must be between 1 and {MAX_PORT} for every shard, "
                      f"and with --shards {args.shards} the last has {last_port}")  # fmt: skip
+    if too_few := _too_few_gpus(args.shards, args.tensor_parallel_size):
+        parser.error(f"argument --tensor-parallel-size: {too_few}")
     taken = _first_taken(args.host, args.port, "--port") or _first_taken(
         "127.0.0.1", args.shard_port, "--shard-port", count=args.shards
     )
@@ -89,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.epilog = (
         "MODEL is a directory or a hub id (default: the built-in toy model). "
         "Other flags are handed to the shards: see `penstock shard --help`; those after `--` to "
-        "the router: see `penstock router --help`. Several shards take the GPUs in turn."
+        "the router: see `penstock router --help`. Several shards take the GPUs in turn, each as "
+        "many as its model is split over."
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
@@ -116,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
         help="how long running requests may take to finish when this ends (default: %(default)g)",
     )
     add("--shards", default=1, type=positive_int, help="how many (default: 1)")
+    add(
+        "--tensor-parallel-size",
+        default=1,
+        type=positive_int,
+        metavar="N",
+        help="GPUs of each shard, over which its model is split (default: 1)",
+    )
     add("--shard-port", default=50051, type=port_number, metavar="PORT", help="of the first shard")
     return parser
 
@@ -135,9 +145,13 @@ def _children(
         router += ["--tls-key-file", args.tls_key_file]
     # One key for all: a shard would take another one from our own environment.
     key = {} if args.api_key is None else {"PENSTOCK_API_KEY": args.api_key}
+    size = args.tensor_parallel_size
     gpus = itertools.cycle(
-        [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in (visible_gpus() if args.shards > 1 else [])]
+        {"CUDA_VISIBLE_DEVICES": ",".join(group)}
+        for group in _groups(visible_gpus() if args.shards > 1 else [], size)
     )
+    if size > 1:
+        shard_flags = [*shard_flags, "--tensor-parallel-size", str(size)]
     shards = [
         _Child(
             name=f"shard {address}",
@@ -155,6 +169,27 @@ def _children(
             stop_timeout_s=args.shutdown_timeout_s + _STOP_TIMEOUT_S,
         ),
     ]
+
+
+def _too_few_gpus(num_shards: int, size: int) -> str:
+    """What is wrong where shards of several GPUs would share some; empty where nothing is. Shards
+    of one may share it, and a shard that is alone finds out for itself.
+    """
+    if num_shards == 1 or size == 1:
+        return ""
+    found, needed = len(visible_gpus()), num_shards * size
+    if not 0 < found < needed:
+        return ""
+    return (
+        f"--shards {num_shards} with {size} GPUs each need {needed}, and {found} can be seen; "
+        "lower either, or for shards on cpu hide them with CUDA_VISIBLE_DEVICES="
+    )
+
+
+def _groups(gpus: list[str], size: int) -> list[list[str]]:
+    """GPUs that belong together, as many in each; what is left over is nobody's."""
+    count = len(gpus) // size
+    return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:

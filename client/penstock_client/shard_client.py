@@ -23,6 +23,7 @@ from penstock_client.errors import InvalidRequest, PenstockError, ShardFailed, S
 from penstock_client.stream import GenerationStream
 from penstock_client.tokenizer_files import FileAssembler
 from penstock_client.types import (
+    Adapter,
     Attempt,
     DrainProgress,
     EmbeddingRequest,
@@ -39,6 +40,8 @@ _PROCESS_ID = uuid.uuid4().hex
 _counter = itertools.count()
 
 _UNARY_TIMEOUT_S = 10.0
+# It may have to be downloaded first.
+ADAPTER_TIMEOUT_S = 600.0
 _TOKENIZER_TIMEOUT_S = 60.0
 # Aborts that wait for the RPC before them go together in the next; this many at most.
 _MAX_ABORTS_IN_RPC = 4096
@@ -272,6 +275,37 @@ class ShardClient:
             raise _wire.call_error(error, self.address) from None
         finally:
             call.cancel()
+
+    async def load_adapter(
+        self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S
+    ) -> Adapter:
+        """Have the shard load a LoRA adapter: a directory on its machine, or a hub id.
+
+        Raises:
+            InvalidRequest: it does not fit, or another one has the name.
+            NotServed: the shard serves none, or has no place left.
+            ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
+        """
+        self._require_open()
+        message = _wire.load_adapter_request(name, source)
+        try:
+            answer = await self._stub.LoadAdapter(
+                message, metadata=self._metadata, timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return _wire.adapter(answer.adapter)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
+        """No further request gets the adapter; those that run keep it. Raises `InvalidRequest` for
+        one that is not loaded, and others as `errors` lists them.
+        """
+        self._require_open()
+        message = _wire.unload_adapter_request(name)
+        try:
+            await self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
 
     def give_up_call(self, reason: str) -> None:
         """End the shared call, and every stream on it as retryable: the shard says nothing."""

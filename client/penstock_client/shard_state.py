@@ -156,6 +156,9 @@ class ShardWatch:
         self.shard = shard
         self._stall_timeout_s = stall_timeout_s
         self._changed = changed
+        # Those that `info` is of, and whether nobody was told of them yet.
+        self._adapters_revision = 0
+        self._has_new_adapters = False
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
@@ -183,8 +186,13 @@ class ShardWatch:
             while True:
                 load = await self._next_report(reports)
                 known = shard.info.instance_id if shard.info is not None else ""
-                if load.serving and load.instance_id != known:
+                is_new = load.serving and load.instance_id != known
+                changed = load.serving and load.adapters_revision != self._adapters_revision
+                if is_new or changed:
                     shard.info = await shard.client.info(timeout_s=self._stall_timeout_s)
+                    self._adapters_revision = load.adapters_revision
+                    self._has_new_adapters = True
+                if is_new:
                     shard.breaker.reset()
                 self._note(load)
         except StopAsyncIteration:
@@ -217,8 +225,11 @@ class ShardWatch:
             shard.problem = ""
         else:
             shard.problem = "draining" if load.draining else "its engine is not serving"
-        if (shard.ready, shard.handing_over) != before:
+        is_news = (shard.ready, shard.handing_over) != before
+        if is_news:
             logger.info("shard %s is %s", shard.address, shard.problem or "ready")
+        if is_news or self._has_new_adapters:
+            self._has_new_adapters = False
             self._changed(shard)
 
     def _lost(self, error: PenstockError | TimeoutError) -> None:

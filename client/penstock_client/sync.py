@@ -13,9 +13,9 @@ import grpc
 
 from penstock_client import _wire
 from penstock_client.errors import PenstockError, ShardUnavailable
-from penstock_client.shard_client import call_metadata, new_request_id
+from penstock_client.shard_client import ADAPTER_TIMEOUT_S, call_metadata, new_request_id
 from penstock_client.tokenizer_files import FileAssembler
-from penstock_client.types import EmbeddingRequest, GenerationRequest, Output, ShardInfo
+from penstock_client.types import Adapter, EmbeddingRequest, GenerationRequest, Output, ShardInfo
 from penstock_proto.tls import Tls
 from penstock_proto.transport import Connector
 
@@ -97,6 +97,25 @@ class SyncShardClient:
         except grpc.RpcError as error:
             raise _wire.call_error(error, self.address) from None
         return _wire.embeddings(answer)
+
+    def load_adapter(
+        self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S
+    ) -> Adapter:
+        """Have the shard load a LoRA adapter, as `ShardClient.load_adapter` has it."""
+        message = _wire.load_adapter_request(name, source)
+        try:
+            answer = self._stub.LoadAdapter(message, metadata=self._metadata, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
+        return _wire.adapter(answer.adapter)
+
+    def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
+        """No further request gets the adapter, as `ShardClient.unload_adapter` has it."""
+        message = _wire.unload_adapter_request(name)
+        try:
+            self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _wire.call_error(error, self.address) from None
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort by id; unknown ids are no error."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from penstock_client.flag_rules import (
     HUB,
+    Loss,
+    NotTranslatable,
     Part,
     Rule,
     Table,
@@ -36,9 +38,24 @@ def _batched_tokens(text: str) -> str:
     return str(max(int(text), 256))
 
 
-_QUANTIZED = (
-    "weights are served as precise as they are stored; serve a model that fits in them, or on a "
-    "CPU give --quantization int8"
+def _drafts(text: str) -> str | None:
+    return str(int(text)) if int(text) else None
+
+
+def _adapter(text: str) -> str:
+    """NAME=PATH, or a hub id, which is the name too."""
+    name, _, source = text.strip().partition("=")
+    if "@" in (source or name):
+        raise NotTranslatable(f"{text}: adapters come at their newest revision; give a directory")
+    return f"{name}={source or name}"
+
+
+# What a checkpoint has is seen from its files.
+_QUANTIZED = one_of(
+    {"fp8": "fp8", "awq": None, "gptq": None, "marlin": None, "compressed-tensors": None},
+    "not served; give --quantization fp8, or a checkpoint of AWQ, GPTQ or compressed-tensors; on "
+    "a CPU --quantization int8",
+    Loss.REFUSED,
 )
 _OWN_SCHEDULE = "prompts and decodes share each step here; there is nothing to trade off"
 _ROPE = "rotary embeddings are as the model's config.json says; write rope_scaling there"
@@ -48,11 +65,11 @@ FLAGS: Table = {
     **same("revision trust-remote-code! dtype"),
     **becomes("hostname", "--host", Part.SERVE),
     **same("port", Part.SERVE),
-    **becomes("num-shard", "--shards", Part.COPIES, at_least(1, "one GPU at least")),
+    **becomes("num-shard", "--tensor-parallel-size", Part.DEVICES, at_least(1, "one GPU at least")),
     **named(
         "sharded",
         Rule(
-            why="how many GPUs are used says --shards; a model is not split over them",
+            why="over how many GPUs a model is split says --tensor-parallel-size",
             harmless=frozenset({"true", "false"}),
         ),
     ),
@@ -95,20 +112,24 @@ FLAGS: Table = {
     **lost("max-stop-sequences", "up to 4 on TGI's routes; the routes below /v1 take more", "4"),
     **lost("max-top-n-tokens", "up to 5 on TGI's routes; --max-logprobs is for those of /v1", "5"),
     **lost("max-client-batch-size", "prompts of one request count against the queue instead", "4"),
-    **lost("kv-cache-dtype", "keys and values are as precise as the weights: twice the memory"),
-    **lost("speculate", "no speculative decoding: the same answers, a token a step", "0"),
+    **becomes(
+        "kv-cache-dtype",
+        "--kv-cache-dtype",
+        convert=one_of(
+            {"fp8": "fp8", "fp8_e4m3fn": "fp8"},
+            "keys and values are as precise as activations: twice the memory",
+        ),
+    ),
+    **becomes("speculate", "--speculative-tokens", convert=_drafts),
     **lost("ngrok! ngrok-authtoken ngrok-edge", "no tunnel; run one beside it"),
     **lost(
         "disable-grammar-support!",
         "requests with a grammar are served",
         "false",
     ),
-    **lost(
-        "lora-adapters",
-        "adapters are not served, requests with adapter_id are refused; merge one into the model",
-    ),
+    **named("lora-adapters", Rule(to="--lora", convert=_adapter, repeats=True, separator=",")),
     **lost("watermark-gamma watermark-delta", "no watermark; requests that ask for one get 422"),
-    **refused("quantize", _QUANTIZED),
+    **becomes("quantize", "--quantization", convert=_QUANTIZED),
     **refused("rope-scaling rope-factor", _ROPE),
     **refused(
         "tokenizer-config-path",
@@ -130,8 +151,10 @@ ENVIRONMENT: Table = {
     **becomes("HF_API_TOKEN", "HF_TOKEN", Part.ENVIRONMENT),
     **becomes("HF_MODEL_ID", "MODEL", Part.MODEL),
     **becomes("HF_MODEL_REVISION", "--revision"),
-    **becomes("SM_NUM_GPUS", "--shards", Part.COPIES, at_least(1, "one GPU at least")),
-    **refused("HF_MODEL_QUANTIZE", _QUANTIZED),
+    **becomes(
+        "SM_NUM_GPUS", "--tensor-parallel-size", Part.DEVICES, at_least(1, "one GPU at least")
+    ),
+    **becomes("HF_MODEL_QUANTIZE", "--quantization", convert=_QUANTIZED),
     **lost("HF_MODEL_TRUST_REMOTE_CODE", "give --trust-remote-code", "false 0"),
     **becomes(
         "LOG_LEVEL",

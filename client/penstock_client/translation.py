@@ -82,6 +82,8 @@ class Translation:
 
     model: str = ""
     copies: int = 1
+    # GPUs of each.
+    devices: int = 1
     serve: list[str] = field(default_factory=list)
     shard: list[str] = field(default_factory=list)
     router: list[str] = field(default_factory=list)
@@ -93,7 +95,8 @@ class Translation:
         """Those of `penstock serve`."""
         copies = ["--shards", str(self.copies)] if self.copies > 1 else []
         after = ["--", *self.router] if self.router else []
-        return [self.model, *self.serve, *copies, *self.shard, *after]
+        devices = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
+        return [self.model, *self.serve, *copies, *devices, *self.shard, *after]
 
     @property
     def refused(self) -> bool:
@@ -140,9 +143,6 @@ def translate(
             _apply(rule, Given(name, name, (value,)), result)
         elif rule is None and name in variables and not _is_flag(peer, name):
             result.environment[name] = value
-    if result.copies > 1:
-        text = "no model is split: each gets a shard with the whole one, which has to fit there"
-        result.remark(f"{result.copies} GPUs", Loss.LOST, text)
     return result
 
 
@@ -349,7 +349,10 @@ def _words(rule: Rule, given: Given) -> list[str] | None:
         if not flag[0].startswith("--[no-]"):
             return None if given.negated else flag
         return ["--" + ("no-" if given.negated else "") + flag[0].removeprefix("--[no-]")]
-    values = [rule.convert(value) for value in given.values]
+    parts = given.values
+    if rule.separator:
+        parts = tuple(part for value in parts for part in value.split(rule.separator) if part)
+    values = [rule.convert(part) for part in parts]
     if None in values:
         return None
     if rule.repeats:
@@ -362,6 +365,8 @@ def _place(rule: Rule, given: Given, words: list[str], result: Translation) -> N
         result.model = words[1]
     elif rule.part is Part.COPIES:
         result.copies *= int(words[1])
+    elif rule.part is Part.DEVICES:
+        result.devices *= int(words[1])
     elif rule.part is Part.ENVIRONMENT:
         result.environment[rule.to] = words[1] if len(words) > 1 else ""
         if len(words) > 2:

@@ -115,7 +115,10 @@ class GenerationRequest:
     session: str = ""
     # The address of the only shard of the fleet that may serve it. Empty: whichever.
     shard: str = ""
+    # A LoRA adapter by its name, and of what content it must be; a fleet fills that in when it has
+    # chosen a shard, so that a request never goes on with another one of the same name.
     adapter: str = ""
+    adapter_hash: str = ""
     cache_salt: str = ""
     label: str = ""
     traceparent: str = ""
@@ -274,6 +277,16 @@ class EmbeddingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a shard has loaded; `source` is where from, as it was told."""
+
+    name: str
+    content_hash: str
+    source: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardInfo:
     """What a shard serves and how. `instance_id` is new at each start of its engine."""
 
@@ -305,6 +318,17 @@ class ShardInfo:
     adapters: tuple[str, ...]
     # None where "embed" is not among the capabilities.
     embedding: EmbeddingDefaults | None = None
+    # The same adapters in the same order.
+    loaded_adapters: tuple[Adapter, ...] = ()
+
+    def adapter_hash(self, name: str) -> str | None:
+        """Of the content of the adapter of this name, which is "" for none; None: not loaded."""
+        if not name:
+            return ""
+        for adapter in self.loaded_adapters:
+            if adapter.name == name:
+                return adapter.content_hash
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +352,8 @@ class LoadReport:
     # Of the engine's steps: how long all of them took, and the tokens they computed.
     steps_seconds_total: float = 0.0
     computed_tokens_total: int = 0
+    # Rises when other adapters are loaded.
+    adapters_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)

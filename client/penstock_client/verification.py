@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 
-from penstock_client.compatibility import complete_request
+from penstock_client.compatibility import complete_request, same_adapter
 from penstock_client.continuation import Observe
 from penstock_client.errors import PenstockError
 from penstock_client.fleet_stream import FleetStream
@@ -82,6 +82,7 @@ class Verification:
                 and info is not None
                 and info.instance_id != made_by.instance_id
                 and info.numerics_fingerprint == made_by.numerics_fingerprint
+                and same_adapter(made_by, info, stream.request.adapter)
             ):
                 return shard.address
         return None

@@ -48,7 +48,7 @@ _COMPILER = "tunes vLLM's compiler and CUDA graphs; there is nothing of the kind
 _BUILD = "is for building vLLM"
 _PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to arrange"
 _DEBUG = "looks into vLLM; --log-level debug and /debug/profile are what there is here"
-_ONE_GPU = "a model is not split over devices: each shard has one GPU and the whole model"
+_ONE_SPLIT = "a model is split in one way only: each GPU has a part of every layer"
 _NO_TRANSFER = "KV blocks do not travel between shards"
 _OWN_TOOLS = "calls are read without expressions, and kept to a schema where `strict` says so"
 _NOBODY = "nothing is reported to anybody"
@@ -90,11 +90,16 @@ ENVIRONMENT: Table = {
         "S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY S3_ENDPOINT_URL",
         "models are a hub's or a directory's; copy them there",
     ),
-    **lost(
-        "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST "
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM",
-        "adapters are not served; merge one into the model",
+    **becomes(
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "--enable-lora",
+        convert=one_of({"1": "", "true": "", "0": None, "false": None}, "must be 0 or 1"),
     ),
+    **lost(
+        "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST",
+        "adapters are loaded by their names: see --lora and /v1/load_lora_adapter",
+    ),
+    **needless("VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM", "there are no such kernels"),
     **lost(
         "VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_STREAM VLLM_LOGGING_PREFIX VLLM_CONFIGURE_LOGGING",
         "--log-format and --log-level are all there is",
@@ -180,7 +185,7 @@ ENVIRONMENT: Table = {
         "VLLM_ALLREDUCE_USE_SYMM_MEM VLLM_ALLREDUCE_USE_FLASHINFER "
         "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC VLLM_FLASHINFER_ALLREDUCE_BACKEND "
         "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-        _ONE_GPU,
+        _ONE_SPLIT,
     ),
     **needless(
         "VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT VLLM_P2P_SIDE_CHANNEL_HOST "

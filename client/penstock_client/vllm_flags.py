@@ -53,6 +53,8 @@ SHORT = {
     "-O": "optimization-level",
 }
 
+_DEFAULT_MAX_LORAS = 8
+
 # ---- values ------------------------------------------------------------------------------------
 
 _DTYPES: dict[str, str | None] = {
@@ -74,6 +76,7 @@ _LEVELS: dict[str, str | None] = {
 _BACKENDS: dict[str, str | None] = {
     "flash_attn": "flash_attn",
     "torch_sdpa": "sdpa",
+    "triton_attn": "triton",
     "cpu_attn": "cpu",
 }
 # What is written as JSON or Python between marks of these families; "mistral" is of several, which
@@ -133,14 +136,48 @@ def _template(text: str) -> str:
     return text
 
 
+def _lora_module(text: str) -> str:
+    """NAME=PATH, or the same as a JSON object."""
+    if not text.startswith("{"):
+        return text
+    module = json.loads(text)
+    if set(module) - {"name", "path", "base_model_name"}:
+        raise NotTranslatable(f"{text}: an adapter here has a name and a path")
+    return f"{module['name']}={module['path']}"
+
+
+def _draft_tokens(text: str) -> str:
+    settings = json.loads(text)
+    of_ngrams = isinstance(settings, dict) and settings.get("method") == "ngram"
+    if not of_ngrams or "num_speculative_tokens" not in settings:
+        raise NotTranslatable(f"{text}: {_DRAFTS}")
+    return readable_int(str(settings["num_speculative_tokens"]))
+
+
+def _max_loras(text: str) -> str | None:
+    # Theirs may be in one step, ours may be loaded: less than our default helps nobody.
+    return readable_int(text) if int(readable_int(text)) > _DEFAULT_MAX_LORAS else None
+
+
+# What a checkpoint has is seen from its files.
+_QUANTIZED = one_of(
+    {
+        "fp8": "fp8",
+        **dict.fromkeys(("none", "compressed-tensors", "awq", "awq_marlin", "gptq", "gptq_marlin")),
+    },
+    "not served; give --quantization fp8, or a checkpoint of AWQ, GPTQ or compressed-tensors; on "
+    "a CPU --quantization int8",
+    Loss.REFUSED,
+)
+
 # ---- reasons that several flags share ------------------------------------------------------------
 
 _TEXT_ONLY = "only text is served; requests with images, audio or video get 400"
-_NO_ADAPTERS = "adapters are not served, requests that name one get 404; merge it into the model"
-_ONE_GPU = "a model is not split over devices: each shard has one GPU and the whole model"
+_ODD_ADAPTERS = "adapters are for the linear layers of a language model"
+_ONE_SPLIT = "a model is split in one way only: each GPU has a part of every layer"
 _ONE_MACHINE = (
-    "shards are processes that the router finds by address: start `penstock shard` on each machine "
-    "and `penstock router --shards HOST:PORT,...` before them"
+    "`penstock serve` is for one machine: on several start `penstock shard` on each, with --nnodes "
+    "for one model over all of them, and `penstock router --shards HOST:PORT,...` before them"
 )
 _OWN_PARSERS = "no code of others reads answers; --tool-call-parser and --reasoning-parser choose"
 _KERNELS = "chooses among vLLM's own kernels; --attention-backend is all there is to choose here"
@@ -149,7 +186,7 @@ _STATE_SPACES = "tunes models with a state instead of a KV cache; they are refus
 _NO_OFFLOAD = "weights and the KV cache stay on the device; choose a model that fits"
 _NO_TRANSFER = "KV blocks do not travel; requests are sent to where their prefix is cached"
 _OWN_METRICS = "what /metrics has is fixed: docs/metrics.md"
-_DRAFTS = "no speculative decoding: the same answers, a token a step"
+_DRAFTS = "tokens are guessed from a sequence's own, never by a model: see --speculative-tokens"
 _PROXY = "let a proxy before the router do it"
 _PROCESS = "how vLLM arranges its own processes; there is nothing of the kind to arrange"
 _RLHF = "weights do not change while a shard serves; start one with the new weights"
@@ -176,14 +213,9 @@ FLAGS: Table = {
         "auto none",
     ),
     **lost("runner", "embeddings are served beside text, if the model has any", "auto generate"),
-    **refused(
-        "quantization",
-        "weights are served as precise as they are stored; serve a model that fits in them, or on "
-        "a CPU give --quantization int8",
-        "none",
-    ),
+    **becomes("quantization", "--quantization", convert=_QUANTIZED),
     **refused("quantization-config", "as --quantization"),
-    **needless("allow-deprecated-quantization!", "weights are not quantized"),
+    **needless("allow-deprecated-quantization!", "what is served is served"),
     **refused("tokenizer", "the tokenizer is the model's; put the other one into its directory"),
     **named(
         "tokenizer-mode",
@@ -328,7 +360,7 @@ FLAGS: Table = {
         "kv-cache-dtype",
         "--kv-cache-dtype",
         convert=one_of(
-            {"auto": None, "float16": "float16"},
+            {"auto": None, "float16": "float16", "fp8": "fp8", "fp8_e4m3": "fp8"},
             "keys and values are as precise as the weights: more memory, no other answers",
         ),
     ),
@@ -345,15 +377,16 @@ FLAGS: Table = {
     **becomes(
         "attention-backend",
         "--attention-backend",
-        convert=one_of(_BACKENDS, "the best of cpu, sdpa and flash_attn is taken", Loss.NONE),
+        convert=one_of(_BACKENDS, "the best here that serves the model is taken", Loss.NONE),
     ),
     **becomes("device-ids", "CUDA_VISIBLE_DEVICES", Part.ENVIRONMENT),
     **becomes(
-        "tensor-parallel-size pipeline-parallel-size data-parallel-size",
-        "--shards",
-        Part.COPIES,
+        "tensor-parallel-size pipeline-parallel-size",
+        "--tensor-parallel-size",
+        Part.DEVICES,
         at_least(1, "one GPU at least"),
     ),
+    **becomes("data-parallel-size", "--shards", Part.COPIES, at_least(1, "one shard at least")),
     **needless("enable-chunked-prefill!", "long prompts are always computed in chunks"),
     **needless("scheduling-policy", "`priority` of requests is always heeded"),
     **needless(
@@ -387,7 +420,8 @@ FLAGS: Table = {
     **lost(
         "kv-transfer-config kv-events-config ec-transfer-config ec-manager-config", _NO_TRANSFER
     ),
-    **lost("speculative-config spec-method spec-model spec-tokens", _DRAFTS),
+    **becomes("speculative-config", "--speculative-tokens", convert=_draft_tokens),
+    **lost("spec-method spec-model spec-tokens", _DRAFTS),
     **needless("per-request-spec-decode-metrics", _DRAFTS),
     **needless(
         "optimization-level performance-mode compilation-config cudagraph-capture-sizes+ "
@@ -434,12 +468,16 @@ FLAGS: Table = {
         _TEXT_ONLY,
     ),
     **needless("language-model-only!", "only text is served"),
+    **named("lora-modules+", Rule(to="--lora", convert=_lora_module, repeats=True)),
+    **same("enable-lora! max-lora-rank"),
+    **becomes("max-loras", "--max-loras", convert=_max_loras),
+    **needless("max-cpu-loras", "adapters that are loaded stay on the device: see --max-loras"),
+    **needless("fully-sharded-loras! specialize-active-lora!", "is a trade-off of their kernels"),
+    **lost("lora-dtype", "adapters are computed in the model's dtype", "auto"),
     **lost(
-        "lora-modules+ enable-lora! max-loras max-lora-rank lora-dtype "
-        "enable-tower-connector-lora! max-cpu-loras fully-sharded-loras! lora-target-modules+ "
-        "default-mm-loras specialize-active-lora! enable-mixed-moe-lora-format! "
-        "enable-moe-shared-loras! max-lora-cls-labels",
-        _NO_ADAPTERS,
+        "enable-tower-connector-lora! lora-target-modules+ default-mm-loras "
+        "enable-mixed-moe-lora-format! enable-moe-shared-loras! max-lora-cls-labels",
+        _ODD_ADAPTERS,
     ),
     # Several devices and machines.
     **lost(
@@ -450,7 +488,7 @@ FLAGS: Table = {
         "all2all-backend enable-dbo! ubatch-size enable-elastic-ep! elastic-ep-max-dp-size "
         "dbo-decode-token-threshold dbo-prefill-token-threshold enable-eplb! eplb-config "
         "expert-placement-strategy",
-        _ONE_GPU,
+        _ONE_SPLIT,
         "1",
     ),
     **lost(

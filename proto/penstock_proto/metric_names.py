@@ -85,6 +85,8 @@ VLLM = (
     Name("vllm:prefix_cache_queries_total", _either("prompt_tokens", "prompt_tokens"), _MODEL),
     Name("vllm:prefix_cache_hits_total", _either("cached_tokens", "cached_tokens"), _MODEL),
     Name("vllm:iteration_tokens_total", ("penstock_shard_step_tokens",), _MODEL),
+    Name("vllm:spec_decode_num_draft_tokens_total", ("penstock_shard_draft_tokens",), _MODEL),
+    Name("vllm:spec_decode_num_accepted_tokens_total", ("penstock_shard_accepted_tokens",), _MODEL),
     Name("vllm:time_to_first_token_seconds", _router("first_token_seconds"), _MODEL),
     Name("vllm:inter_token_latency_seconds", _router("between_tokens_seconds"), _MODEL),
     Name("vllm:time_per_output_token_seconds", _router("between_tokens_seconds"), _MODEL),

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect", "number", "thinking_budget")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "stop", "output", "constraint", "objective", "model", "adapter", "cache_salt", "label", "traceparent", "instance_id", "hand_back", "suspect", "number", "thinking_budget", "adapter_hash")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class GenerateRequest(_message.Message):
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     THINKING_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -47,7 +48,8 @@ class GenerateRequest(_message.Message):
     suspect: bool
     number: int
     thinking_budget: ThinkingBudget
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ..., number: _Optional[int] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
+    adapter_hash: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., label: _Optional[str] = ..., traceparent: _Optional[str] = ..., instance_id: _Optional[str] = ..., hand_back: _Optional[bool] = ..., suspect: _Optional[bool] = ..., number: _Optional[int] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ..., adapter_hash: _Optional[str] = ...) -> None: ...
 
 class ThinkingBudget(_message.Message):
     __slots__ = ("max_tokens", "begin_token_id", "end_token_id", "begun")
@@ -277,7 +279,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters", "embedding")
+    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters", "embedding", "loaded_adapters")
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MIN_SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +306,7 @@ class InfoResponse(_message.Message):
     NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    LOADED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     schema_revision: int
     min_schema_revision: int
     version: str
@@ -330,7 +333,20 @@ class InfoResponse(_message.Message):
     numerics_fingerprint: str
     adapters: _containers.RepeatedScalarFieldContainer[str]
     embedding: EmbeddingDefaults
-    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding: _Optional[_Union[EmbeddingDefaults, _Mapping]] = ...) -> None: ...
+    loaded_adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding: _Optional[_Union[EmbeddingDefaults, _Mapping]] = ..., loaded_adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "content_hash", "source", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    content_hash: str
+    source: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., content_hash: _Optional[str] = ..., source: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class EmbeddingDefaults(_message.Message):
     __slots__ = ("pooling", "normalize", "size")
@@ -375,7 +391,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over", "steps_seconds_total", "computed_tokens_total")
+    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over", "steps_seconds_total", "computed_tokens_total", "adapters_revision")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +408,7 @@ class LoadReport(_message.Message):
     HANDING_OVER_FIELD_NUMBER: _ClassVar[int]
     STEPS_SECONDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_REVISION_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     running: int
     waiting: int
@@ -408,7 +425,8 @@ class LoadReport(_message.Message):
     handing_over: bool
     steps_seconds_total: float
     computed_tokens_total: int
-    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ...) -> None: ...
+    adapters_revision: int
+    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ..., adapters_revision: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("limit_ms", "hand_over")
@@ -473,8 +491,10 @@ class LoadAdapterRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
     __slots__ = ("name",)

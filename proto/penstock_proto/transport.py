@@ -15,6 +15,8 @@ from penstock_proto.tls import Renewed, Tls, check_server_files, read_file
 
 # A prompt of a million ids is 4 MB; the limit leaves room for log-probabilities beside it.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+# Trailing metadata: which field a refused call of one message is refused for.
+FIELD_METADATA: Final = "penstock-field"
 
 _KEEPALIVE_S: Final = 30
 _KEEPALIVE_TIMEOUT_S: Final = 10

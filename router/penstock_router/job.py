@@ -130,6 +130,7 @@ def _sequence(
         thinking_budget=thinking_budget,
         model=model.info.model,
         tokenizer_hash=model.info.tokenizer_hash,
+        adapter=model.adapter,
         cache_salt=options.cache_salt,
         exact=options.exact,
         numerics=options.numerics,

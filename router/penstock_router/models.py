@@ -45,6 +45,8 @@ class ServedModel:
     text: TextModel
     # What that was made of, for text processes: each is sent it once.
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    # That the request named, where it named one; "" for the bare model.
+    adapter: str = ""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -54,7 +56,18 @@ class ServedModel:
     @property
     def fingerprint(self) -> str:
         """The answer's system_fingerprint: the same weights and version, the same string."""
-        return f"penstock-{self.info.version}-{self.info.weights_hash[:12]}"
+        adapter = f"-{self.adapter_hash[:12]}" if self.adapter else ""
+        return f"penstock-{self.info.version}-{self.info.weights_hash[:12]}{adapter}"
+
+    @property
+    def name(self) -> str:
+        """What answers call it."""
+        return self.adapter or self.info.model
+
+    @property
+    def adapter_hash(self) -> str:
+        """Of the adapter's content, as the shard has it that `info` is of."""
+        return self.info.adapter_hash(self.adapter) or ""
 
 
 _Key = tuple[str, str]
@@ -142,8 +155,24 @@ class Models:
         # Two models may claim one name.
         return [name for name in dict.fromkeys(names) if self.info(name).model == info.model]
 
+    def adapters_of(self, info: ShardInfo) -> dict[str, ShardInfo]:
+        """Adapters by name that a ready shard of this model has, and what that shard says."""
+        adapters: dict[str, ShardInfo] = {}
+        for shard in self._fleet.shards:
+            other = shard.info
+            if shard.ready and other is not None and other.model == info.model:
+                for name in other.adapters:
+                    adapters.setdefault(name, other)
+        return adapters
+
     def info(self, name: str) -> ShardInfo:
-        """Of the model a request names; raises `NotFound` or `Unavailable`."""
+        """Of the model a request names, or whose adapter it names; raises `NotFound` or
+        `Unavailable`.
+        """
+        return self._resolve(name)[0]
+
+    def _resolve(self, name: str) -> tuple[ShardInfo, str]:
+        """The model, and the adapter, "" for none."""
         infos = self.infos()
         # A shard's own name goes before an alias.
         names = {own for info in infos for own in (info.model, *info.model_aliases)}
@@ -151,10 +180,14 @@ class Models:
             name = self._aliases.get(name or _DEFAULT, name)
         for info in infos:
             if name == info.model:
-                return info
+                return info, ""
         for info in infos:
             if name in info.model_aliases:
-                return info
+                return info, ""
+        for info in infos:
+            # An operator's alias may mean an adapter, too.
+            if holder := self.adapters_of(info).get(name):
+                return holder, name
         if name in self._names:
             raise Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
         if not infos:
@@ -163,14 +196,14 @@ class Models:
             if len(infos) > 1:
                 text = "model: needed, as several are served; see /v1/models"
                 raise BadRequest(text, param="model")
-            return infos[0]
+            return infos[0], ""
         raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
     async def get(self, name: str) -> ServedModel:
         """The model a request names, loaded. Waits for a shard that serves it, for a while where
         that is so configured.
         """
-        info = await self._info_in_time(name)
+        info, adapter = await self._resolved_in_time(name)
         try:
             loaded = await self._text_of(info)
         except (TokenizerUnusable, TemplateUnusable) as error:
@@ -187,11 +220,11 @@ class Models:
             trusts_templates=self._trusts_templates,
             conventions=loaded.conventions,
         )
-        return ServedModel(info, text, loaded.files)
+        return ServedModel(info, text, loaded.files, adapter)
 
-    async def _info_in_time(self, name: str) -> ShardInfo:
+    async def _resolved_in_time(self, name: str) -> tuple[ShardInfo, str]:
         try:
-            return self.info(name)
+            return self._resolve(name)
         except Unavailable:
             if self._shard_wait_s is None:
                 raise
@@ -202,7 +235,7 @@ class Models:
             while True:
                 await asyncio.sleep(_HELD_POLL_S)
                 try:
-                    return self.info(name)
+                    return self._resolve(name)
                 except Unavailable:
                     if time.monotonic() >= until_s:
                         raise

@@ -193,6 +193,8 @@ def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
         yield errors.GenerationFailed
     elif route.headers or route.query or "{" in route.path:
         yield errors.BadRequest
+    if route.is_admins:
+        yield errors.Forbidden
     if not route.is_open:
         yield from (errors.Unauthorized, errors.NotFound)
     yield from (errors.Unavailable, ApiError)

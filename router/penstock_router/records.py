@@ -44,6 +44,8 @@ class RequestRecord:
     # Whose key it showed.
     key_name: str = ""
     model: str = ""
+    # That it named in place of the model; "" for none.
+    adapter: str = ""
     stream: bool = False
 
     # It was let in, its prompts were ready, and it had all its places.

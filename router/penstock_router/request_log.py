@@ -34,6 +34,7 @@ def fields_of(record: RequestRecord) -> Fields:
         "method": record.method[:_MAX_CHARACTERS],
         "route": record.route,
         "model": record.model[:_MAX_CHARACTERS],
+        "adapter": record.adapter[:_MAX_CHARACTERS],
         "stream": record.stream,
         "status": record.status,
         "outcome": record.outcome,

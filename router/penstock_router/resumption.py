@@ -86,6 +86,7 @@ def job_digest(job: Job) -> bytes:
     if conventions != Conventions():
         calls, _ = conventions.names
         digest.update(f"{calls} {conventions.reasoning}".encode())
+    digest.update(job.model.adapter_hash.encode())
     for prompt in job.prompts:
         digest.update(struct.pack("<I", len(prompt.token_ids)) + pack_ids(prompt.token_ids))
     return digest.digest()

@@ -123,7 +123,7 @@ class MessageShape:
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
         self._id = envelope.response_id
-        self._model = job.model.info.model
+        self._model = job.model.name
         self._usage_so_far = envelope.usage
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
         self._calls_tools = False

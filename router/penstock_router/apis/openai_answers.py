@@ -220,7 +220,7 @@ class _OpenAIShape(ABC):
             "id": envelope.response_id,
             "object": self.chunk_name,
             "created": envelope.created,
-            "model": job.model.info.model,
+            "model": job.model.name,
             "system_fingerprint": job.model.fingerprint,
         }
         self._heads = self._heads_for(self._text_opens)

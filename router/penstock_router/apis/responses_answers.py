@@ -197,7 +197,7 @@ class ResponseShape:
             "status": IN_PROGRESS,
             "error": None,
             "incomplete_details": None,
-            "model": job.model.info.model,
+            "model": job.model.name,
             "output": [],
             "temperature": _first_of(given.temperature, default.temperature),
             "top_p": _first_of(given.top_p, default.top_p),

@@ -208,7 +208,7 @@ PARAMETERS = table(
         ),
         Field("grammar", _GRAMMAR, "What the text must be: JSON by a schema, or by a regex."),
         Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
-        not_served("adapter_id", STRING),
+        Field("adapter_id", STRING, "The adapter to use; none is the model itself."),
         # Not TGI's.
         TIMEOUT,
     ]
@@ -287,6 +287,8 @@ def _request(
         sampling["temperature"] = 0.0
     return GenerateRequest(
         prompts=(values["inputs"],),
+        # Routers know models and adapters by one kind of name.
+        model=parameters.get("adapter_id", ""),
         n=best_of,
         best_of=best_of,
         max_tokens=parameters.get("max_new_tokens"),

@@ -111,6 +111,8 @@ class Route:
     other_errors: tuple[ErrorForm, ...] = ()
     # Served without an API key.
     is_open: bool = False
+    # Served to admins' keys alone.
+    is_admins: bool = False
 
     @property
     def canonical_path(self) -> str:

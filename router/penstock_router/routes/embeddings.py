@@ -28,6 +28,11 @@ async def embed(request: web.Request, body: Body) -> web.Response:
     with let_in(request, len(asked.prompts), "input", asked.timeout_s) as ticket:
         async with ticket.limit.scope():
             model = await router.models.get(asked.model)
+            if model.adapter:
+                raise BadRequest(
+                    f"model: {model.adapter} is an adapter, and those make no embeddings",
+                    param="model",
+                )
             _check_served(router, model, asked)
             prepared = await body.work(model)
             assert isinstance(prepared, Prepared)

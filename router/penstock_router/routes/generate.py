@@ -23,6 +23,7 @@ from penstock_client.types import GenerationRequest
 from penstock_router import sse
 from penstock_router.admission import Ticket
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
+from penstock_router.backend import ShardState
 from penstock_router.bodies import Body
 from penstock_router.deltas import LOGPROB_BYTES, Deltas, bounded, collect, spaced
 from penstock_router.errors import BadRequest
@@ -207,13 +208,21 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
         # It would be waited for, in vain.
         if shard.address == asked.shard and shard.info is not None and shard.info.model != name:
             raise BadRequest(f"x-penstock-shard: {shard.address} does not serve {name}")
+        if shard.address == asked.shard and not _has_adapter(shard, job):
+            text = f"{shard.address} does not have the adapter {job.model.adapter}"
+            raise BadRequest(f"x-penstock-shard: {text}")
     return job
+
+
+def _has_adapter(shard: ShardState, job: Job) -> bool:
+    return shard.info is None or shard.info.adapter_hash(job.model.adapter) is not None
 
 
 async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
     """The job, when it has its places; its sequences end by themselves when its time is up."""
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
+    record.adapter = job.model.adapter
     ticket.charge.follow(record, sum(delivered.tokens for delivered in job.delivered))
     await ticket.start(
         sum(len(prompt.token_ids) for prompt in job.prompts),

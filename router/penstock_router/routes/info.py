@@ -21,13 +21,14 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     root: str
-    parent: None
+    # Of an adapter: the model that it goes with.
+    parent: str | None
     max_model_len: int
     permission: list[str]
 
 
 class ModelList(TypedDict):
-    """The models that ready shards serve, each under each of its names."""
+    """The models that ready shards serve, each under each of its names, and their adapters."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -80,6 +81,13 @@ async def list_models(request: web.Request) -> web.Response:
         for info in models.infos()
         for name in models.names_of(info)
     ]
+    cards += [
+        _card(name, info, models.started_at, parent=info.model)
+        for info in models.infos()
+        for name in models.adapters_of(info)
+        # A model goes before an adapter of its name.
+        if models.names_of(models.info(name)).count(name) == 0
+    ]
     if not cards:
         raise Unavailable("no shard serves at present; try again shortly")
     answer: ModelList = {"object": "list", "data": cards}
@@ -91,19 +99,21 @@ async def get_model(request: web.Request) -> web.Response:
     models = request.app[ROUTER].models
     name = request.match_info["id"]
     info = models.info(name)
-    if name not in models.names_of(info):
-        raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
-    return json_response(_card(name, info, models.started_at))
+    if name in models.names_of(info):
+        return json_response(_card(name, info, models.started_at))
+    if name in models.adapters_of(info):
+        return json_response(_card(name, info, models.started_at, parent=info.model))
+    raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
 
-def _card(name: str, info: ShardInfo, created: int) -> ModelCard:
+def _card(name: str, info: ShardInfo, created: int, *, parent: str | None = None) -> ModelCard:
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "penstock",
         "root": info.model,
-        "parent": None,
+        "parent": parent,
         "max_model_len": info.max_model_len,
         "permission": [],
     }

@@ -8,7 +8,16 @@ from penstock_router import text_work
 from penstock_router.apis import embeddings, messages, tgi, tgi_answers, tokens
 from penstock_router.apis.openai import CHATS, COMPLETIONS
 from penstock_router.apis.responses_answers import DeletedAnswer, ItemList, ResponseAnswer
-from penstock_router.routes import console, docs, generate, info, invocations, responses, resume
+from penstock_router.routes import (
+    adapters,
+    console,
+    docs,
+    generate,
+    info,
+    invocations,
+    responses,
+    resume,
+)
 from penstock_router.routes import tokens as token_routes
 from penstock_router.routes.base import HEADERS, Route, with_body
 from penstock_router.routes.embeddings import embed
@@ -148,6 +157,24 @@ ROUTES: tuple[Route, ...] = (
         handler=info.get_model,
         summary="One model.",
         answer=info.ModelCard,
+    ),
+    Route(
+        method="POST",
+        path="/v1/load_lora_adapter",
+        handler=adapters.load_adapter,
+        summary="Have the shards load a LoRA adapter: for keys of the scope admin.",
+        fields=adapters.LOAD_FIELDS,
+        media_type="text/plain",
+        is_admins=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/unload_lora_adapter",
+        handler=adapters.unload_adapter,
+        summary="Let no further request have a LoRA adapter: for keys of the scope admin.",
+        fields=adapters.UNLOAD_FIELDS,
+        media_type="text/plain",
+        is_admins=True,
     ),
     Route(
         method="POST",

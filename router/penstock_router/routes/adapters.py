@@ -1,0 +1,74 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, under vLLM's names: for the operator.
+
+An adapter is loaded by every shard of its model that is ready. What it is, and where, is the
+shards' business: a path names a directory on their machines. Closed without an admin's key.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from penstock_client.errors import PenstockError, RequestRefused
+from penstock_router.errors import BadRequest, NotFound, Unavailable
+from penstock_router.fields import BOOLEAN, STRING, Field, not_served, read_fields, string, table
+from penstock_router.routes.base import ROUTER, check_admin, read_object
+
+_MAX_NAME_CHARS = 256
+_MAX_PATH_CHARS = 4096
+_NAME = Field(
+    "lora_name", string(1, _MAX_NAME_CHARS), "What requests call it, as their model.", required=True
+)
+_MODEL = Field("base_model_name", STRING, "Only shards of this model; needed where there are more.")
+LOAD_FIELDS = table(
+    [
+        _NAME,
+        Field(
+            "lora_path",
+            string(1, _MAX_PATH_CHARS),
+            "A directory on the shards' machines, or a hub id.",
+            required=True,
+        ),
+        _MODEL,
+        not_served("load_inplace", BOOLEAN, False),
+    ]
+)
+UNLOAD_FIELDS = table([_NAME, _MODEL])
+# What shards call the fields.
+_FIELDS = {"name": "lora_name", "adapter": "lora_name", "source": "lora_path"}
+
+
+async def load_adapter(request: web.Request) -> web.Response:
+    """POST /v1/load_lora_adapter {"lora_name": "mine", "lora_path": "/adapters/mine"}"""
+    check_admin(request)
+    asked = read_fields(LOAD_FIELDS, await read_object(request))
+    router, name = request.app[ROUTER], asked["lora_name"]
+    model = router.models.info(asked.get("base_model_name", "")).model
+    if name in router.models.names_of(router.models.info(model)):
+        raise BadRequest(f"lora_name: {name} is a model's name", param="lora_name")
+    try:
+        await router.fleet.load_adapter(name, asked["lora_path"], model)
+    except PenstockError as error:
+        raise _for_operator(error) from None
+    return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(request: web.Request) -> web.Response:
+    """POST /v1/unload_lora_adapter {"lora_name": "mine"}: what runs with it keeps it to its end."""
+    check_admin(request)
+    asked = read_fields(UNLOAD_FIELDS, await read_object(request))
+    router, name = request.app[ROUTER], asked["lora_name"]
+    model = router.models.info(asked.get("base_model_name", "")).model
+    if name not in router.models.adapters_of(router.models.info(model)):
+        raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+    try:
+        await router.fleet.unload_adapter(name, model)
+    except PenstockError as error:
+        raise _for_operator(error) from None
+    return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _for_operator(error: PenstockError) -> Exception:
+    """Whoever has an admin's key may know what shards say."""
+    if isinstance(error, RequestRefused):
+        return BadRequest(str(error), param=_FIELDS.get(error.field))
+    return Unavailable(f"the adapter was not changed at every shard: {error}")

@@ -1,0 +1,85 @@
+"""The flags of adapters, and what their values must be. Knows argparse; knows no adapter."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+
+_MAX_NAME_CHARACTERS = 256
+_MAX_LORAS = 256
+_MAX_RANK = 512
+
+
+def add_adapter_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--lora",
+        type=_lora,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="serve an adapter of peft's, a directory or a hub id, under this name; repeat it",
+    )
+    group.add_argument(
+        "--enable-lora",
+        action="store_true",
+        help="let adapters be loaded while the shard runs (default: only with --lora)",
+    )
+    group.add_argument(
+        "--max-loras",
+        type=_whole(_MAX_LORAS),
+        default=8,
+        metavar="N",
+        help="most adapters at once, which a GPU has memory set aside for (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-lora-rank",
+        type=_whole(_MAX_RANK),
+        default=64,
+        metavar="R",
+        help="highest rank of an adapter (default: %(default)s)",
+    )
+
+
+def check_adapter_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with one line where the flags do not go together."""
+    names = [name for name, _ in args.lora]
+    for name in names:
+        if names.count(name) > 1:
+            parser.error(f"--lora {name}: given twice")
+        reason = name_refusal(name, args.served_model_name or [args.model or ""])
+        if reason:
+            parser.error(f"--lora {name[:80]}: {reason}")
+    if len(names) > args.max_loras:
+        parser.error(f"--lora: {len(names)} adapters are over --max-loras {args.max_loras}")
+    if (args.lora or args.enable_lora) and args.tensor_parallel_size > 1:
+        parser.error(
+            "--lora: adapters are not served with --tensor-parallel-size "
+            f"{args.tensor_parallel_size}; start shards of one device each"
+        )
+
+
+def name_refusal(name: str, model_names: Collection[str]) -> str:
+    """Why an adapter cannot have this name; empty where it can."""
+    if not 1 <= len(name) <= _MAX_NAME_CHARACTERS:
+        return f"a name has 1..{_MAX_NAME_CHARACTERS} characters"
+    if not name.isprintable() or name != name.strip():
+        return "a name has no control characters, and no space around it"
+    if name in model_names:
+        return "the model itself has this name"
+    return ""
+
+
+def _lora(text: str) -> tuple[str, str]:
+    name, separator, source = text.partition("=")
+    if not (name and separator and source):
+        raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH")
+    return name, source
+
+
+def _whole(most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:80]}: must be a whole number, 1..{most}")
+        return int(text)
+
+    return read

@@ -1,0 +1,280 @@
+"""Adapters beside a model's products: what each adds to a product's outputs, token by token.
+
+An adapter has a slot, from 1 on, and each token of a step the slot of its adapter, or 0. Two ways
+compute the same. `LoopedDelta` goes through the adapters that are in the step, each on its own
+tokens alone, with the products of the ops: where those give a row the same bits in any batch, so
+does this. `StackedDelta` keeps all slots in two tensors and computes all of them for every token,
+of which it keeps the token's own: shapes depend on no adapter, so nothing is looked at on the host,
+which never waits for the device. It costs `slots * rank` more columns a product.
+
+Knows matrices. Knows nothing of which model they are of, files, or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.lora_files import AdapterFiles
+from penstock_shard.models.ops.base import Matrix, Ops
+
+# Ranks are padded to a multiple of this, which products on devices take whole.
+_RANK_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """How many adapters there may be at once, and how large."""
+
+    max_adapters: int
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one matrix: `b @ a`, float32, with the scale in `b` [N, r]."""
+
+    a: Tensor
+    b: Tensor
+
+
+# By the modules' names.
+AdapterWeights = Mapping[str, LowRank]
+
+
+class TokenAdapters:
+    """Which slot each token of a step has: int64 [T], 0 for none. Made once a step."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    @cached_property
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """Slots that occur, and the tokens of each. Waits for the device."""
+        present = [slot for slot in torch.unique(self.slots).tolist() if slot]
+        return [(slot, (self.slots == slot).nonzero().squeeze(1)) for slot in present]
+
+    def mask(self, num_slots: int, rank: int) -> Tensor:
+        """bool [T, num_slots * rank]: whether a column is of another slot than the token's."""
+        mask = self._masks.get((num_slots, rank))
+        if mask is None:
+            columns = torch.arange(num_slots * rank, device=self.slots.device) // rank + 1
+            mask = self._masks[num_slots, rank] = self.slots.unsqueeze(1) != columns
+        return mask
+
+    def of(self, rows: Tensor) -> TokenAdapters:
+        """Those of some of the tokens."""
+        return TokenAdapters(self.slots[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module within a product: its outputs are columns [start, end) of the product's."""
+
+    module: str
+    start: int
+    end: int
+
+
+class Delta(Protocol):
+    """What adapters add to one product."""
+
+    def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
+        """Add to y [T, N] what the adapters of its tokens make of x [T, K]."""
+
+    def place(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
+        """Of the product's modules; a slot without any adds nothing."""
+
+    def drop(self, slot: int) -> None:
+        """The slot adds nothing any more. No token has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """One adapter's matrices for a product: all of its A in one, and of each part B."""
+
+    down: Matrix
+    # The part, its columns of what `down` gives, and B.
+    ups: tuple[tuple[Part, slice, Matrix], ...]
+
+
+class LoopedDelta:
+    """A `Delta`: see the module's docstring."""
+
+    def __init__(self, parts: Sequence[Part], ops: Ops) -> None:
+        self._parts = parts
+        self._ops = ops
+        self._placed: dict[int, _Placed] = {}
+
+    def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
+        for slot, rows in tokens.groups:
+            placed = self._placed.get(slot)
+            if placed is None:
+                continue
+            down = placed.down.linear(x[rows])
+            for part, columns, up in placed.ups:
+                added = up.linear(down[:, columns].contiguous())
+                y[:, part.start : part.end].index_add_(0, rows, added.to(y.dtype))
+
+    def place(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
+        held = [(part, pairs[part.module]) for part in self._parts if part.module in pairs]
+        if not held:
+            self._placed.pop(slot, None)
+            return
+        ups = []
+        start = 0
+        for part, pair in held:
+            end = start + len(pair.a)
+            ups.append((part, slice(start, end), self._ops.pack([pair.b], exact=True)))
+            start = end
+        down = self._ops.pack([pair.a for _, pair in held], exact=True)
+        self._placed[slot] = _Placed(down, tuple(ups))
+
+    def drop(self, slot: int) -> None:
+        self._placed.pop(slot, None)
+
+
+class StackedDelta:
+    """A `Delta`: see the module's docstring."""
+
+    def __init__(
+        self, parts: Sequence[Part], in_features: int, limits: LoraLimits, ops: Ops
+    ) -> None:
+        self._parts = parts
+        # Where a row's bits may depend on that row alone, products are of the ops' own kind.
+        self._exact = ops.exact
+        self._num_slots = limits.max_adapters
+        self._rank = padded_rank(limits.max_rank)
+        self._width = self._num_slots * self._rank
+
+        def zeros(rows: int, columns: int) -> Tensor:
+            return torch.zeros(rows, columns, device=ops.device, dtype=ops.dtype)
+
+        self._a = zeros(len(parts) * self._width, in_features)
+        self._b = [zeros(part.end - part.start, self._width) for part in parts]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self._a, *self._b))
+
+    def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
+        down = self._product(x, self._a).view(len(x), len(self._parts), self._width)
+        # Not multiplied: another slot's numbers may be no numbers.
+        down = down.masked_fill(tokens.mask(self._num_slots, self._rank).unsqueeze(1), 0.0)
+        for index, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
+            if self._exact:
+                y[:, part.start : part.end] += self._product(down[:, index], up)
+            else:
+                y[:, part.start : part.end].addmm_(down[:, index], up.T)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not self._exact:
+            return functional.linear(x, weight)
+        # Here and not above: needs Triton.
+        from penstock_shard.models.kernels.triton_matmul import fixed_linear
+
+        return fixed_linear(x, weight)
+
+    @torch.no_grad()
+    def place(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
+        for index, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
+            columns = self._columns(slot)
+            a = self._a[index * self._width :][columns]
+            a.zero_()
+            up[:, columns].zero_()
+            pair = pairs.get(part.module)
+            if pair is not None:
+                rank = len(pair.a)
+                a[:rank].copy_(pair.a)
+                up[:, columns][:, :rank].copy_(pair.b)
+
+    def drop(self, slot: int) -> None:
+        self.place(slot, {})
+
+    def _columns(self, slot: int) -> slice:
+        return slice((slot - 1) * self._rank, slot * self._rank)
+
+
+def padded_rank(rank: int) -> int:
+    """The rank that an adapter of this one takes the place of."""
+    return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+
+
+class LoraBank:
+    """All places of a model that take adapters, and the adapters in them."""
+
+    def __init__(self, limits: LoraLimits, ops: Ops, *, stacked: bool) -> None:
+        """`stacked` says which of the two ways computes them."""
+        self.limits = limits
+        self._ops = ops
+        self._stacked = stacked
+        # Adapters' values must be numbers in this: another slot's tokens meet them, times zero.
+        self.dtype = ops.dtype if stacked else torch.float32
+        self._deltas: list[Delta] = []
+        # in_features and out_features of each module that takes adapters.
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self.nbytes = 0
+
+    def open(self, modules: Sequence[tuple[str, int]], in_features: int) -> Delta:
+        """A place for adapters of a product: its modules and how many outputs each has."""
+        parts = []
+        start = 0
+        for module, size in modules:
+            parts.append(Part(module, start, start + size))
+            self._shapes[module] = (in_features, size)
+            start += size
+        delta: Delta
+        if self._stacked:
+            delta = StackedDelta(parts, in_features, self.limits, self._ops)
+            self.nbytes += delta.nbytes
+        else:
+            delta = LoopedDelta(parts, self._ops)
+        self._deltas.append(delta)
+        return delta
+
+    @property
+    def modules(self) -> Mapping[str, tuple[int, int]]:
+        """Names of modules that take adapters, and their in_features and out_features."""
+        return self._shapes
+
+    def place(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter, which `check_fit` let pass, into a slot that no token has."""
+        for delta in self._deltas:
+            delta.place(slot, weights)
+
+    def drop(self, slot: int) -> None:
+        """Empty a slot that no token has any more."""
+        for delta in self._deltas:
+            delta.drop(slot)
+
+
+def check_fit(bank: LoraBank, files: AdapterFiles) -> None:
+    """Raises ModelError for modules that the model has not, or has of another shape, and for ranks
+    that are too high.
+    """
+    limit = bank.limits.max_rank
+    trained_on = repr(files.base_model[:80]) if files.base_model else "another model"
+    for pair in files.pairs:
+        module, shape = pair.module, bank.modules.get(pair.module)
+        if shape is None:
+            kinds = sorted({name.rpartition(".")[2] for name in bank.modules})
+            raise ModelError(
+                f"{module}: this model has no such module that takes adapters "
+                f"(it has {', '.join(kinds)}); is it an adapter of {trained_on}?"
+            )
+        if shape != (pair.in_features, pair.out_features):
+            raise ModelError(
+                f"{module}: the adapter is for a matrix of {pair.in_features} inputs and "
+                f"{pair.out_features} outputs, the model's has {shape[0]} and {shape[1]}; is it an "
+                f"adapter of {trained_on}?"
+            )
+        if pair.rank > limit:
+            raise ModelError(f"{module}: rank {pair.rank} is over --max-lora-rank {limit}")

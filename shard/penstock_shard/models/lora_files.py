@@ -1,0 +1,233 @@
+"""A LoRA adapter as peft saves it: adapter_config.json, checked, and what the tensors are called.
+
+An adapter adds `scale * B @ A` to matrices of a model (Hu et al., 2021, "LoRA"); the scale is
+lora_alpha / rank, or lora_alpha / sqrt(rank) where it is rank-stabilised (Kalajdzievski, 2023).
+Whatever else a configuration says that would change results is refused by its name.
+
+Knows files. Knows nothing of models, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.weight_files import read_object
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+# What a tensor's name is made of, around the module's own.
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_HASHED_BYTES = 1 << 24
+_DTYPES = {"F32", "F16", "BF16"}
+# How training began, which leaves the model's own weights as they are; others change them too.
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Fields that are read below, and those that say how it was trained or which modules were chosen,
+# which the tensors' names tell.
+_KNOWN = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "bias",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "velora_config",
+    "runtime_config",
+    "qalora_group_size",
+}
+_WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankPair:
+    """The two tensors for one matrix: A [rank, in_features] and B [out_features, rank]."""
+
+    # As the model calls the module: model.layers.0.self_attn.q_proj
+    module: str
+    rank: int
+    in_features: int
+    out_features: int
+    scale: float
+    name_a: str
+    name_b: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that is whole. `content_hash` is over both files."""
+
+    path: Path
+    content_hash: str
+    # What it says it was trained on; a hint, as paths differ between machines.
+    base_model: str
+    pairs: tuple[LowRankPair, ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its matrices'."""
+        return max(pair.rank for pair in self.pairs)
+
+
+def read_adapter_files(path: Path) -> AdapterFiles:
+    """Check the adapter of a directory. Raises ModelError, with one line, if it is not whole, or of
+    a kind that is not served.
+    """
+    config, weights = path / CONFIG, path / WEIGHTS
+    try:
+        _check_there(path)
+        told = read_object(config)
+        shapes = _read_shapes(weights)
+        content_hash = _hash_of(config, weights)
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    _check_config(config, told)
+    pairs = _pairs(config, weights, told, shapes)
+    return AdapterFiles(path, content_hash, str(told.get("base_model_name_or_path") or ""), pairs)
+
+
+def _check_there(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelError(f"{path}: there is no such directory")
+    if not (path / CONFIG).exists():
+        raise ModelError(f"{path}: there is no {CONFIG}, so this is no adapter of peft's")
+    if not (path / WEIGHTS).exists():
+        pickled = (path / "adapter_model.bin").exists()
+        why = "has its weights only as pickle, which can run code when it is read; " * pickled
+        raise ModelError(f"{path}: {why}there is no {WEIGHTS}")
+
+
+def _check_config(path: Path, told: Mapping[str, Any]) -> None:
+    """Raises ModelError for what would change results and is not served."""
+    kind = told.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{path}: peft_type: {kind!r} is not served; only LORA is")
+    if told.get("bias", "none") != "none":
+        raise ModelError(f"{path}: bias: {told['bias']!r} is not served; only 'none' is")
+    beginning = told.get("init_lora_weights")
+    if beginning not in _PLAIN_BEGINNINGS:
+        raise ModelError(
+            f"{path}: init_lora_weights: {beginning!r} changes the model's own weights, which is "
+            "not served; convert the adapter to an ordinary one, as peft's save_pretrained can"
+        )
+    for name, value in told.items():
+        if name not in _KNOWN and value not in _WITHOUT_MEANING:
+            raise ModelError(f"{path}: {name}: {str(value)[:80]!r} is not served")
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of all tensors, from the header: 8 bytes little-endian length, then that many of JSON."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size:
+            raise ModelError(f"{path}: is cut short or is no safetensors file")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+            ends = [tensor["data_offsets"][1] for tensor in header.values()]
+            dtypes = {tensor["dtype"] for tensor in header.values()}
+        except (ValueError, AttributeError, TypeError, LookupError) as error:
+            raise ModelError(f"{path}: is no safetensors file") from error
+    if size < (expected := 8 + length + max(ends, default=0)):
+        raise ModelError(f"{path}: is cut short: {size} of {expected} bytes")
+    if not dtypes <= _DTYPES:
+        odd = ", ".join(sorted(dtypes - _DTYPES))
+        raise ModelError(f"{path}: has tensors of {odd}; an adapter's are {', '.join(_DTYPES)}")
+    return shapes
+
+
+def _hash_of(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(struct.pack("<Q", path.stat().st_size))
+        with path.open("rb") as file:
+            while piece := file.read(_HASHED_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pairs(
+    config: Path, weights: Path, told: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[LowRankPair, ...]:
+    halves: dict[str, dict[str, str]] = {}
+    for name, shape in shapes.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or len(shape) != 2:
+            raise ModelError(
+                f"{weights}: {name} is no matrix of a LoRA adapter, so it is not served"
+            )
+        halves.setdefault(match["module"], {})[match["half"]] = name
+    if not halves:
+        raise ModelError(f"{weights}: there are no tensors in it")
+    return tuple(_pair(config, weights, told, shapes, *each) for each in sorted(halves.items()))
+
+
+def _pair(
+    config: Path,
+    weights: Path,
+    told: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    module: str,
+    halves: Mapping[str, str],
+) -> LowRankPair:
+    if len(halves) != 2:
+        missing = "AB".replace(next(iter(halves)), "")
+        raise ModelError(f"{weights}: lora_{missing} of {module} is missing")
+    rank, in_features = shapes[halves["A"]]
+    out_features, inner = shapes[halves["B"]]
+    stated = _told_of(config, told, module, "r", "rank_pattern")
+    if not 1 <= rank == inner == stated:
+        raise ModelError(
+            f"{weights}: {module} has lora_A of rank {rank} and lora_B of rank {inner}; "
+            f"{CONFIG} says {stated:g}"
+        )
+    alpha = _told_of(config, told, module, "lora_alpha", "alpha_pattern")
+    scale = alpha / (math.sqrt(rank) if told.get("use_rslora") else rank)
+    return LowRankPair(module, rank, in_features, out_features, scale, halves["A"], halves["B"])
+
+
+def _told_of(path: Path, told: Mapping[str, Any], module: str, name: str, pattern: str) -> float:
+    """The field's value for a module: that of the first pattern which the module's name ends with,
+    as peft looks it up, or the one for all.
+    """
+    value = told.get(name)
+    exceptions = told.get(pattern) or {}
+    try:
+        for key, other in exceptions.items():
+            if re.match(rf"(.*\.)?({key})$", module):
+                value = other
+                break
+    except (AttributeError, re.error) as error:
+        raise ModelError(f"{path}: {pattern}: cannot be read: {error}") from error
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ModelError(f"{path}: {name}: {str(value)[:80]!r} is no number")
