@@ -5,23 +5,33 @@ Every request that is submitted ends with exactly one output that is last: a fin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from penstock_shard.constraints.matchers import OutputRefused, PendingMatchers
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason, Request, RequestState
-from penstock_shard.runner.base import Logprobs, RowResult, Runner, ScheduledRequest, StepPlan
+from penstock_shard.runner.base import (
+    Logprobs,
+    RowResult,
+    Runner,
+    ScheduledRequest,
+    StepOutOfMemory,
+    StepPlan,
+)
 from penstock_shard.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 # google.rpc.Code
 _INVALID_ARGUMENT = 3
+_RESOURCE_EXHAUSTED = 8
 _OUT_OF_RANGE = 11
 _INTERNAL = 13
 _UNAVAILABLE = 14
@@ -107,6 +117,11 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def adapter_slots(self) -> set[int]:
+        """Of requests that are live, or in a step that is not collected."""
+        flying = (row.request for plan in self._in_flight for row in plan.rows)
+        return {request.adapter_slot for request in chain(self._requests.values(), flying)}
+
     def load(self) -> Load:
         return Load(
             running=self._scheduler.num_running,
@@ -121,6 +136,8 @@ class Engine:
             sequences_total=self._sequences_total,
             prompt_tokens_total=self._scheduler.prompt_tokens_total,
             decode_tokens_total=self._scheduler.decode_tokens_total,
+            draft_tokens_total=self._scheduler.num_draft_tokens,
+            accepted_tokens_total=self._scheduler.num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -168,16 +185,20 @@ class Engine:
         worst_s = self._runner.info.worst_step_s
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
-    def _give_back(self) -> None:
+    def _give_back(self, lacking: str = "KV blocks") -> None:
         """End whoever was put down and would rather go to another shard than wait."""
         for request in self._scheduler.take_put_down():
             if request.hand_back and request.state is RequestState.WAITING:
-                reason = "the shard is out of KV blocks; the request is given back"
+                reason = f"the shard is out of {lacking}; the request is given back"
                 self._end(request, error=Error(_UNAVAILABLE, reason))
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and take in what it gave."""
-        results = self._runner.collect()
+        try:
+            results = self._runner.collect()
+        except StepOutOfMemory as error:
+            self._lose_steps(error)
+            return
         plan = self._in_flight.popleft()
         now_s = self._clock()
         seconds = now_s - (self.step_started_s or now_s)
@@ -191,8 +212,37 @@ class Engine:
         if self._in_flight:
             self._expect(now_s)
 
+    def _lose_steps(self, error: StepOutOfMemory) -> None:
+        """Memory did not hold the oldest step in flight: whoever has a part in one that was
+        launched is put down, to be computed again in smaller steps.
+        """
+        plans = list(self._in_flight)
+        self._in_flight.clear()
+        self.step_started_s = None
+        for _ in plans[1:]:
+            with contextlib.suppress(StepOutOfMemory):
+                self._runner.collect()
+        failed, bounds = plans[0], self._scheduler.bounds
+        request = failed.rows[0].request
+        if bounds.is_hopeless(failed) and request.state is not _ENDED:
+            message = f"the device has too little memory for it: {error}"
+            self._end(request, error=Error(_RESOURCE_EXHAUSTED, message))
+        for request in self._scheduler.lost(plans):
+            self._runner.release(request)
+        self._give_back("memory")
+        logger.warning(
+            "out of memory in a step of %d tokens of %d requests, which are put down: %s; steps "
+            "have at most %d of %d for a while",
+            failed.num_tokens,
+            len(failed.rows),
+            error,
+            bounds.tokens,
+            bounds.sequences,
+        )
+
     def _take(self, plan: StepPlan, results: Sequence[RowResult], now_s: float) -> None:
         """Runs for every token: what is here costs each of them."""
+        guesses = self._scheduler.guesses
         for row, result in zip(plan.rows, results, strict=True):
             request = row.request
             if row.samples:
@@ -208,6 +258,8 @@ class Engine:
             if result.token_id is not None:
                 output = _token_output(request, result.token_id, result.logprobs)
                 request.last_token_s = now_s
+                if guesses and result.more_token_ids:
+                    _add_accepted(request, output, result.more_token_ids)
             else:
                 output = _output(request)
                 if result.embedding is not None:
@@ -254,8 +306,9 @@ class Engine:
 
 
 def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) -> Output:
-    position = len(request.token_ids) - request.num_prompt_tokens
-    request.token_ids.append(token_id)
+    known = request.token_ids
+    position = len(known) - request.num_prompt_tokens
+    known.append(token_id)
     output = Output(request.request_id, request.attempt, position, [token_id], logprobs)
     if position == request.num_delivered:
         output.cached_tokens = request.cached_tokens
@@ -265,6 +318,15 @@ def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) ->
     elif position + 1 >= request.max_tokens:
         output.finish = FinishReason.LENGTH
     return output
+
+
+def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) -> None:
+    """Tokens that follow the first, as it and they were guessed; none follows one that ends it. The
+    output has the log-probabilities of all.
+    """
+    for token_id in token_ids:
+        output.merge(_token_output(request, token_id, None))
+    request.num_accepted_drafts += len(token_ids)
 
 
 def _failed(request: Request, result: RowResult) -> Error:
@@ -287,8 +349,8 @@ def _unmatched(request: Request, reason: BaseException) -> Error:
 
 
 def _work(request: Request) -> Work:
-    """Each step that sampled gave a token."""
-    num_sampled = request.num_output_tokens - request.num_delivered
+    """Each step that sampled gave a token, and those that were guessed besides."""
+    num_sampled = request.num_output_tokens - request.num_delivered - request.num_accepted_drafts
     return Work(request.num_partial_steps + num_sampled, request.preemptions)
 
 

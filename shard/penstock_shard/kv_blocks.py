@@ -60,6 +60,11 @@ class BlockManager:
     def num_referenced(self) -> int:
         return self.num_blocks - len(self._free)
 
+    @property
+    def num_filings(self) -> int:
+        """How often a block was filed so far."""
+        return self._filings
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
@@ -115,6 +120,13 @@ class BlockManager:
             self._file(request, index)
             request.num_published = index + 1
 
+    def unfile(self, since: int) -> None:
+        """Forget what was filed when `num_filings` was `since` or more: it was never computed."""
+        for block_id, filed in list(self._filed.items()):
+            if filed.serial > since:
+                del self._filed[block_id]
+                del self._by_digest[filed.digest]
+
     def release(self, request: Request) -> None:
         """Take all blocks back. The last ones are reused first: a prefix's start lives longest."""
         for block_id in reversed(request.block_ids):
@@ -128,7 +140,7 @@ class BlockManager:
     # ---- internals ----
 
     def _root(self, request: Request) -> bytes:
-        return root_hash(self._weights_hash, request.cache_salt)
+        return root_hash(self._weights_hash, request.cache_salt, request.adapter)
 
     def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])

@@ -9,6 +9,9 @@ What bounds a step: tokens and requests always; while requests decode, also prom
 of a long prompt, and the time left to whoever has said how far apart its tokens may be. When blocks
 run out, whoever is least urgent is put down: its blocks are freed once no launched step refers to
 them, and it is computed again later from its prompt and its output so far.
+
+With a drafter, rows that decode may compute guesses at their next tokens too, out of what the
+step's decodes leave of its budget; see `speculation`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from penstock_shard.drafts import Drafter
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.request import Request, RequestState
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
-from penstock_shard.step_time import StepSize, StepTime
+from penstock_shard.speculation import Speculation
+from penstock_shard.step_bounds import StepBounds
+from penstock_shard.step_time import StepSize, StepTime, step_size
 from penstock_shard.urgency import (
     RequestGroup,
     Urgency,
@@ -41,6 +47,8 @@ _PROBE_STEPS = 8
 _LOOK_AGAIN_STEPS = 16
 # What prompts that have waited for too long get of a step at least.
 _AGED_TOKENS = 16
+# Of the tokens and the time that a step's decodes leave of it, guesses may take one in so many.
+_DRAFTS_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +82,26 @@ class _Room:
 class Scheduler:
     """Owns the waiting and the running requests, and through the block manager their blocks."""
 
-    def __init__(self, limits: SchedulerLimits, blocks: BlockManager) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, blocks: BlockManager, drafter: Drafter | None = None
+    ) -> None:
+        """Without a drafter every row that decodes computes one token."""
         self._limits = limits
         self._blocks = blocks
+        self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
         # A request that was put down stands before those of its class that never ran.
         self._waiting = RequestGroup()
         self._running = RequestGroup()
         # Neither running nor free of launched steps: they hold blocks until those are collected.
         self._leaving: set[Request] = set()
         self._step_time = StepTime()
-        # Of launched steps that are not collected, the oldest first.
+        self._speculation: Speculation | None = None
+        if drafter is not None:
+            self._speculation = Speculation(drafter, blocks, self._step_time, limits.max_num_seqs)
+        # Of launched steps that are not collected, the oldest first; and how many blocks were filed
+        # before each.
         self._sizes: deque[StepSize] = deque()
+        self._filings: deque[int] = deque()
         self._arrivals = 0
         self._steps = 0
         # Whether the next place is given by age.
@@ -119,6 +136,21 @@ class Scheduler:
         return sum(request.num_tokens for request in self._running)
 
     @property
+    def guesses(self) -> bool:
+        """Whether rows may have drafts."""
+        return self._speculation is not None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that were guessed, of steps that were collected."""
+        return 0 if self._speculation is None else self._speculation.drafter.proposed_total
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Those of them that were right."""
+        return 0 if self._speculation is None else self._speculation.drafter.accepted_total
+
+    @property
     def requests(self) -> list[Request]:
         """All that have not ended, running ones first."""
         return [*self._running, *self._waiting]
@@ -141,6 +173,8 @@ class Scheduler:
         """
         running = request.state is RequestState.RUNNING
         (self._running if running else self._waiting).remove(request)
+        if self._speculation is not None:
+            self._speculation.drafter.forget(request)
         self._leave(request, RequestState.ENDED)
         return request.num_steps_in_flight == 0
 
@@ -156,11 +190,21 @@ class Scheduler:
                 behind.append(request)
             elif num_tokens - request.num_prompt_tokens < request.max_tokens:
                 decodes.append(request)
+        # A guess is worth no memory.
+        speculation = None if self.bounds.reduced else self._speculation
+        if speculation is not None:
+            ready = speculation.ready(decodes)
+            if ready is None:
+                return StepPlan(())
+            decodes = ready
+        filings = self._blocks.num_filings
         room = self._room(decodes, starts_s)
         rows = self._decode_rows(decodes, room, now_s)
+        if speculation is not None:
+            rows = self._with_drafts(speculation, rows, room)
         # Whoever was put down would only come back in the same step to be put down again.
         admits = self.preemptions_total == preemptions_before
-        size = _size(rows)
+        size = step_size(rows)
         self._bound_prompts(room, size)
         prompt_rows = list(self._prompt_rows(behind, admits, room, now_s))
         self.num_behind_tokens = _num_behind(behind, prompt_rows)
@@ -168,10 +212,12 @@ class Scheduler:
             # A prompt that was found in the cache but for its last token is a decode row too.
             rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
         for row in rows:
-            row.request.num_steps_in_flight += 1
-            row.request.num_pending += row.samples
+            request = row.request
+            request.num_steps_in_flight += 1
+            request.num_pending += row.samples
         if rows:
-            self._sizes.append(size.plus(_size(prompt_rows)))
+            self._sizes.append(size.plus(step_size(prompt_rows)))
+            self._filings.append(filings)
         return StepPlan(tuple(rows))
 
     def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Request]:
@@ -180,15 +226,47 @@ class Scheduler:
         Returns the requests that have ended and that no launched step refers to any more.
         """
         size = self._sizes.popleft()
+        self._filings.popleft()
         self.prompt_tokens_total += size.num_prompt_tokens
-        self.decode_tokens_total += size.num_decodes
+        self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
             self._step_time.learn(size, seconds)
+        if self.bounds.reduced:
+            self.bounds.recover()
         for row in plan.rows:
             row.request.num_steps_in_flight -= 1
-        if not self._leaving:
-            return []
-        gone = [row.request for row in plan.rows if self._has_left(row.request)]
+        if self._speculation is not None:
+            self._speculation.learn(plan)
+        return self._gone(row.request for row in plan.rows) if self._leaving else []
+
+    def lost(self, plans: Sequence[StepPlan]) -> list[Request]:
+        """Memory did not hold the oldest of the launched steps; these are all that were launched,
+        and none counts. Whoever has a part in one is put down, and steps are smaller for a while.
+
+        Returns requests as `collected` does.
+        """
+        # What was filed as theirs holds nothing, or what was computed from nothing.
+        self._blocks.unfile(self._filings[0])
+        self._sizes.clear()
+        self._filings.clear()
+        if self._speculation is not None:
+            self._speculation.drop()
+        self.bounds.shrink(plans[0])
+        rows = [row for plan in plans for row in plan.rows]
+        for row in rows:
+            row.request.num_steps_in_flight -= 1
+            row.request.num_pending -= row.samples
+        parts = dict.fromkeys(row.request for row in rows)
+        # The last first, so that they stand in the order they ran in.
+        for request in [request for request in self._running if request in parts][::-1]:
+            self._put_down(request)
+        return self._gone(parts)
+
+    def _gone(self, requests: Iterable[Request]) -> list[Request]:
+        """Of these, whoever left and no launched step refers to any more gives its blocks back;
+        those that have ended.
+        """
+        gone = [request for request in requests if self._has_left(request)]
         for request in gone:
             self._leaving.remove(request)
             self._blocks.release(request)
@@ -232,7 +310,7 @@ class Scheduler:
     # ---- decodes ----
 
     def _room(self, decodes: Sequence[Request], starts_s: float) -> _Room:
-        tokens = self._limits.max_num_batched_tokens
+        tokens = self.bounds.tokens
         time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else float("inf")
         return _Room(tokens, tokens, time_s, tokens, float("inf"))
 
@@ -280,6 +358,16 @@ class Scheduler:
                 self._blocks.publish(row.request)
         return rows
 
+    def _with_drafts(
+        self, speculation: Speculation, rows: list[ScheduledRequest], room: _Room
+    ) -> list[ScheduledRequest]:
+        tokens, time_s = room.tokens // _DRAFTS_SHARE, room.time_s / _DRAFTS_SHARE
+        rows = speculation.add_drafts(rows, tokens, time_s)
+        for row in rows:
+            room.tokens -= len(row.drafts)
+            room.time_s -= self._step_time.prompt_s(row.start, len(row.drafts))
+        return rows
+
     def _in_time(self, request: Request, room: _Room, now_s: float) -> bool:
         """Whether a decode row may be added; whoever the time was counted for always is."""
         seconds = self._step_time.decode_s(request.num_tokens)
@@ -321,7 +409,7 @@ class Scheduler:
 
         None of these needs a block that it does not have or get here: nobody is put down any more.
         """
-        seats = self._limits.max_num_seqs - len(self._running)
+        seats = max(0, self.bounds.sequences - len(self._running))
         others = chain(behind, self._waiting if seats else ())
         if not all(map(self._is_long, others)):
             # Short prompts get past a long one.
@@ -459,7 +547,7 @@ class Scheduler:
         its_class = (r for r in self._waiting if r.objective.priority == best)
         first = min(its_class, key=lambda request: self._place(request, now_s))
         missing = self._blocks.blocks_for(first.num_tokens) - self._blocks.num_free
-        has_seat = len(self._running) < self._limits.max_num_seqs
+        has_seat = len(self._running) < self.bounds.sequences
         if has_seat and missing <= 0:
             return
         # Nobody is put down where all of them would not do.
@@ -493,15 +581,3 @@ def _num_behind(behind: Iterable[Request], rows: Iterable[ScheduledRequest]) -> 
         for request in begun
         if request.state is RequestState.RUNNING
     )
-
-
-def _size(rows: Iterable[ScheduledRequest]) -> StepSize:
-    decodes = prompt_tokens = keys = 0
-    for row in rows:
-        if row.samples and row.count == 1:
-            decodes += 1
-            keys += row.start + 1
-        else:
-            prompt_tokens += row.count
-            keys += row.count * row.start + row.count * (row.count + 1) // 2
-    return StepSize(decodes, prompt_tokens, keys)

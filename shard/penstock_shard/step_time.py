@@ -10,8 +10,10 @@ unknowns and a good start a few sweeps suffice).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from penstock_shard.runner.base import ScheduledRequest
 
 # Weight of a step against the one after it.
 _DECAY = 0.98
@@ -32,11 +34,14 @@ _KEYS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step computes. `num_keys` counts every pair of a query and a key it attends to."""
+    """What a step computes. `num_keys` counts every pair of a query and a key it attends to.
+    `num_drafts` are tokens that were guessed: they take what tokens of a prompt take.
+    """
 
     num_decodes: int
     num_prompt_tokens: int
     num_keys: int
+    num_drafts: int = 0
 
     def plus(self, other: StepSize) -> StepSize:
         """That of a step which computes both."""
@@ -44,7 +49,25 @@ class StepSize:
             self.num_decodes + other.num_decodes,
             self.num_prompt_tokens + other.num_prompt_tokens,
             self.num_keys + other.num_keys,
+            self.num_drafts + other.num_drafts,
         )
+
+
+def step_size(rows: Iterable[ScheduledRequest]) -> StepSize:
+    """What a step of these rows computes."""
+    decodes = prompt_tokens = keys = drafts = 0
+    for row in rows:
+        if row.samples and row.count == 1:
+            decodes += 1
+            keys += row.start + 1
+            continue
+        keys += row.count * row.start + row.count * (row.count + 1) // 2
+        if row.drafts:
+            decodes += 1
+            drafts += len(row.drafts)
+        else:
+            prompt_tokens += row.count
+    return StepSize(decodes, prompt_tokens, keys, drafts)
 
 
 class StepTime:
@@ -124,6 +147,6 @@ def _features(size: StepSize) -> tuple[float, float, float, float]:
     return (
         1.0,
         float(size.num_decodes),
-        float(size.num_prompt_tokens),
+        float(size.num_prompt_tokens + size.num_drafts),
         size.num_keys * _KEYS,
     )

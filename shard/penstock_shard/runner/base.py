@@ -24,6 +24,11 @@ class ScheduledRequest:
     been collected, samples it. A request with `pooling` gets the vector of its prompt where
     another would get a token. The first `num_prompt_logprobs` of its tokens predict prompt tokens
     whose log-probabilities are wanted.
+
+    With `drafts` the row computes its last known token and these, which are guesses at those that
+    follow: after each of them a token is sampled as ever, for as long as what was sampled is what
+    was guessed and does not end the sequence. So it gives 1 to `count` tokens, and nothing may be
+    launched for its request until it is collected.
     """
 
     request: Request
@@ -31,11 +36,14 @@ class ScheduledRequest:
     count: int
     samples: bool
     num_prompt_logprobs: int = 0
+    drafts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything one forward pass computes. Rows with `count` 1 that sample come first."""
+    """Everything one forward pass computes. Rows with `count` 1 that sample come first, then those
+    with drafts.
+    """
 
     rows: tuple[ScheduledRequest, ...]
 
@@ -90,6 +98,14 @@ class Logprobs:
             self.requested[skip_requested:],
         )
 
+    def extend(self, later: Logprobs) -> None:
+        """Append those of the tokens that follow."""
+        self.chosen += later.chosen
+        self.ranks += later.ranks
+        self.top_token_ids += later.top_token_ids
+        self.top_logprobs += later.top_logprobs
+        self.requested += later.requested
+
 
 @dataclass(slots=True)
 class RowResult:
@@ -99,6 +115,9 @@ class RowResult:
     indices start + 1 .. start + count (bounded by the prompt's end): those that the row's logits
     predict. `error` ends the request (NaN logits, say) and leaves the rest of the step alone;
     `is_callers` where the request asked for what cannot be.
+
+    Of a row with drafts `more_token_ids` are the tokens after that one, and `logprobs` are those of
+    all. What would be an error after its first token is none: the next step finds it again.
     """
 
     token_id: int | None = None
@@ -108,6 +127,7 @@ class RowResult:
     is_callers: bool = False
     # The prompt's pooled final hidden states, whole and as they are: float32, little-endian.
     embedding: bytes | None = None
+    more_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +137,42 @@ class EmbeddingDefaults:
     pooling: Pooling
     normalize: bool
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that is loaded. `content_hash` is over its files, `source` as it was named."""
+
+    name: str
+    content_hash: str
+    source: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter that fits the model and can be put into a slot; `weights` are the store's."""
+
+    content_hash: str
+    rank: int
+    weights: object = None
+
+
+class AdapterStore(Protocol):
+    """Where a runner keeps adapters: slots from 1 on, which its caller gives out."""
+
+    def read(self, source: str) -> ReadAdapter:
+        """Find, read and check an adapter: slow, and in any thread.
+
+        Raises:
+            ModelError: one line that says what is wrong with it.
+        """
+
+    def place(self, slot: int, adapter: ReadAdapter) -> None:
+        """Put it into a slot that no request has."""
+
+    def drop(self, slot: int) -> None:
+        """Empty a slot that no request has any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +203,18 @@ class RunnerInfo:
     max_steps_ahead: int = 0
     # How long the largest step took when it was tried at load; 0 where none was.
     worst_step_s: float = 0.0
+    # Where "adapter" is among the capabilities: those that are loaded.
+    adapters: tuple[Adapter, ...] = ()
+
+
+class StepOutOfMemory(Exception):
+    """The device's memory did not hold a step. Nothing of it counts, and what the runner keeps of
+    its requests may be as before it or after it, never half-way. The text says what was asked for.
+
+    Steps that were launched before this was raised are void, whatever becomes of them: they are
+    collected, may raise this too, and what they give is thrown away. They must fail in no other
+    way, though tokens that they need were never sampled. What is launched later runs as ever.
+    """
 
 
 class Runner(Protocol):
@@ -155,11 +223,19 @@ class Runner(Protocol):
     @property
     def info(self) -> RunnerInfo: ...
 
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """None where no requests with adapters are served."""
+
     def launch(self, plan: StepPlan) -> None:
         """Hand over the inputs of a step. Returns before the step is over where it can."""
 
     def collect(self) -> Sequence[RowResult]:
-        """Wait for the oldest launched step; one result a row, in the plan's order."""
+        """Wait for the oldest launched step; one result a row, in the plan's order.
+
+        Raises:
+            StepOutOfMemory: that step gave nothing, and is over.
+        """
 
     def release(self, request: Request) -> None:
         """The request is over: drop what is kept for it."""

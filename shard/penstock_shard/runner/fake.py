@@ -18,14 +18,24 @@ import struct
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 
 import numpy as np
 
 from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
+from penstock_shard.models.lora_files import read_adapter_files
 from penstock_shard.request import CONSTRAINT_KINDS, Pooling, Request
-from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, ScheduledRequest, StepPlan
+from penstock_shard.runner.base import (
+    AdapterStore,
+    Logprobs,
+    ReadAdapter,
+    RowResult,
+    RunnerInfo,
+    ScheduledRequest,
+    StepPlan,
+)
 from penstock_shard.runner.token_state import BadWords, Thinking
 
 CAPABILITIES = frozenset(
@@ -78,6 +88,26 @@ class _Progress:
     num_tokens: int = 0
 
 
+class FakeAdapters:
+    """An `AdapterStore` of adapters whose files are looked at as far as is possible without a
+    model. What they are is in each request.
+    """
+
+    def __init__(self, find: Callable[[str], Path]) -> None:
+        """`find` gives the directory of a source."""
+        self._find = find
+
+    def read(self, source: str) -> ReadAdapter:
+        files = read_adapter_files(self._find(source))
+        return ReadAdapter(files.content_hash, files.rank)
+
+    def place(self, slot: int, adapter: ReadAdapter) -> None:
+        """Nothing is kept."""
+
+    def drop(self, slot: int) -> None:
+        """Nothing is kept."""
+
+
 class FakeRunner:
     """Implements `Runner`. `ordinary_ids` are what it generates; eos ids only by `eos_rate`.
 
@@ -93,8 +123,10 @@ class FakeRunner:
         step_s: float,
         eos_rate: float = 0.0,
         crash_on: int | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self._info = info
+        self._adapters = adapters
         self._ordinary_ids = ordinary_ids
         self._step_s = step_s
         self._eos_rate = eos_rate
@@ -110,6 +142,10 @@ class FakeRunner:
     @property
     def info(self) -> RunnerInfo:
         return self._info
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        return self._adapters
 
     def launch(self, plan: StepPlan) -> None:
         self._free_at_s = max(self._free_at_s, time.monotonic()) + self._step_s
@@ -135,8 +171,31 @@ class FakeRunner:
             self._crash_if_told(row.request)
             result.embedding = self._embedding(row.request, row.request.pooling)
         elif row.samples:
-            self._sample(row.request, row.start + row.count, result)
+            self._sample(row.request, row.start + row.count - len(row.drafts), result)
+            if row.drafts:
+                self._sample_after(row, result)
         return result
+
+    def _sample_after(self, row: ScheduledRequest, result: RowResult) -> None:
+        """A token after each guess, as long as what was sampled is what was guessed."""
+        request, more = row.request, list[int]()
+        num_known = len(request.token_ids)
+        token_id = result.token_id
+        # While the next one is looked for, those before it stand among the request's own.
+        for guess in row.drafts:
+            if token_id != guess or request.ends_with(guess):
+                break
+            request.token_ids.append(guess)
+            following = RowResult()
+            self._sample(request, len(request.token_ids), following)
+            token_id = following.token_id
+            if token_id is None:
+                break
+            more.append(token_id)
+            if result.logprobs is not None and following.logprobs is not None:
+                result.logprobs.extend(following.logprobs)
+        del request.token_ids[num_known:]
+        result.more_token_ids = more
 
     def _sample(self, request: Request, num_tokens: int, result: RowResult) -> None:
         """What follows the request's first `num_tokens` tokens."""
@@ -296,7 +355,8 @@ class FakeRunner:
 def _parameters(request: Request) -> bytes:
     """All that tokens depend on beside the prompt and the output."""
     parameters = [astuple(request.sampling), request.min_tokens]
-    parameters += [part for part in (request.constraint, request.thinking_budget) if part]
+    others = (request.constraint, request.thinking_budget, request.adapter)
+    parameters += [part for part in others if part]
     return repr(tuple(parameters)).encode()
 
 

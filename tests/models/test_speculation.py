@@ -1,0 +1,244 @@
+"""Drafts on real logits and real models: the same tokens, in fewer steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.driver import load, make_request
+from support.budget import budget, seeded
+from support.compilers import VOCAB_SIZE, two_ended_compiler
+from support.drafters import FickleOracle, Oracle, named
+
+from penstock_shard.constraints.state import MaskFiller
+from penstock_shard.drafts import Drafter
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.request import Constraint, Request, SamplingParams, ThinkingBudget
+from penstock_shard.runner.base import Logprobs, RowResult
+from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.runner.sampler import Sampler, SampleRow
+from penstock_shard.runner.speculation import Draft, Verification
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+_LENGTH = 8
+
+
+def verify(sampler: Sampler, logits: torch.Tensor, drafts: Sequence[Draft]) -> list[RowResult]:
+    return Verification(sampler, logits, drafts).finish()
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0},
+    "filtered": {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.8, "frequency_penalty": 0.7},
+    "greedy penalties": {"temperature": 0.0, "presence_penalty": 1.5},
+    "bad words": {"temperature": 1.0, "bad_words": ((3, 4), (5,), (6, 7, 8))},
+    "allowed": {"temperature": 1.0, "allowed_token_ids": (2, 3, 5, 7)},
+    "bias": {"temperature": 1.0, "logit_bias": ((3, 2.0), (4, -3.0))},
+}
+
+
+def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Request:
+    request = make_request([1, 2, 3], SamplingParams(seed=seed, **sampling), logprobs=2)
+    return dataclasses.replace(request, **changes)
+
+
+def _one_by_one(request: Request, logits: torch.Tensor) -> list[RowResult]:
+    """What a sampler draws from these, position by position, until the sequence ends."""
+    sampler = Sampler(MaskFiller(logits.shape[1]))
+    results: list[RowResult] = []
+    for position, row in enumerate(logits):
+        (result,) = sampler.sample(row[None], [SampleRow(request, position)])
+        results.append(result)
+        if result.token_id is None or request.ends_with(result.token_id):
+            break
+        request.token_ids.append(result.token_id)
+    del request.token_ids[request.num_prompt_tokens :]
+    return results
+
+
+def _guesses(rng: random.Random, right: Sequence[int], count: int, size: int) -> list[int]:
+    kept = list(right[: rng.randint(0, count)])
+    return (kept + [rng.randrange(size) for _ in range(count)])[:count]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_what_is_sampled_after_drafts_is_what_is_sampled_without(name: str) -> None:
+    rng = seeded(f"drafts, {name}")
+    vocabulary = 24
+    for _ in range(budget(6, 500)):
+        torch.manual_seed(rng.randrange(2**31))
+        requests = [
+            _request(SAMPLINGS[rng.choice((name, "greedy", name))], seed, **_ending(rng))
+            for seed in range(rng.randint(1, 5))
+        ]
+        logits = [4 * torch.randn(_LENGTH, vocabulary) for _ in requests]
+        expected = [_one_by_one(r, own) for r, own in zip(requests, logits, strict=True)]
+        drafts, place = [], 0
+        for request, results in zip(requests, expected, strict=True):
+            right = [result.token_id or 0 for result in results]
+            count = rng.randint(1, _LENGTH - 1)
+            drafts.append(Draft(request, _guesses(rng, right, count, vocabulary), 0, place))
+            place += _LENGTH
+        found = verify(Sampler(), torch.cat(logits), drafts)
+        for draft, result, results in zip(drafts, found, expected, strict=True):
+            _is_beginning(draft, result, results)
+
+
+def _ending(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.5:
+        return {}
+    stops = frozenset(rng.sample(range(24), 4))
+    return rng.choice(
+        (
+            {"stop_token_ids": stops},
+            {"stop_token_ids": stops, "min_tokens": 4},
+            {"thinking_budget": ThinkingBudget(3, 2, 3, begun=True)},
+        )
+    )
+
+
+def _is_beginning(draft: Draft, result: RowResult, expected: Sequence[RowResult]) -> None:
+    """As many tokens as there were right guesses and one; no more than there are, nor less."""
+    if expected[0].token_id is None:
+        assert result == expected[0]
+        return
+    tokens = [result.token_id, *result.more_token_ids]
+    whole = [one.token_id for one in expected if one.token_id is not None]
+    right = 0
+    while right < min(len(draft.token_ids), len(whole)) and draft.token_ids[right] == whole[right]:
+        right += 1
+    assert tokens == whole[: right + 1]
+    assert result.error is None
+    merged = Logprobs(top_n=2)
+    for one in expected[: len(tokens)]:
+        assert one.logprobs is not None
+        merged.extend(one.logprobs)
+    assert result.logprobs is not None
+    assert result.logprobs.chosen == pytest.approx(merged.chosen, abs=1e-6)
+    assert result.logprobs.top_token_ids == merged.top_token_ids
+    assert result.logprobs.ranks == merged.ranks
+
+
+def test_a_constraint_is_followed_through_drafts() -> None:
+    rng = seeded("constrained drafts")
+    for seed in range(budget(4, 100)):
+        torch.manual_seed(rng.randrange(2**31))
+        constraint = Constraint("regex", "[a-f]{2,4}-[0-9]{2}(ab|cd){4,12}")
+        logits = torch.randn(_LENGTH, VOCAB_SIZE)
+
+        def request(seed: int = seed, constraint: Constraint = constraint) -> Request:
+            matcher = two_ended_compiler().compile(constraint)
+            return _request({"temperature": 1.0}, seed, constraint=constraint, matcher=matcher)
+
+        expected = _one_by_one(request(), logits)
+        right = [result.token_id or 0 for result in expected]
+        draft = Draft(request(), _guesses(rng, right, 6, VOCAB_SIZE), 0, 0)
+        (found,) = verify(Sampler(MaskFiller(VOCAB_SIZE)), logits, [draft])
+        _is_beginning(draft, found, expected)
+
+
+def test_logits_that_are_no_numbers_are_an_error_when_they_come_first() -> None:
+    logits = torch.zeros(3, 8)
+    logits[:, 5] = 1.0
+    logits[1] = float("nan")
+    request = _request({"temperature": 0.0}, 0)
+    (result,) = verify(Sampler(), logits, [Draft(request, [5, 5], 0, 0)])
+    assert (result.token_id, result.more_token_ids, result.error) == (5, [], None)
+    (result,) = verify(Sampler(), logits[1:], [Draft(request, [5], 0, 0)])
+    assert result.token_id is None
+    assert result.error == "the model gave no finite logits at output position 0"
+
+
+# ---- through the engine ----
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    phrases = [[rng.randrange(3, 380) for _ in range(6)] for _ in range(3)]
+    return [
+        [token for _ in range(6) for token in rng.choice(phrases)] + phrases[i % 3][: 1 + i % 4]
+        for i in range(6)
+    ]
+
+
+def _samplings() -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, repetition_penalty=1.05),
+        SamplingParams(temperature=0.3, seed=7),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.6, top_p=0.8, seed=9, bad_words=((5,), (9, 10))),
+        SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(20, 30))),
+    ]
+
+
+def _generate(
+    runner: ModelRunner, drafter: Drafter | None, num_blocks: int = 40
+) -> tuple[dict[str, list[int]], dict[str, Logprobs], Engine]:
+    info = runner.info
+    blocks = BlockManager(num_blocks, info.block_size, weights_hash=info.weights_hash)
+    scheduler = Scheduler(SchedulerLimits(6, 40), blocks, drafter)
+    engine = Engine(runner, scheduler, blocks)
+    logprobs: dict[str, Logprobs] = {}
+    requests = []
+    for number, (prompt, sampling) in enumerate(zip(_prompts(), _samplings(), strict=True)):
+        request = make_request(prompt, sampling, max_tokens=30, logprobs=1)
+        request.request_id = str(number)
+        requests.append(request)
+        logprobs[request.request_id] = Logprobs(top_n=1)
+        engine.submit(request)
+    for _ in range(3000):
+        if not engine.has_work:
+            break
+        for output in engine.step():
+            assert output.error is None
+            if output.logprobs is not None:
+                assert len(output.logprobs.chosen) == len(output.token_ids)
+                logprobs[output.request_id].extend(output.logprobs)
+        engine.check_integrity()
+    assert blocks.num_referenced == 0
+    outputs = {r.request_id: r.token_ids[r.num_prompt_tokens :] for r in requests}
+    return outputs, logprobs, engine
+
+
+@pytest.mark.parametrize("max_steps_ahead", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_an_engine_that_guesses_gives_the_tokens_of_one_that_does_not(
+    family: str, max_steps_ahead: int, model_dir: Callable[[str], Path]
+) -> None:
+    loaded = load(model_dir(family), kv_blocks=40, max_model_len=200)
+    info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
+    expected, expected_logprobs, plain = _generate(ModelRunner(loaded.model, info), None)
+    foresee = named(expected)
+    rng = seeded("engine drafts")
+    for drafter in (Drafter(4), Oracle(4, foresee), FickleOracle(5, foresee, rng, 384)):
+        found, logprobs, engine = _generate(ModelRunner(loaded.model, info), drafter)
+        assert found == expected
+        assert 0 < drafter.accepted_total <= drafter.proposed_total
+        if type(drafter) is Oracle:
+            assert engine.steps_total < plain.steps_total
+        for name, own in expected_logprobs.items():
+            assert logprobs[name].chosen == pytest.approx(own.chosen, abs=1e-4)
+            assert logprobs[name].ranks == own.ranks
+
+
+@pytest.mark.parametrize("max_steps_ahead", [0, 1])
+def test_guesses_under_a_small_cache_give_the_same_tokens(
+    max_steps_ahead: int, model_dir: Callable[[str], Path]
+) -> None:
+    loaded = load(model_dir("llama"), kv_blocks=16, max_model_len=120)
+    info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
+    expected, _, _ = _generate(ModelRunner(loaded.model, info), None, 16)
+    foresee = named(expected)
+    drafter = FickleOracle(5, foresee, seeded("small cache drafts"), 384)
+    found, _, engine = _generate(ModelRunner(loaded.model, info), drafter, 16)
+    assert found == expected
+    assert engine.load().preemptions_total > 0
