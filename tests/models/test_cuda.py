@@ -1,17 +1,47 @@
-"""The runner on a CUDA device says what it says on cpu."""
+"""What runs on a CUDA device gives what it gives on cpu, and by whichever way it is computed there.
+
+Skipped without a device.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from models.attention_cases import CASES, Case, check_case
 from models.driver import Driver, load, make_request
+from models.mixed_requests import serve
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
 from models.test_families import OUTPUT_TOKENS, reference
+from support.adapters import make_adapter
+from support.drafters import Oracle, named
+from torch import Tensor
 
+from penstock_shard.drafts import Drafter
+from penstock_shard.models.attention import READS_ANY_CACHE, candidates
+from penstock_shard.models.attention.base import AttentionBackend, Unusable
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.checkpoint import Checkpoint
+from penstock_shard.models.cuda_graphs import GraphedModel
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.decoder_spec import decoder_spec, rope_tables
+from penstock_shard.models.decoder_weights import read_weights
+from penstock_shard.models.ops.base import Ops
+from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.models.transformers_loader import load_config
+from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRow
+from penstock_shard.runner.trial import Row, trial_steps
+
+Directory = Callable[[str], Path]
+CUDA = torch.device("cuda")
+F32 = torch.float32
+VOCABULARY = 384
+PROMPTS = [[*range(5, 75)], [*range(200, 207)], [*range(90, 130)], [7]]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,3 +75,145 @@ def test_tokens_drawn_on_cuda_do_not_depend_on_the_batch() -> None:
     same = sum(a.token_id == b.token_id for a, b in zip(together, on_cpu, strict=True))
     # The exponential may differ in its last bit.
     assert same >= 62
+
+
+# ---- ways through a runner ---------------------------------------------------------------------
+
+
+def on_device(directory: Path, **settings: object) -> ModelRunner:
+    """With few rows and short contexts, so that few graphs are recorded."""
+    limits = {"max_num_seqs": 8, "max_model_len": 128}
+    return load(directory, **{"device": "cuda", **limits, **settings})
+
+
+def greedy(runner: ModelRunner, drafter: Drafter | None = None) -> dict[str, list[int]]:
+    """Outputs of the prompts by name, of an engine that decodes all of them together."""
+    requests = [
+        dataclasses.replace(make_request(prompt, max_tokens=30), request_id=str(number))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    serve(runner, requests, num_blocks=runner.info.num_blocks, drafter=drafter)
+    outputs = {r.request_id: r.token_ids[r.num_prompt_tokens :] for r in requests}
+    assert all(len(output) == 30 for output in outputs.values())
+    return outputs
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_tokens_with_graphs_are_those_without(family: str, model_dir: Directory) -> None:
+    graphed = on_device(model_dir(family))
+    assert isinstance(graphed.model, GraphedModel)
+    assert graphed.model.num_graphs > 0
+    eager = on_device(model_dir(family), enforce_eager=True)
+    assert not isinstance(eager.model, GraphedModel)
+    assert greedy(graphed) == greedy(eager)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_tokens_with_guesses_are_those_without(family: str, model_dir: Directory) -> None:
+    expected = greedy(on_device(model_dir(family)))
+    drafter = Oracle(4, named(expected))
+    assert greedy(on_device(model_dir(family)), drafter) == expected
+    assert drafter.accepted_total > 0
+
+
+def test_tokens_of_an_adapter_are_those_on_cpu(model_dir: Directory, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "adapter", size=1.0)
+    found = {}
+    for device in ("cpu", CUDA.type):
+        runner = on_device(model_dir("llama"), device=device, enable_lora=True, max_loras=2)
+        assert runner.adapters is not None
+        runner.adapters.place(2, runner.adapters.read(str(path)))
+        for slot in (0, 2):
+            requests = [make_request(prompt) for prompt in PROMPTS]
+            for request in requests:
+                request.adapter_slot = slot
+            Driver(runner).generate(requests)
+            found[device, slot] = [request.token_ids for request in requests]
+    assert found["cpu", 2] != found["cpu", 0]
+    assert found[CUDA.type, 0] == found["cpu", 0]
+    assert found[CUDA.type, 2] == found["cpu", 2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_exact_bits_are_the_same_alone_and_in_a_batch(
+    family: str, dtype: str, model_dir: Directory
+) -> None:
+    runner = on_device(model_dir(family), exact=True, dtype=dtype, enforce_eager=True)
+    assert runner.info.batch_invariant
+    kv_dtype = getattr(torch, runner.info.kv_dtype)
+    with trial_steps(runner.model, VOCABULARY, runner.info.block_size, 32, kv_dtype) as steps:
+        watched = steps.sequence(60)
+        others = [steps.sequence(length) for length in (1, 30, 17, 50)]
+        alone = steps.run([(watched, 0, 60)])
+        beside: list[Row] = [(other, 0, len(other.token_ids)) for other in others]
+        # Its prompt between others, then one of its tokens computed as a decode.
+        batch = steps.run([*beside[:2], (watched, 0, 59), *beside[2:]])
+        assert torch.equal(batch[31 : 31 + 59], alone[:59])
+        decode = steps.run([(watched, 59, 1), *beside[1:]])
+        assert torch.equal(decode[:1], alone[59:])
+
+
+# ---- backends and kernels ----------------------------------------------------------------------
+
+
+def attention_backends(dtype: torch.dtype) -> dict[str, AttentionBackend]:
+    """Those that can be had here, and Triton's in its exact form."""
+    made = {}
+    for number, candidate in enumerate(candidates("auto", CUDA)):
+        try:
+            made[f"{candidate.name} {number}"] = candidate.make(CUDA, dtype)
+        except Unusable as error:
+            print(f"{candidate.name}: {error}")
+    if importlib.util.find_spec("triton") is not None:
+        # Here and not above: needs Triton.
+        from penstock_shard.models.attention.triton import TritonBackend
+
+        made["triton, exact"] = TritonBackend(exact=True)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_backend_that_serves_a_layer_gives_attention_by_its_definition(case: Case) -> None:
+    ran = []
+    for name, backend in attention_backends(case.dtype).items():
+        reads = case.cached_as == case.dtype or backend.name in READS_ANY_CACHE
+        if not reads or backend.refusal(case.spec, case.dtype) is not None:
+            continue
+        print(name)
+        check_case(backend, case, CUDA)
+        ran.append(backend.name)
+    assert "sdpa" in ran
+
+
+def decoder(directory: Path, ops: Ops) -> Decoder:
+    config = load_config(directory, trust_remote_code=False)
+    spec = decoder_spec(config)
+    weights = read_weights(spec, Checkpoint(directory), ops, lambda line: None)
+    return Decoder(spec, weights, rope_tables(config, spec, 128, CUDA), ops)
+
+
+def logits_of(model: Decoder) -> Tensor:
+    """A prompt, its rest beside another prompt, and decodes of both."""
+    with trial_steps(model, VOCABULARY, 16, 12, F32) as steps:
+        first, second = steps.sequence(70), steps.sequence(40)
+        parts = [
+            steps.run([(first, 0, 50)]),
+            steps.run([(first, 50, 19), (second, 0, 39)]),
+            steps.run([(first, 69, 1), (second, 39, 1)]),
+        ]
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mixtral"])
+def test_logits_of_triton_ops_are_those_of_plain_torch(family: str, model_dir: Directory) -> None:
+    pytest.importorskip("triton")
+    from penstock_shard.models.attention.triton import TritonBackend
+    from penstock_shard.models.ops.triton_ops import TritonOps
+
+    plain = TorchOps(CUDA, F32, "float32", SdpaBackend())
+    expected = logits_of(decoder(model_dir(family), plain))
+    for exact in (False, True):
+        ops = TritonOps(CUDA, F32, "float32", TritonBackend(exact=exact), exact=exact)
+        found = logits_of(decoder(model_dir(family), ops))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.constraints.state import Mask, unpacked
+from penstock_shard.runner.device import is_host, to_device
 from penstock_shard.runner.token_state import TokenCounts, TokenState
 
 _LARGEST_LOGIT = torch.finfo(torch.float32).max
@@ -38,12 +39,12 @@ def _penalize(logits: Tensor, rows: Sequence[tuple[int, TokenState, TokenCounts]
         [len(counts.ids) for _, _, counts in rows],
     )
     subtracted = np.concatenate([_subtracted(s, counts.counts) for _, s, counts in rows])
-    factor = torch.from_numpy(repetition).to(logits.device)
+    factor = to_device(repetition, logits.device)
     flat = logits.view(-1)
     values = flat.index_select(0, elements)
     values = torch.where(values > 0, values / factor, values * factor)
     # A tiny penalty divides to infinity.
-    values = values.clamp(max=_LARGEST_LOGIT) - torch.from_numpy(subtracted).to(logits.device)
+    values = values.clamp(max=_LARGEST_LOGIT) - to_device(subtracted, logits.device)
     flat.index_copy_(0, elements, values)
 
 
@@ -58,7 +59,7 @@ def _add_bias(logits: Tensor, rows: Sequence[tuple[int, TokenState]]) -> None:
         return
     elements = _elements(logits, [(i, state.bias_ids) for i, state in rows])
     bias = np.concatenate([state.bias for _, state in rows])
-    logits.view(-1).index_add_(0, elements, torch.from_numpy(bias).to(logits.device))
+    logits.view(-1).index_add_(0, elements, to_device(bias, logits.device))
 
 
 def _allow_only(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
@@ -67,7 +68,7 @@ def _allow_only(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -
     elements = _elements(logits, rows)
     flat = logits.view(-1)
     allowed = flat.index_select(0, elements)
-    logits.index_fill_(0, torch.tensor([i for i, _ in rows], device=logits.device), float("-inf"))
+    logits.index_fill_(0, _index([i for i, _ in rows], logits), float("-inf"))
     flat.index_copy_(0, elements, allowed)
 
 
@@ -85,15 +86,15 @@ def _mask(logits: Tensor, rows: Sequence[tuple[int, Mask | None]]) -> None:
     if not masked:
         return
     masks = np.stack([mask for _, mask in masked])
-    if logits.device.type == "cpu":
+    if is_host(logits):
         # Row by row on this thread: torch would wake others for it, which compute already.
         values, forbidden = logits.numpy(), unpacked(~masks, logits.shape[1])
         for (i, _), row in zip(masked, forbidden, strict=True):
             np.copyto(values[i], -np.inf, where=row)
         return
     # A bit a token goes to the device, not a byte.
-    index = torch.tensor([i for i, _ in masked], device=logits.device)
-    rest = forbidden_bits(torch.from_numpy(masks).to(logits.device), logits.shape[1])
+    index = _index([i for i, _ in masked], logits)
+    rest = forbidden_bits(to_device(masks, logits.device), logits.shape[1])
     logits.index_copy_(0, index, logits[index].masked_fill_(rest, float("-inf")))
 
 
@@ -107,4 +108,8 @@ def _elements(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> 
     """Where ids of some rows are in the flat logits, row after row."""
     vocabulary = logits.shape[1]
     places = np.concatenate([i * vocabulary + ids for i, ids in rows])
-    return torch.from_numpy(places).to(logits.device)
+    return to_device(places, logits.device)
+
+
+def _index(rows: Sequence[int], logits: Tensor) -> Tensor:
+    return to_device(np.array(rows, dtype=np.int64), logits.device)

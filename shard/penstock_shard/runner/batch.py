@@ -3,6 +3,10 @@
 Knows how rows are packed, where their keys and values go, and which logits are wanted. Knows
 nothing of models or of how tokens are drawn.
 
+This runs between steps of the device, for hundreds of rows: what is done for each row is a look at
+its attributes, all else is done for all rows at once. Blocks of a row are read when there are new
+ones.
+
 A prompt token's log-probability needs a whole row of logits, so a long prompt that asks for them
 is computed in pieces, one forward pass each, to keep the logits in memory few.
 """
@@ -11,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +24,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch
-from penstock_shard.request import Pooling
+from penstock_shard.models.cuda_graphs import Graphs, StaticInputs
+from penstock_shard.models.step_inputs import InputLayout, StepInputs
+from penstock_shard.request import Pooling, Request
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.device import host_buffer
+from penstock_shard.runner.slots import Integers, RequestSlots, grown
+
+Array: TypeAlias = NDArray[Any]
+
+_FIRST_WIDTH = 16
+_NONE: Integers = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,8 @@ class Piece:
     num_prompt_logprobs: int
     # The last this many of its tokens have final hidden states that are pooled.
     num_pooled: int = 0
+    # The logits of so many tokens, all it has, verify its drafts; then it does not sample.
+    num_verified: int = 0
 
     @property
     def ends_prompt(self) -> bool:
@@ -43,30 +60,427 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """The rows of a pass that give a token, in columns: whose, at which position of the output, and
+    the number of the request, on the host and on the device (int64).
+    """
+
+    requests: Sequence[Request]
+    positions: Integers
+    slots: Integers
+    device_slots: Tensor
+    # Of the plan.
+    rows: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Tokens of `input_ids` that the step before is still to sample: those of the requests with
+    these numbers, int64 [G], on the device. They go to `places` int64 [G]; None: the first G.
+    """
+
+    slots: Tensor
+    places: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """The inputs of one forward pass.
 
-    `logit_rows` int64 [N] holds, piece by piece, the rows of its prompt log-probabilities and then
-    the row it samples from; `hidden_rows` int64 [M] those that are pooled, None where none are.
-    Where the step before this one is still to sample a token, `input_ids` has a gap: `gaps` names
-    those places, int64 [G], and `gap_pieces` the pieces they belong to.
+    `logit_rows` int64 [N] are, row by row, those of its prompt log-probabilities, those that verify
+    its drafts, or the one it samples from; `hidden_rows` int64 [M] those that are pooled, None
+    where none are. `scored` and `drafted` say which pieces have the first two, with the place in N
+    of their first; `sampled_logits` the places of those that are sampled from, None where no
+    others are wanted.
     """
 
-    pieces: tuple[Piece, ...]
-    gaps: Tensor
-    gap_pieces: tuple[Piece, ...]
     input_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
     logit_rows: Tensor
     hidden_rows: Tensor | None
+    gaps: Gaps | None
+    sampled: Sampled | None
+    sampled_logits: Integers | None
+    scored: tuple[tuple[Piece, int], ...] = ()
+    drafted: tuple[tuple[Piece, int], ...] = ()
+    pooled: tuple[Piece, ...] = ()
+    # The slot of each token's adapter, int64 [T]; None where no row has one.
+    adapters: Tensor | None = None
 
 
-def build_batches(
-    plan: StepPlan, block_size: int, device: torch.device, max_prompt_logprobs: int
-) -> list[StepBatch]:
-    """All forward passes of a step, in order; one unless prompt log-probabilities are many."""
-    return [_build(pieces, block_size, device) for pieces in split_plan(plan, max_prompt_logprobs)]
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The pieces of a pass; one number of each."""
+
+    pieces: Sequence[Piece | ScheduledRequest]
+    requests: Sequence[Request]
+    # Of the plan.
+    rows: Integers
+    starts: Integers
+    counts: Integers
+    samples: NDArray[np.bool_]
+    # Logits wanted for prompt log-probabilities, logits that verify drafts, pooled tokens.
+    scores: Integers
+    verified: Integers
+    pooled: Integers
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but tokens is wanted."""
+        return not (self.scores.any() or self.verified.any() or self.pooled.any())
+
+    def piece(self, index: int) -> Piece:
+        piece = self.pieces[index]
+        if isinstance(piece, Piece):
+            return piece
+        scores = int(self.scores[index])
+        return _piece(int(self.rows[index]), piece, piece.start, piece.count, scores)
+
+
+class BatchBuilder:
+    """Makes batches of plans, and keeps the blocks of their requests in an array."""
+
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        slots: RequestSlots | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """Steps of decodes alone are made to fit `graphs`, if there are any."""
+        self._block_size = block_size
+        self._device = device
+        self._slots = slots or RequestSlots()
+        self._graphs = graphs
+        self._tables = _BlockTables(block_size, self._slots)
+
+    def build(self, plan: StepPlan, max_prompt_logprobs: int) -> list[StepBatch]:
+        """All passes of a step, in order; one unless prompt log-probabilities are many."""
+        columns = _columns(plan)
+        if columns.scores.sum() <= max_prompt_logprobs:
+            return [self._build(columns)]
+        passes = split_plan(plan, max_prompt_logprobs)
+        return [self._build(_columns_of_pieces(pieces)) for pieces in passes]
+
+    def _build(self, columns: _Columns) -> StepBatch:
+        slots = self._slots.of(columns.requests)
+        lengths = columns.starts + columns.counts
+        self._tables.update(columns.requests, slots, columns.starts, lengths)
+        tokens = _Tokens.of(columns)
+        wanted = _wanted(columns, tokens.offsets)
+        gaps = _gaps(columns, lengths)
+        adapters = _adapters(columns, tokens)
+        static = None if len(adapters) else self._static(columns, tokens, lengths)
+        extra = [
+            slots[columns.samples],
+            slots[gaps],
+            # Where the first tokens are the ones that lack, they need no places.
+            tokens.offsets[1:][gaps] - 1 if len(gaps) < tokens.total else _NONE,
+            wanted.logit_rows if static is None else _NONE,
+            wanted.hidden_rows,
+            adapters,
+        ]
+        sizes = [len(part) for part in extra]
+        layout = static.layout if static else self._layout(tokens, lengths, sum(sizes))
+        buffer = host_buffer(layout.num_bytes, self._device)
+        arrays = layout.arrays(buffer.numpy())
+        self._fill(arrays, columns, tokens, slots, lengths)
+        np.concatenate(extra, out=arrays.extra[: sum(sizes)])
+        if static is None:
+            inputs = layout.tensors(buffer.to(self._device, non_blocking=True))
+            attention = self._attention(inputs, columns, lengths)
+        else:
+            static.memory.copy_(buffer, non_blocking=True)
+            inputs, attention = static.inputs, static.attention
+        parts = torch.split(inputs.extra[: sum(sizes)], sizes)
+        device_slots, gap_slots, places, logit_rows, hidden_rows, adapter_slots = parts
+        return StepBatch(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            attention=attention,
+            logit_rows=logit_rows if static is None else static.rows[: len(slots)],
+            hidden_rows=hidden_rows if len(wanted.hidden_rows) else None,
+            gaps=Gaps(gap_slots, places if len(places) else None) if len(gaps) else None,
+            sampled=_sampled(columns, slots, lengths, device_slots),
+            sampled_logits=wanted.sampled_logits,
+            scored=wanted.scored,
+            drafted=wanted.drafted,
+            pooled=wanted.pooled,
+            adapters=adapter_slots if len(adapters) else None,
+        )
+
+    def _static(self, columns: _Columns, tokens: _Tokens, lengths: Integers) -> StaticInputs | None:
+        """The inputs of the graph that computes these rows, if there is one."""
+        if self._graphs is None or not tokens.is_decode:
+            return None
+        if not (columns.samples.all() and columns.is_plain):
+            return None
+        return self._graphs.inputs(tokens.total, self._width(lengths))
+
+    def _layout(self, tokens: _Tokens, lengths: Integers, num_extra: int) -> InputLayout:
+        return InputLayout(tokens.total, len(lengths), self._width(lengths), num_extra)
+
+    def _width(self, lengths: Integers) -> int:
+        """Of the block table: the most blocks of a row."""
+        return -(-int(lengths.max()) // self._block_size)
+
+    def _fill(
+        self,
+        arrays: StepInputs[Array],
+        columns: _Columns,
+        tokens: _Tokens,
+        slots: Integers,
+        lengths: Integers,
+    ) -> None:
+        """All but `extra`. Rows beyond these are those of nobody."""
+        count, total, size = len(slots), tokens.total, self._block_size
+        blocks = self._tables.blocks
+        own_slots = slots if tokens.is_decode else slots[tokens.rows]
+        arrays.input_ids[:total] = _token_ids(columns, tokens)
+        arrays.positions[:total] = tokens.positions
+        block_index, offset = np.divmod(tokens.positions, size)
+        arrays.slots[:total] = blocks[own_slots, block_index].astype(np.int64) * size + offset
+        arrays.cu_queries[: count + 1] = tokens.offsets
+        arrays.seq_lens[:count] = lengths
+        width = min(arrays.block_table.shape[1], blocks.shape[1])
+        arrays.block_table[:count, :width] = blocks[slots, :width]
+        arrays.block_table[:count, width:] = 0
+        if count < len(arrays.seq_lens):
+            assert self._graphs is not None
+            self._graphs.pad(arrays, count)
+        arrays.cu_keys[0] = 0
+        np.cumsum(arrays.seq_lens, out=arrays.cu_keys[1:])
+
+    def _attention(
+        self, inputs: StepInputs[Tensor], columns: _Columns, lengths: Integers
+    ) -> AttentionBatch:
+        return AttentionBatch(
+            query_lens=columns.counts.tolist(),
+            seq_lens=lengths.tolist(),
+            num_decodes=_num_decodes(columns.counts),
+            block_size=self._block_size,
+            slots=inputs.slots,
+            cu_queries=inputs.cu_queries,
+            cu_keys=inputs.cu_keys,
+            seq_lens_tensor=inputs.seq_lens,
+            block_table=inputs.block_table,
+        )
+
+
+class _BlockTables:
+    """The blocks of requests, under their numbers."""
+
+    def __init__(self, block_size: int, slots: RequestSlots) -> None:
+        self._block_size = block_size
+        self._slots = slots
+        # int32 [numbers, most blocks of a request]: blocks, then zeros.
+        self.blocks: NDArray[np.int32] = np.zeros((0, _FIRST_WIDTH), dtype=np.int32)
+        # How many blocks are there, up to which token steps have come, whose they are, and how
+        # often that request had been put down.
+        self._known: Integers = np.zeros(0, dtype=np.int64)
+        self._reached: Integers = np.zeros(0, dtype=np.int64)
+        self._serials: Integers = np.zeros(0, dtype=np.int64)
+        self._preemptions: Integers = np.zeros(0, dtype=np.int64)
+
+    def update(
+        self, requests: Sequence[Request], slots: Integers, starts: Integers, lengths: Integers
+    ) -> None:
+        """Read what is new of the requests' blocks; they compute tokens from `starts` on, and have
+        `lengths` of them then.
+        """
+        self._grow()
+        preemptions = _numbers("preemptions", requests)
+        serials = self._slots.serials[slots]
+        # A request that was put down has other blocks; one that steps back may have.
+        stale = self._serials[slots] != serials
+        stale |= self._preemptions[slots] != preemptions
+        stale |= starts < self._reached[slots]
+        if stale.any():
+            self.blocks[slots[stale]] = 0
+            self._known[slots[stale]] = 0
+            self._serials[slots] = serials
+            self._preemptions[slots] = preemptions
+        self._reached[slots] = lengths
+        needed = -(-lengths // self._block_size)
+        for i in np.flatnonzero(self._known[slots] < needed).tolist():
+            self._read(requests[i].block_ids, int(slots[i]))
+
+    def _read(self, block_ids: Sequence[int], slot: int) -> None:
+        known, count = int(self._known[slot]), len(block_ids)
+        if count > self.blocks.shape[1]:
+            wider = max(count, 2 * self.blocks.shape[1])
+            self.blocks = np.pad(self.blocks, ((0, 0), (0, wider - self.blocks.shape[1])))
+        self.blocks[slot, known:count] = block_ids[known:]
+        self._known[slot] = count
+
+    def _grow(self) -> None:
+        capacity = self._slots.capacity
+        if len(self._known) < capacity:
+            self.blocks = grown(self.blocks, capacity)
+            self._known = grown(self._known, capacity)
+            self._reached = grown(self._reached, capacity)
+            self._serials = grown(self._serials, capacity)
+            self._preemptions = grown(self._preemptions, capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of a pass: of which row each is, and its position; where each row begins."""
+
+    rows: Integers
+    positions: Integers
+    offsets: Integers
+    is_decode: bool
+
+    @property
+    def total(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def of(cls, columns: _Columns) -> _Tokens:
+        starts, counts = columns.starts, columns.counts
+        offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        index = np.arange(len(counts))
+        if offsets[-1] == len(counts):
+            return cls(index, starts, offsets, True)
+        rows = np.repeat(index, counts)
+        positions = np.arange(offsets[-1]) - offsets[rows] + starts[rows]
+        return cls(rows, positions, offsets, False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is wanted of the tokens of a pass; see `StepBatch`."""
+
+    logit_rows: Integers
+    sampled_logits: Integers | None
+    hidden_rows: Integers
+    scored: tuple[tuple[Piece, int], ...] = ()
+    drafted: tuple[tuple[Piece, int], ...] = ()
+    pooled: tuple[Piece, ...] = ()
+
+
+def _wanted(columns: _Columns, offsets: Integers) -> _Wanted:
+    last = offsets[1:] - 1
+    if columns.is_plain:
+        return _Wanted(last[columns.samples], None, _NONE)
+    # Of each row the first so many tokens, and then its last where it samples.
+    first = columns.scores + columns.verified
+    places = np.cumsum(first + columns.samples) - first - columns.samples
+    logit_rows = [
+        np.append(np.arange(start, start + count), [end] * samples)
+        for start, count, end, samples in zip(
+            offsets.tolist(), first.tolist(), last.tolist(), columns.samples.tolist(), strict=False
+        )
+    ]
+    hidden_rows = [
+        np.arange(end - count, end)
+        for end, count in zip(offsets[1:].tolist(), columns.pooled.tolist(), strict=True)
+    ]
+
+    def with_places(counts: Integers) -> tuple[tuple[Piece, int], ...]:
+        return tuple((columns.piece(i), int(places[i])) for i in np.flatnonzero(counts).tolist())
+
+    return _Wanted(
+        logit_rows=np.concatenate(logit_rows).astype(np.int64),
+        sampled_logits=(places + first)[columns.samples] if first.any() else None,
+        hidden_rows=np.concatenate(hidden_rows),
+        scored=with_places(columns.scores),
+        drafted=with_places(columns.verified),
+        pooled=tuple(columns.piece(i) for i in np.flatnonzero(columns.pooled).tolist()),
+    )
+
+
+def _adapters(columns: _Columns, tokens: _Tokens) -> Integers:
+    """The slot of each token's adapter; none at all where no row has one."""
+    slots = _numbers("adapter_slot", columns.requests)
+    return slots[tokens.rows] if slots.any() else _NONE
+
+
+def _gaps(columns: _Columns, lengths: Integers) -> Integers:
+    """The rows whose last token is still to be sampled. Drafts stand behind the last that is."""
+    known = np.fromiter(
+        map(len, map(attrgetter("token_ids"), columns.requests)), np.int64, len(lengths)
+    )
+    return np.flatnonzero((lengths > known) & (columns.verified == 0))
+
+
+def _token_ids(columns: _Columns, tokens: _Tokens) -> Integers | list[int]:
+    """The tokens of all pieces, with 0 in the gaps."""
+    requests, starts = columns.requests, columns.starts.tolist()
+    if tokens.is_decode:
+        return [
+            ids[start] if start < len(ids) else 0
+            for ids, start in zip(map(attrgetter("token_ids"), requests), starts, strict=True)
+        ]
+    ids: list[int] = []
+    for i, (start, end) in enumerate(zip(starts, tokens.offsets[1:].tolist(), strict=True)):
+        ids += requests[i].token_ids[start : start + end - len(ids)]
+        if columns.verified[i]:
+            piece = columns.pieces[i]
+            ids += (piece.scheduled if isinstance(piece, Piece) else piece).drafts
+        elif len(ids) < end:
+            ids.append(0)
+    return ids
+
+
+def _sampled(
+    columns: _Columns, slots: Integers, lengths: Integers, device_slots: Tensor
+) -> Sampled | None:
+    if not len(device_slots):
+        return None
+    positions = lengths - _numbers("num_prompt_tokens", columns.requests)
+    if len(device_slots) == len(slots):
+        return Sampled(columns.requests, positions, slots, device_slots, columns.rows)
+    chosen = np.flatnonzero(columns.samples)
+    requests = [columns.requests[i] for i in chosen.tolist()]
+    return Sampled(requests, positions[chosen], slots[chosen], device_slots, columns.rows[chosen])
+
+
+def _columns(plan: StepPlan) -> _Columns:
+    rows = plan.rows
+    requests = [row.request for row in rows]
+    counts = _numbers("count", rows)
+    samples = np.fromiter(map(attrgetter("samples"), rows), np.bool_, len(rows))
+    drafts = np.fromiter(map(len, map(attrgetter("drafts"), rows)), np.int64, len(rows))
+    verified = np.where(drafts > 0, counts, 0)
+    pooled = np.zeros(len(rows), dtype=np.int64)
+    for i, request in enumerate(requests):
+        if request.pooling is not None:
+            pooled[i] = _piece(i, rows[i], rows[i].start, rows[i].count, 0).num_pooled
+            samples[i] = False
+    return _Columns(
+        pieces=rows,
+        requests=requests,
+        rows=np.arange(len(rows)),
+        starts=_numbers("start", rows),
+        counts=counts,
+        samples=samples & (drafts == 0),
+        scores=_numbers("num_prompt_logprobs", rows),
+        verified=verified,
+        pooled=pooled,
+    )
+
+
+def _columns_of_pieces(pieces: Sequence[Piece]) -> _Columns:
+    return _Columns(
+        pieces=pieces,
+        requests=[piece.scheduled.request for piece in pieces],
+        rows=_numbers("row", pieces),
+        starts=_numbers("start", pieces),
+        counts=_numbers("count", pieces),
+        samples=np.fromiter(map(attrgetter("samples"), pieces), np.bool_, len(pieces)),
+        scores=_numbers("num_prompt_logprobs", pieces),
+        verified=_numbers("num_verified", pieces),
+        pooled=_numbers("num_pooled", pieces),
+    )
+
+
+def _numbers(name: str, rows: Sequence[object]) -> Integers:
+    """An attribute of all, int64."""
+    return np.fromiter(map(attrgetter(name), rows), np.int64, len(rows))
 
 
 def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ...]]:
@@ -97,95 +511,15 @@ def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ..
 def _piece(index: int, row: ScheduledRequest, start: int, count: int, logprobs: int) -> Piece:
     is_last = row.samples and start + count == row.start + row.count
     pooling = row.request.pooling
+    if row.drafts:
+        return Piece(index, row, start, count, False, num_prompt_logprobs=0, num_verified=count)
     if pooling is None:
         return Piece(index, row, start, count, is_last, logprobs)
     pooled = count if pooling is Pooling.MEAN else int(is_last)
     return Piece(index, row, start, count, False, logprobs, pooled)
 
 
-def _build(pieces: Sequence[Piece], block_size: int, device: torch.device) -> StepBatch:
-    starts = np.array([piece.start for piece in pieces], dtype=np.int64)
-    counts = np.array([piece.count for piece in pieces], dtype=np.int64)
-    lengths = starts + counts
-    offsets = np.concatenate(([0], np.cumsum(counts)))
-    table = _block_table(pieces, lengths, block_size)
-    rows = np.repeat(np.arange(len(pieces)), counts)
-    positions = np.arange(offsets[-1]) - offsets[rows] + starts[rows]
-    slots = table[rows, positions // block_size].astype(np.int64) * block_size
-    slots += positions % block_size
-
-    def tensor(array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    attention = AttentionBatch(
-        query_lens=counts.tolist(),
-        seq_lens=lengths.tolist(),
-        num_decodes=_num_decodes(counts),
-        block_size=block_size,
-        slots=tensor(slots),
-        cu_queries=tensor(offsets.astype(np.int32)),
-        cu_keys=tensor(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
-        seq_lens_tensor=tensor(lengths.astype(np.int32)),
-        block_table=tensor(table),
-    )
-    input_ids, gaps, gap_pieces = _token_ids(pieces, offsets.tolist())
-    hidden_rows = _hidden_rows(pieces, offsets)
-    return StepBatch(
-        pieces=tuple(pieces),
-        gaps=tensor(gaps),
-        gap_pieces=gap_pieces,
-        input_ids=tensor(input_ids),
-        positions=tensor(positions),
-        attention=attention,
-        logit_rows=tensor(_logit_rows(pieces, offsets)),
-        hidden_rows=tensor(hidden_rows) if len(hidden_rows) else None,
-    )
-
-
-def _token_ids(
-    pieces: Sequence[Piece], offsets: Sequence[int]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[Piece, ...]]:
-    """The tokens of all pieces, int64 [T], with 0 in the gaps; the gaps, and whose they are."""
-    ids: list[int] = []
-    gaps: list[int] = []
-    gap_pieces: list[Piece] = []
-    for piece, end in zip(pieces, offsets[1:], strict=True):
-        ids += piece.scheduled.request.token_ids[piece.start : piece.start + piece.count]
-        if len(ids) < end:
-            gaps.append(len(ids))
-            gap_pieces.append(piece)
-            ids.append(0)
-    return np.array(ids, dtype=np.int64), np.array(gaps, dtype=np.int64), tuple(gap_pieces)
-
-
-def _block_table(
-    pieces: Sequence[Piece], lengths: NDArray[np.int64], block_size: int
-) -> NDArray[np.int32]:
-    """int32 [B, most blocks of a row]: the blocks of the tokens computed so far, then zeros."""
-    widths = (-(-lengths // block_size)).tolist()
-    table = np.zeros((len(pieces), max(widths)), dtype=np.int32)
-    for i, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
-        table[i, :width] = piece.scheduled.request.block_ids[:width]
-    return table
-
-
-def _num_decodes(counts: NDArray[np.int64]) -> int:
+def _num_decodes(counts: Integers) -> int:
     """How many rows at the front have one token."""
     longer = np.flatnonzero(counts != 1)
     return int(longer[0]) if longer.size else len(counts)
-
-
-def _logit_rows(pieces: Sequence[Piece], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    rows: list[int] = []
-    for piece, offset in zip(pieces, offsets.tolist(), strict=False):
-        rows.extend(range(offset, offset + piece.num_prompt_logprobs))
-        if piece.samples:
-            rows.append(offset + piece.count - 1)
-    return np.array(rows, dtype=np.int64)
-
-
-def _hidden_rows(pieces: Sequence[Piece], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    rows: list[int] = []
-    for piece, end in zip(pieces, offsets[1:].tolist(), strict=True):
-        rows.extend(range(end - piece.num_pooled, end))
-    return np.array(rows, dtype=np.int64)

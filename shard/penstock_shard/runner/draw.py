@@ -17,12 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.request import SamplingParams
-from penstock_shard.runner.philox import uniforms
+from penstock_shard.models.triton_here import fault_on
+from penstock_shard.runner.device import is_host, to_device
+
+Floats: TypeAlias = NDArray[np.float64]
 
 # The weight of the most likely token: a million of them fit into 63 bits. A token that is less
 # likely than that one by this factor is never drawn.
@@ -54,76 +60,92 @@ class _Kept:
 _Keep = Callable[[Tensor, Tensor], tuple[_Kept, Tensor]]
 
 
-def draw(
-    logits: Sequence[Tensor],
-    largest: Sequence[float],
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-) -> list[int]:
-    """A token for each row of logits [V], whose largest is finite; none of them is greedy."""
-    random = uniforms([p.seed for p in params], positions).tolist()
-    vocabulary = len(logits[0])
-    routes: dict[Callable[[_Rows], Tensor], list[int]] = {}
-    for i, row in enumerate(params):
-        routes.setdefault(_route(row, vocabulary), []).append(i)
-    on_cpu = logits[0].device.type == "cpu"
-    step = max(1, (_CHUNK_LOGITS_CPU if on_cpu else _CHUNK_LOGITS_DEVICE) // vocabulary)
-    tokens = [0] * len(logits)
-    for route, rows in routes.items():
-        for start in range(0, len(rows), step):
-            chunk = rows[start : start + step]
-            part = _Rows(
-                torch.stack([logits[i] for i in chunk]),
-                [largest[i] for i in chunk],
-                [params[i] for i in chunk],
-                [random[i] for i in chunk],
-            )
-            for i, token in zip(chunk, route(part).tolist(), strict=True):
-                tokens[i] = token
-    return tokens
+class Columns(NamedTuple):
+    """Parameters of rows, float64 [n] each, and their uniform numbers."""
+
+    temperature: Floats
+    top_k: Floats
+    top_p: Floats
+    min_p: Floats
+    typical_p: Floats
+    uniform: Floats
+
+    def only(self, index: NDArray[np.intp]) -> Columns:
+        return Columns(*(column[index] for column in self))
 
 
-def _route(params: SamplingParams, vocabulary: int) -> Callable[[_Rows], Tensor]:
-    if params.typical_p < 1.0:
-        return _draw_typical
-    return _draw_by_rank if _is_ranked(params, vocabulary) else _draw_by_id
+def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns) -> Tensor:
+    """A token for each of the rows `index` of logits [N, V], int64 [n] on their device; `best`
+    float32 [N] is the largest of each row. None of the rows is greedy.
 
-
-def _is_ranked(params: SamplingParams, vocabulary: int) -> bool:
-    return _top_k(params, vocabulary) > 0 or params.top_p < 1.0
-
-
-def _top_k(params: SamplingParams, vocabulary: int) -> int:
-    """0 where it leaves everything."""
-    return params.top_k if params.top_k < vocabulary else 0
+    A row whose largest is not finite gets any token. The host looks at nothing that is computed
+    here, but for rows with typical-p, and without Triton for those with top-p and no top-k.
+    """
+    vocabulary = logits.shape[1]
+    columns = columns._replace(top_k=np.where(columns.top_k < vocabulary, columns.top_k, 0.0))
+    ranked = (columns.top_k > 0) | (columns.top_p < 1.0)
+    typical = columns.typical_p < 1.0
+    routes: list[tuple[NDArray[np.bool_], Callable[[_Rows], Tensor]]] = [
+        (~typical & ~ranked, _draw_by_id),
+        # Apart, as what follows is known of these beforehand.
+        (~typical & (columns.top_k > 0), _draw_by_rank),
+        (~typical & ranked & (columns.top_k == 0), _draw_by_rank),
+        (typical, _draw_typical),
+    ]
+    most = _CHUNK_LOGITS_CPU if is_host(logits) else _CHUNK_LOGITS_DEVICE
+    step = max(1, most // vocabulary)
+    parts: list[tuple[NDArray[np.intp], Tensor]] = []
+    for chosen, route in routes:
+        places = np.flatnonzero(chosen)
+        for start in range(0, len(places), step):
+            chunk = places[start : start + step]
+            rows = _Rows(logits, best, index[chunk], columns.only(chunk))
+            parts.append((chunk, route(rows)))
+    if len(parts) == 1:
+        return parts[0][1]
+    order = np.argsort(np.concatenate([chunk for chunk, _ in parts]))
+    tokens = torch.cat([drawn for _, drawn in parts])
+    return tokens.index_select(0, to_device(order, tokens.device))
 
 
 class _Rows:
     """Rows that go the same way, and a column [n, 1] for each parameter."""
 
     def __init__(
-        self,
-        logits: Tensor,
-        largest: Sequence[float],
-        params: Sequence[SamplingParams],
-        uniform: Sequence[float],
+        self, logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     ) -> None:
-        """logits float32 [n, V] are overwritten."""
-        self.params = params
-        self.vocabulary = vocabulary = logits.shape[1]
-        values = [
-            (p.temperature, _top_k(p, vocabulary), p.top_p, p.min_p, p.typical_p, best, random)
-            for p, best, random in zip(params, largest, uniform, strict=True)
-        ]
-        table = torch.tensor(values, dtype=torch.float64).to(logits.device).unsqueeze(2)
-        temperature, top_k, top_p, min_p, typical_p, best, random = table.unbind(1)
+        """Of logits float [N, V] the rows `index`."""
+        device = logits.device
+        self.columns = columns
+        self.vocabulary = logits.shape[1]
+        if len(index) < len(logits):
+            chosen = to_device(index, device)
+            logits, best = logits.index_select(0, chosen), best.index_select(0, chosen)
+            scaled = logits.float()
+        else:
+            scaled = logits.to(torch.float32, copy=True)
+        table = to_device(np.stack(columns)[:, :, None], device)
+        temperature, top_k, top_p, min_p, typical_p, random = table.unbind()
         # At most 0: from the largest down, so that a small temperature gives no NaN.
-        self.scaled = logits.sub_(best.float())
+        self.scaled = scaled.sub_(best.float().unsqueeze(1))
         self.scaled.div_(temperature.clamp(min=_MIN_TEMPERATURE).float())
         self.top_k = top_k.long()
         self.top_p, self.typical_p, self.uniform = top_p, typical_p, random
         # The least weight that min-p keeps.
         self.floor = (min_p * _ONE).ceil().long()
+
+    @property
+    def ranked(self) -> list[int]:
+        """Those with top-k or top-p."""
+        return np.flatnonzero((self.columns.top_k > 0) | (self.columns.top_p < 1.0)).tolist()
+
+    @property
+    def has_floor(self) -> bool:
+        return bool((self.columns.min_p > 0).any())
+
+    def index(self, rows: Sequence[int]) -> Tensor:
+        """Numbers of rows as int64, on the device."""
+        return to_device(np.array(rows, dtype=np.int64), self.scaled.device)
 
 
 def _weigh(scaled: Tensor) -> Tensor:
@@ -132,31 +154,50 @@ def _weigh(scaled: Tensor) -> Tensor:
 
 def _draw_by_id(rows: _Rows) -> Tensor:
     weights = _weigh(rows.scaled)
-    if any(p.min_p > 0 for p in rows.params):
+    if rows.has_floor:
         weights *= weights >= rows.floor
     cumulative = weights.cumsum(1)
     return _pick(cumulative, cumulative[:, -1:], rows.uniform).squeeze(1)
 
 
 def _draw_by_rank(rows: _Rows) -> Tensor:
-    return _draw_kept(rows, _most_likely(rows, range(len(rows.params))))
+    everyone = range(len(rows.scaled))
+    is_unsure = rows.vocabulary > _WINDOW and not rows.columns.top_k.any()
+    device = rows.scaled.device
+    if is_unsure and not is_host(rows.scaled) and fault_on(device.type) is None:
+        return _draw_without_a_look(rows)
+    return _draw_kept(rows, _most_likely(rows, everyone))
+
+
+def _draw_without_a_look(rows: _Rows) -> Tensor:
+    """All in the first window; whatever that does not hold, over again by a kernel."""
+    # Here: Triton is not everywhere, and takes long to import.
+    from penstock_shard.models.kernels.triton_draw import draw_unsettled
+
+    weights = _weigh(rows.scaled)
+    totals = weights.sum(dim=1, keepdim=True)
+    index = rows.index(range(len(rows.scaled)))
+    kept, settled = _keep_most_likely(rows, totals, index, ordered_topk(rows.scaled, _WINDOW))
+    tokens = _draw_kept(rows, iter([kept]))
+    goal = _share(rows.top_p, totals)
+    draw_unsettled(rows.scaled, weights, goal, rows.floor, rows.uniform, settled, tokens)
+    return tokens
 
 
 def _draw_typical(rows: _Rows) -> Tensor:
     """After Meister, Pimentel, Wiher and Cotterell, "Locally Typical Sampling" (TACL 2023)."""
     weights = _weigh(rows.scaled)
-    ranked = [i for i, p in enumerate(rows.params) if _is_ranked(p, rows.vocabulary)]
-    for kept in _most_likely(rows, ranked):
+    for kept in _most_likely(rows, rows.ranked):
         own = weights[kept.rows]
         place = torch.arange(kept.ids.shape[1], device=own.device)
         inside = own.gather(1, kept.ids) * (place < kept.count)
         weights[kept.rows] = torch.zeros_like(own).scatter_(1, kept.ids, inside)
     weights *= weights >= rows.floor
-    return _draw_kept(rows, _nearest_to_entropy(rows.scaled, weights, rows.typical_p))
+    return _draw_kept(rows, _nearest_to_entropy(rows, weights))
 
 
 def _draw_kept(rows: _Rows, groups: Iterator[_Kept]) -> Tensor:
-    tokens = torch.empty(len(rows.params), dtype=torch.int64, device=rows.scaled.device)
+    tokens = torch.empty(len(rows.scaled), dtype=torch.int64, device=rows.scaled.device)
     for kept in groups:
         total = kept.cumulative.gather(1, kept.count - 1)
         place = _pick(kept.cumulative, total, rows.uniform[kept.rows])
@@ -167,55 +208,66 @@ def _draw_kept(rows: _Rows, groups: Iterator[_Kept]) -> Tensor:
 def _pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
     """Columns [n, 1]: the first whose cumulative weight exceeds uniform [n, 1] of total [n, 1]."""
     # A uniform number has 53 bits, so its product with a whole number rounds to less than that.
-    return torch.searchsorted(cumulative, (uniform * total).long(), right=True)
+    place = torch.searchsorted(cumulative, (uniform * total).long(), right=True)
+    # But for rows whose logits are no numbers, which must stay inside all the same.
+    return place.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _most_likely(rows: _Rows, chosen: Sequence[int]) -> Iterator[_Kept]:
     """What top-k, then top-p (of what top-k left), then min-p keep in the chosen rows."""
     # A row with top-k starts with a window that holds all of it.
-    first = {i: _top_k(rows.params[i], rows.vocabulary) for i in chosen}
+    first = {i: int(rows.columns.top_k[i]) for i in chosen}
     totals = torch.zeros_like(rows.top_k)
     if whole := [i for i in chosen if not first[i]]:
-        index = torch.tensor(whole, device=totals.device)
+        index = rows.index(whole)
         totals[index] = _weigh(rows.scaled[index]).sum(dim=1, keepdim=True)
 
-    def keep(index: Tensor, ids: Tensor) -> tuple[_Kept, Tensor]:
-        weights = _weigh(rows.scaled[index].gather(1, ids))
-        cumulative = weights.cumsum(1)
-        width = ids.shape[1]
-        top_k = rows.top_k[index]
-        limited = top_k > 0
-        most = torch.where(limited, top_k, width)
-        total = torch.where(limited, cumulative.gather(1, most - 1), totals[index])
-        goal = _share(rows.top_p[index], total)
-        count = torch.searchsorted(cumulative, goal) + 1
-        count = torch.minimum(count, most)
-        if any(p.min_p > 0 for p in rows.params):
-            above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
-            count = torch.minimum(count, above)
-        return _Kept(index, ids, cumulative, count), cumulative[:, -1:] >= goal
-
-    yield from _widen(rows.scaled, first, keep)
+    keep = partial(_keep_most_likely, rows, totals)
+    yield from _widen(rows.scaled, first, keep, rows.index)
 
 
-def _nearest_to_entropy(scaled: Tensor, weights: Tensor, typical_p: Tensor) -> Iterator[_Kept]:
+def _keep_most_likely(
+    rows: _Rows, totals: Tensor, index: Tensor, ids: Tensor
+) -> tuple[_Kept, Tensor]:
+    """A `_Keep` by top-k, top-p and min-p; `totals` int64 [n, 1] are the weights of all tokens, of
+    rows without top-k.
+    """
+    weights = _weigh(rows.scaled[index].gather(1, ids))
+    cumulative = weights.cumsum(1)
+    top_k = rows.top_k[index]
+    limited = top_k > 0
+    most = torch.where(limited, top_k, ids.shape[1])
+    total = torch.where(limited, cumulative.gather(1, most - 1), totals[index])
+    goal = _share(rows.top_p[index], total)
+    count = torch.searchsorted(cumulative, goal) + 1
+    count = torch.minimum(count, most)
+    if rows.has_floor:
+        above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
+        # Without numbers none may be.
+        count = torch.minimum(count, above).clamp_(min=1)
+    return _Kept(index, ids, cumulative, count), cumulative[:, -1:] >= goal
+
+
+def _nearest_to_entropy(rows: _Rows, weights: Tensor) -> Iterator[_Kept]:
     """What typical-p keeps of the tokens with a weight: those whose log-probability is nearest to
     its mean, which is minus the entropy, until they have `typical_p` of the mass.
 
     As log-probabilities are scaled logits less a constant, distances are those of scaled logits.
     """
+    scaled = rows.scaled
     total = weights.sum(dim=1, keepdim=True)
     moments = torch.where(weights > 0, scaled, 0.0).double().mul_(weights).long()
     mean = moments.sum(dim=1, keepdim=True) / total
     nearness = (scaled - mean).abs_().neg_().float().masked_fill_(weights == 0, float("-inf"))
-    goal = _share(typical_p, total)
+    goal = _share(rows.typical_p, total)
 
     def keep(index: Tensor, ids: Tensor) -> tuple[_Kept, Tensor]:
         cumulative = weights[index].gather(1, ids).cumsum(1)
         count = torch.searchsorted(cumulative, goal[index]) + 1
-        return _Kept(index, ids, cumulative, count), count <= ids.shape[1]
+        settled = count <= ids.shape[1]
+        return _Kept(index, ids, cumulative, count.clamp(max=ids.shape[1])), settled
 
-    yield from _widen(nearness, dict.fromkeys(range(len(scaled)), 0), keep)
+    yield from _widen(nearness, dict.fromkeys(range(len(scaled)), 0), keep, rows.index)
 
 
 def _share(share: Tensor, total: Tensor) -> Tensor:
@@ -224,10 +276,16 @@ def _share(share: Tensor, total: Tensor) -> Tensor:
     return torch.where(share < 1.0, (share * total).ceil().long(), total)
 
 
-def _widen(keys: Tensor, first: dict[int, int], keep: _Keep) -> Iterator[_Kept]:
+def _widen(
+    keys: Tensor,
+    first: dict[int, int],
+    keep: _Keep,
+    to_index: Callable[[Sequence[int]], Tensor],
+) -> Iterator[_Kept]:
     """What `keep` keeps of each row of keys [N, V], largest key first, in a window that holds it.
 
-    `first` has the rows that are asked for, each with the least width to look at.
+    `first` has the rows that are asked for, each with the least width to look at; where that is not
+    0, it holds all.
     """
     vocabulary = keys.shape[1]
     pending = list(first)
@@ -235,11 +293,16 @@ def _widen(keys: Tensor, first: dict[int, int], keep: _Keep) -> Iterator[_Kept]:
         now = [i for i in pending if first[i] <= window]
         if not now:
             continue
-        index = torch.tensor(now, device=keys.device)
+        index = to_index(now)
         ids = ordered_topk(keys if len(now) == len(keys) else keys[index], window)
         kept, settled = keep(index, ids)
-        found = settled.squeeze(1).tolist()
-        yield kept if all(found) else _only(kept, settled.squeeze(1))
+        if window == vocabulary or all(first[i] for i in now):
+            yield kept
+            found = [True] * len(now)
+        else:
+            # To look is to wait for the device.
+            found = settled.squeeze(1).tolist()
+            yield kept if all(found) else _only(kept, settled.squeeze(1))
         settled_rows = {i for i, is_settled in zip(now, found, strict=True) if is_settled}
         pending = [i for i in pending if i not in settled_rows]
 
@@ -261,7 +324,7 @@ def ordered_topk(values: Tensor, k: int) -> Tensor:
 
 def _smallest(keys: Tensor, k: int) -> Tensor:
     """The k smallest of int64 keys [n, V], which are overwritten, in order."""
-    if keys.device.type != "cpu":
+    if not is_host(keys):
         return keys.topk(k, dim=1, largest=False).values
     # numpy's use vector instructions: a tenth of torch's time.
     array = keys.numpy()

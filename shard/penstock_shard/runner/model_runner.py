@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,11 +16,23 @@ from torch import Tensor
 
 from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.models.base import CausalModel
+from penstock_shard.models.cuda_graphs import Graphs
+from penstock_shard.models.errors import first_line, is_out_of_memory
 from penstock_shard.request import CONSTRAINT_KINDS, Request
-from penstock_shard.runner.base import Logprobs, RowResult, RunnerInfo, StepPlan
-from penstock_shard.runner.batch import Piece, StepBatch, build_batches
+from penstock_shard.runner.base import (
+    AdapterStore,
+    Logprobs,
+    RowResult,
+    RunnerInfo,
+    StepOutOfMemory,
+    StepPlan,
+)
+from penstock_shard.runner.batch import BatchBuilder, Gaps, Piece, StepBatch
+from penstock_shard.runner.device import empty_caches, mark, to_device, to_host
 from penstock_shard.runner.pooling import Pooler
-from penstock_shard.runner.sampler import Sampler, SampleRow, token_logprobs
+from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
+from penstock_shard.runner.slots import RequestSlots
+from penstock_shard.runner.speculation import Draft, Verification
 
 CAPABILITIES = frozenset(
     {
@@ -52,25 +64,85 @@ CAPABILITIES = frozenset(
 _PROMPT_LOGITS_BYTES = 64 * 2**20
 
 
+@dataclass(frozen=True, slots=True)
+class _PromptScores:
+    """Log-probabilities of a piece's prompt tokens, on their way to the host."""
+
+    piece: Piece
+    is_finite: Tensor
+    scores: TokenScores
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward pass that the device was given, and what comes of it."""
+
+    batch: StepBatch
+    # Of the rows that are sampled, until they are; of all rows, where some have drafts.
+    logits: Tensor | None = None
+    all_logits: Tensor | None = None
+    enqueued: Enqueued | None = None
+    verification: Verification | None = None
+    prompt_scores: list[_PromptScores] = field(default_factory=list)
+
+    @property
+    def must_be_sampled(self) -> bool:
+        return self.batch.sampled is not None and self.enqueued is None
+
+    def gives_all_and_nothing_else(self, num_rows: int) -> bool:
+        """Whether what is sampled are the results of all rows of the plan, in order."""
+        sampled = self.batch.sampled
+        if sampled is None or len(sampled.rows) < num_rows:
+            return False
+        return not (self.prompt_scores or self.batch.pooled)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A launched step: first its passes, in the end its results."""
+
+    num_rows: int
+    passes: list[_Pass] = field(default_factory=list)
+    # Of rows that were pooled, before all others.
+    pooled: list[RowResult] | None = None
+    # Waits for the device to be through with it.
+    wait: Callable[[], None] | None = None
+    results: list[RowResult] | None = None
+    # The memory that could not be had: nothing of it counts.
+    failure: str = ""
+
+
 class ModelRunner:
     """A `Runner`: see `penstock_shard.runner.base`.
 
-    Steps run one after the other in a thread of their own where they may be launched ahead, and in
-    `collect` where they may not.
+    All work of a step is given to the device in `launch`, without waiting for any of it: a token
+    that the step before samples comes from a table that lies on the device. Where what a row draws
+    from depends on that token on the host too, the forward pass is launched and the step is sampled
+    as soon as the one before is finished, which is while the pass runs.
     """
 
-    def __init__(self, model: CausalModel, info: RunnerInfo, *, mask_threads: int = 1) -> None:
-        """`mask_threads` fill the masks of constraints while a forward pass runs."""
+    def __init__(
+        self,
+        model: CausalModel,
+        info: RunnerInfo,
+        *,
+        mask_threads: int = 1,
+        graphs: Graphs | None = None,
+        adapters: AdapterStore | None = None,
+    ) -> None:
+        """`mask_threads` fill the masks of constraints while a forward pass runs. `graphs` and
+        `adapters` are where the model has them, if it has any.
+        """
         self.model = model
+        self._adapters = adapters
         self._info = info
-        self._launched: deque[Callable[[], list[RowResult]]] = deque()
-        self._device_thread: ThreadPoolExecutor | None = None
-        if info.max_steps_ahead:
-            self._device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-        # The token each request sampled last, which may not have come back to the engine yet.
-        self._last_token: dict[Request, int] = {}
-        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads))
+        self._launched: deque[_Step] = deque()
+        self._slots = RequestSlots()
+        self._batches = BatchBuilder(info.block_size, model.device, self._slots, graphs)
+        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads), self._slots)
         self._pooler = Pooler()
+        # The token each request sampled last, under its number; the host may not know it yet.
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
 
@@ -78,90 +150,232 @@ class ModelRunner:
     def info(self) -> RunnerInfo:
         return self._info
 
+    @property
+    def adapters(self) -> AdapterStore | None:
+        return self._adapters
+
     def launch(self, plan: StepPlan) -> None:
-        batches = build_batches(
-            plan, self._info.block_size, self.model.device, self._max_prompt_logprobs
-        )
-        step = partial(self._run_step, len(plan.rows), batches)
-        if self._device_thread is None:
-            self._launched.append(step)
+        step = _Step(len(plan.rows))
+        # Its last tokens are needed now, so it is sampled now.
+        self._sample_deferred(len(self._launched))
+        failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
+        self._launched.append(step)
+        if failure:
+            # Tokens that it needs were never sampled.
+            step.failure = failure
         else:
-            self._launched.append(self._device_thread.submit(step).result)
+            self._guarded(step, partial(self._launch, step, plan))
 
     def collect(self) -> Sequence[RowResult]:
-        return self._launched.popleft()()
+        step = self._launched[0]
+        self._finish(step)
+        self._launched.popleft()
+        if step.failure:
+            # Behind it tokens may be lacking that were never sampled.
+            for later in self._launched:
+                later.failure, later.passes = later.failure or step.failure, []
+            raise StepOutOfMemory(step.failure)
+        self._sample_deferred(1)
+        assert step.results is not None
+        return step.results
 
     def release(self, request: Request) -> None:
-        self._last_token.pop(request, None)
         self._sampler.forget(request)
         self._pooler.forget(request)
+        self._slots.forget(request)
 
-    # ---- one step ----
+    # ---- the device's part of a step ----
 
     @torch.inference_mode()
-    def _run_step(self, num_rows: int, batches: Sequence[StepBatch]) -> list[RowResult]:
-        results = [RowResult() for _ in range(num_rows)]
+    def _guarded(self, step: _Step, work: Callable[[], None]) -> None:
+        """Do the work; without memory for it the step is void and what it holds is let go."""
+        try:
+            work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            step.failure = first_line(error)
+        if step.failure:
+            # Here, as the error holds what was made on the way.
+            step.passes = []
+            self._sampler.abandon()
+            empty_caches(self.model.device)
+
+    def _launch(self, step: _Step, plan: StepPlan) -> None:
+        batches = self._batches.build(plan, self._max_prompt_logprobs)
         for batch in batches:
-            if batch.gap_pieces:
-                last = [self._last_token[piece.scheduled.request] for piece in batch.gap_pieces]
-                batch.input_ids[batch.gaps] = torch.tensor(last, device=self.model.device)
-            self._run(batch, results)
-        return results
+            one = _Pass(batch)
+            step.passes.append(one)
+            defers = self._defers(batch)
+            if defers and len(batches) > 1:
+                # Seldom: not worth keeping several passes apart.
+                self._finish_before(step)
+                defers = False
+            self._forward(step, one, prepares=not defers)
+            if not defers:
+                self._sample(one)
+            if batch.drafted:
+                self._verify(one)
+        step.wait = mark(self.model.device)
 
-    def _run(self, batch: StepBatch, results: list[RowResult]) -> None:
-        """One forward pass; puts what its pieces give into the results of their rows."""
-        sampling = [piece for piece in batch.pieces if piece.samples]
-        sample_rows = [_sample_row(piece) for piece in sampling]
-        self._sampler.prepare(sample_rows)
+    def _defers(self, batch: StepBatch) -> bool:
+        """Whether what a row draws from depends on tokens that are not on the host yet."""
+        *earlier, _ = self._launched
+        if batch.sampled is None or all(step.results is not None for step in earlier):
+            return False
+        return self._sampler.needs_tokens(_sample_rows(batch))
+
+    def _forward(self, step: _Step, one: _Pass, *, prepares: bool) -> None:
+        batch = one.batch
+        if batch.gaps is not None:
+            self._fill(batch, batch.gaps)
+        if prepares and batch.sampled is not None:
+            self._sampler.prepare(_sample_rows(batch))
         logits, hidden = self.model.forward(
-            batch.input_ids, batch.positions, batch.attention, batch.logit_rows, batch.hidden_rows
+            batch.input_ids,
+            batch.positions,
+            batch.attention,
+            batch.logit_rows,
+            batch.hidden_rows,
+            batch.adapters,
         )
-        if batch.hidden_rows is not None:
-            self._pooler.pool(hidden, batch.pieces, results)
-        offset = 0
-        sampled: list[int] = []
-        for piece in batch.pieces:
-            if piece.num_prompt_logprobs:
-                part = logits[offset : offset + piece.num_prompt_logprobs]
-                _add_prompt_logprobs(results[piece.row], part, piece)
-                offset += piece.num_prompt_logprobs
-            if piece.samples:
-                sampled.append(offset)
-                offset += 1
-        if not sampling:
+        if batch.pooled:
+            if step.pooled is None:
+                step.pooled = [RowResult() for _ in range(step.num_rows)]
+            self._pooler.pool(hidden, batch.pooled, step.pooled)
+        for piece, place in batch.scored:
+            part = logits[place : place + piece.num_prompt_logprobs]
+            one.prompt_scores.append(_score_prompt(part, piece))
+        if batch.drafted:
+            one.all_logits = logits
+        if batch.sampled_logits is not None:
+            logits = logits.index_select(0, to_device(batch.sampled_logits, logits.device))
+        one.logits = logits
+
+    def _fill(self, batch: StepBatch, gaps: Gaps) -> None:
+        """Put in the tokens that the step before samples."""
+        if gaps.places is None:
+            ids = batch.input_ids[: len(gaps.slots)]
+            torch.index_select(self._last_tokens, 0, gaps.slots, out=ids)
+        else:
+            last = self._last_tokens.index_select(0, gaps.slots)
+            batch.input_ids.index_copy_(0, gaps.places, last)
+
+    def _sample(self, one: _Pass) -> None:
+        sampled, logits = one.batch.sampled, one.logits
+        one.logits = None
+        if sampled is None:
             return
-        if len(sampled) < len(logits):
-            logits = logits[torch.tensor(sampled, device=logits.device)]
-        drawn = self._sampler.sample(logits, sample_rows)
-        for piece, result in zip(sampling, drawn, strict=True):
-            result.prompt_logprobs = results[piece.row].prompt_logprobs
-            result.error = result.error or results[piece.row].error
+        assert logits is not None
+        one.enqueued = self._sampler.enqueue(logits, _sample_rows(one.batch))
+        missing = self._slots.capacity - len(self._last_tokens)
+        if missing > 0:
+            self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing)])
+        self._last_tokens.index_copy_(0, sampled.device_slots, one.enqueued.tokens)
+
+    def _verify(self, one: _Pass) -> None:
+        """Nothing that drafts need is still to be sampled: see `ScheduledRequest`."""
+        assert one.all_logits is not None
+        drafts = [_draft(piece, place) for piece, place in one.batch.drafted]
+        one.verification = Verification(self._sampler, one.all_logits, drafts)
+        one.all_logits = None
+
+    def _sample_deferred(self, count: int) -> None:
+        """Sample what was not of the first `count` steps, one after the other."""
+        for step in list(self._launched)[:count]:
+            if step.failure:
+                return
+            if any(one.must_be_sampled for one in step.passes):
+                self._finish_before(step)
+                self._guarded(step, partial(self._sample_late, step))
+
+    def _sample_late(self, step: _Step) -> None:
+        for one in step.passes:
+            if one.must_be_sampled:
+                self._sample(one)
+        step.wait = mark(self.model.device)
+
+    # ---- the host's part ----
+
+    def _finish_before(self, step: _Step) -> None:
+        for earlier in self._launched:
+            if earlier is step:
+                return
+            self._finish(earlier)
+
+    def _finish(self, step: _Step) -> None:
+        """Wait for a step and make its results, once."""
+        if step.results is not None or step.failure:
+            return
+        assert step.wait is not None
+        step.wait()
+        passes, step.passes = step.passes, []
+        if len(passes) == 1 and passes[0].gives_all_and_nothing_else(step.num_rows):
+            assert passes[0].enqueued is not None
+            step.results = passes[0].enqueued.finish()
+            return
+        step.results = step.pooled or [RowResult() for _ in range(step.num_rows)]
+        for one in passes:
+            _add_results(one, step.results)
+        if any(one.verification is not None for one in passes):
+            # There may still be something to draw.
+            self._guarded(step, partial(_add_verified, passes, step.results))
+
+
+def _add_results(one: _Pass, results: list[RowResult]) -> None:
+    """What a pass gave, to the results of its rows."""
+    for prompt in one.prompt_scores:
+        _add_prompt_logprobs(results[prompt.piece.row], prompt)
+    if one.enqueued is None:
+        return
+    assert one.batch.sampled is not None
+    for row, result in zip(one.batch.sampled.rows.tolist(), one.enqueued.finish(), strict=True):
+        result.prompt_logprobs = results[row].prompt_logprobs
+        result.error = results[row].error or result.error
+        results[row] = result
+
+
+def _add_verified(passes: Sequence[_Pass], results: list[RowResult]) -> None:
+    """What came of drafts, to the results of their rows."""
+    for one in passes:
+        if one.verification is None:
+            continue
+        found = one.verification.finish()
+        for (piece, _), result in zip(one.batch.drafted, found, strict=True):
             results[piece.row] = result
-            # A row without a token ends its request; what is in flight for it runs on any token.
-            self._last_token[piece.scheduled.request] = result.token_id or 0
 
 
-def _sample_row(piece: Piece) -> SampleRow:
-    request = piece.scheduled.request
-    # From the piece, not from the request: tokens may have been added to that meanwhile.
-    position = piece.start + piece.count - request.num_prompt_tokens
-    return SampleRow(request, position)
+def _draft(piece: Piece, place: int) -> Draft:
+    row = piece.scheduled
+    # The first token to be sampled is the one behind the last that is known.
+    position = row.start + 1 - row.request.num_prompt_tokens
+    return Draft(row.request, row.drafts, position, place)
 
 
-def _add_prompt_logprobs(result: RowResult, logits: Tensor, piece: Piece) -> None:
+def _sample_rows(batch: StepBatch) -> SampleRows:
+    sampled = batch.sampled
+    assert sampled is not None
+    return SampleRows(sampled.requests, sampled.positions, sampled.slots)
+
+
+def _score_prompt(logits: Tensor, piece: Piece) -> _PromptScores:
     """logits [n, V] of the piece's first n tokens, which predict the prompt's next n."""
     request = piece.scheduled.request
     count = piece.num_prompt_logprobs
-    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+    first = piece.start + 1
+    tokens = torch.tensor(request.token_ids[first : first + count]).numpy()
+    is_finite = torch.isfinite(logits.amax(dim=-1)).all()
+    top_n = request.prompt_logprobs or 0
+    scores = score_tokens(logits, to_device(tokens, logits.device), [top_n] * count)
+    return _PromptScores(piece, to_host(is_finite), scores)
+
+
+def _add_prompt_logprobs(result: RowResult, prompt: _PromptScores) -> None:
+    if not bool(prompt.is_finite):
         result.error = "the model gave no finite logits for the prompt"
         return
-    first = piece.start + 1
-    tokens = torch.tensor(request.token_ids[first : first + count], device=logits.device)
-    top_n = request.prompt_logprobs or 0
-    merged = result.prompt_logprobs or Logprobs(top_n=min(top_n, logits.shape[1]))
-    for row in token_logprobs(logits, tokens, [top_n] * count):
-        merged.chosen += row.chosen
-        merged.ranks += row.ranks
-        merged.top_token_ids += row.top_token_ids
-        merged.top_logprobs += row.top_logprobs
+    found = prompt.scores.finish()
+    merged = result.prompt_logprobs or Logprobs(top_n=found[0].top_n)
+    for row in found:
+        merged.extend(row)
     result.prompt_logprobs = merged

@@ -8,6 +8,7 @@ restart. Knows nothing of tokens; numpy only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 Words = NDArray[np.uint64]
+Numbers: TypeAlias = NDArray[np.uint64] | NDArray[np.int64]
 
 
 def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, ...]:
@@ -40,7 +42,9 @@ def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, .
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+def uniforms(
+    seeds: Sequence[int] | Numbers, positions: Sequence[int] | Numbers
+) -> NDArray[np.float64]:
     """One number in [0, 1) with 53 random bits for each (seed, position); both below 2**64.
 
     The key is the seed, the counter the position (two low words; the high two are 0).

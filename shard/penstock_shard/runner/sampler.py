@@ -19,28 +19,47 @@ Parameters act in this order:
 Greedy rows end with 4 and take the largest logit, the lowest id among equals. Log-probabilities
 are of the raw logits, before all of these.
 
+Sampling has two halves, so that the device never waits for the host: `enqueue` gives it all that
+is to be done and looks at nothing that it computes; `finish`, once the device is through, makes
+results of what was copied back. Whatever follows from tokens on the host (penalties, bad words,
+constraints, budgets, min_tokens) must be finished up to the token before. A look in between is
+needed for typical-p, in vocabularies beyond the first window of `draw` (and, where there is no
+Triton, for top-p without top-k).
+
 On one thread of a server cpu, 16 greedy rows of 32k logits take 0.1 ms, 64 rows with penalties and
 every filter 11 ms (sorting them would take 135), 8 rows of 150k with top-p 10 to 20 ms (110).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.request import Request
 from penstock_shard.runner.adjust import adjust
 from penstock_shard.runner.base import Logprobs, RowResult
-from penstock_shard.runner.draw import draw, ordered_topk
+from penstock_shard.runner.device import is_host, mark, to_device, to_host
+from penstock_shard.runner.draw import Columns, draw, ordered_topk
+from penstock_shard.runner.philox import uniforms
+from penstock_shard.runner.slots import Integers, RequestSlots, grown
 from penstock_shard.runner.token_state import TokenState, needs_state
 
 # Raised when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
+
+# What stands for a token where there is none: the model's logits are no numbers, or the request
+# leaves nothing to draw.
+_NO_LOGITS = -1
+_NO_TOKEN = -2
+# Uniform numbers of a request are made for so many positions at once.
+_POSITIONS = 16
+_Index = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,188 +72,409 @@ class SampleRow:
     position: int
 
 
-@dataclass(slots=True)
-class _Pick:
-    """What is known so far of one row: its logits [V], the largest of them, that one's token."""
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """The same of many rows, in columns; `slots` are the numbers of the requests."""
 
-    row: SampleRow
-    logits: Tensor
-    largest: float
-    token: int
-    error: str | None = None
-    # It is what the request asks for.
-    is_callers: bool = False
-
-    def check(self, what: str, *, is_callers: bool = False) -> None:
-        # NaN is the largest where there is one; +inf leaves no distribution, -inf no token.
-        if not math.isfinite(self.largest):
-            self.error = f"{what} at output position {self.row.position}"
-            self.is_callers = is_callers
+    requests: Sequence[Request]
+    positions: Integers
+    slots: Integers
 
 
 class Sampler:
     """Draws tokens, and keeps what has to be remembered of the requests they are drawn for.
 
-    `sample` is called in the order of the steps. What it draws it takes in itself, so a request's
-    own tokens may lag behind; they are read where a position does not follow the last one.
-    `prepare` may be called before it, with the same rows: masks are filled meanwhile.
+    Rows are enqueued in the order of the steps, and finished in that order. What is drawn the
+    sampler takes in itself, so a request's own tokens may lag behind; they are read where a
+    position does not follow the last one. `prepare` may be called first, with the same rows: masks
+    are filled meanwhile.
     """
 
-    def __init__(self, masks: MaskFiller | None = None) -> None:
+    def __init__(self, masks: MaskFiller | None = None, slots: RequestSlots | None = None) -> None:
         """Without `masks` no request may have a constraint."""
         self._states: dict[Request, TokenState] = {}
         self._masks = masks
-        # Of the rows that are sampled next, and when their masks are there.
-        self._prepared: list[TokenState | None] | None = None
-        self._finish_masks: Callable[[], None] | None = None
+        self._slots = slots or RequestSlots()
+        self._known = _Known(self._slots)
+        self._prepared: _Prepared | None = None
 
-    def prepare(self, rows: Sequence[SampleRow]) -> None:
-        """These are sampled next: begin with what needs no logits."""
-        states = [self._state(row) if needs_state(row.request) else None for row in rows]
-        self._prepared = states
-        constraints = [state.constraint for state in states if state and state.constraint]
+    def needs_tokens(self, rows: SampleRows) -> bool:
+        """Whether all that was enqueued before must be finished before these are prepared."""
+        self._known.update(rows)
+        return bool(self._known.stateful[rows.slots].any())
+
+    def prepare(self, rows: SampleRows) -> None:
+        """These are enqueued next: begin with what needs no logits."""
+        self._known.update(rows)
+        stateful = np.flatnonzero(self._known.stateful[rows.slots])
+        states = [self._state(rows.requests[i], int(rows.positions[i])) for i in stateful.tolist()]
+        constraints = [state.constraint for state in states if state.constraint]
+        finish_masks = None
         if constraints:
             assert self._masks is not None
-            self._finish_masks = self._masks.start(constraints)
+            finish_masks = self._masks.start(constraints)
+        self._prepared = _Prepared(stateful, states, finish_masks)
+
+    def enqueue(self, logits: Tensor, rows: SampleRows) -> Enqueued:
+        """logits [N, V] of any float type -> N tokens, once the device has come there; the logits
+        are not changed.
+        """
+        if self._prepared is None:
+            self.prepare(rows)
+        prepared = self._prepared
+        assert prepared is not None
+        if is_host(logits):
+            logits = logits.float()
+        best, tokens = _largest(logits)
+        codes = torch.where(torch.isfinite(best), tokens, _NO_LOGITS)
+        adjusted = self._adjust(logits, prepared)
+        # Not before, for `abandon`: the masks are complete now.
+        self._prepared = None
+        if adjusted is not None:
+            own_best, own_tokens = _largest(adjusted.logits)
+            places = to_device(adjusted.rows, logits.device)
+            own_codes = torch.where(torch.isfinite(own_best), own_tokens, _NO_TOKEN)
+            own_codes = torch.where(codes[places] == _NO_LOGITS, _NO_LOGITS, own_codes)
+            codes.index_copy_(0, places, own_codes)
+            tokens.index_copy_(0, places, own_tokens)
+            adjusted.best = own_best
+        self._draw(logits, best, adjusted, rows, tokens, codes)
+        scored = self._score(logits, tokens, rows)
+        return Enqueued(tokens, to_host(codes), rows, prepared, _problems(prepared), scored)
+
+    def abandon(self) -> None:
+        """What was prepared is not enqueued."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.finish_masks is not None:
+            prepared.finish_masks()
+
+    def columns(self, rows: Sequence[SampleRow]) -> SampleRows:
+        """The rows in columns; a request may be there several times, if it has no state."""
+        requests = [row.request for row in rows]
+        positions = np.array([row.position for row in rows], dtype=np.int64)
+        return SampleRows(requests, positions, self._slots.of(requests))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
-        """logits [N, V] of any float type -> one result a row; the logits are not changed.
+        """Both halves at once: logits [N, V] -> one result a row.
 
         A row with NaN, or with nothing left to draw, has an error, alone.
         """
         if not rows:
             return []
-        if self._prepared is None:
-            self.prepare(rows)
-        states, self._prepared = self._prepared or [], None
-        logits = logits.float()
-        picks = [
-            _Pick(row, own, value, token)
-            for row, own, value, token in zip(rows, logits.unbind(), *_largest(logits), strict=True)
-        ]
-        if self._finish_masks is not None:
-            self._finish_masks()
-            self._finish_masks = None
-        for pick in picks:
-            pick.check("the model gave no finite logits")
-        _adjust([(p, s) for p, s in zip(picks, states, strict=True) if s and not p.error])
-        _draw([p for p in picks if not p.error and not p.row.request.sampling.is_greedy])
-        for pick, state in zip(picks, states, strict=True):
-            # Also after an error: a step that was launched ahead may still ask for what follows.
-            if state is not None:
-                state.append(pick.token)
-        results = [
-            RowResult(None if p.error else p.token, error=p.error, is_callers=p.is_callers)
-            for p in picks
-        ]
-        _add_logprobs(logits, rows, results)
-        return results
+        enqueued = self.enqueue(logits, self.columns(rows))
+        mark(logits.device)()
+        return enqueued.finish()
 
     def forget(self, request: Request) -> None:
-        """The request is over."""
+        """The request is over. Its number is left to whoever gave it out."""
         self._states.pop(request, None)
 
-    def _state(self, row: SampleRow) -> TokenState:
-        state = self._states.get(row.request)
+    def _state(self, request: Request, position: int) -> TokenState:
+        state = self._states.get(request)
         if state is None:
-            state = self._states[row.request] = TokenState(row.request)
-        state.move_to(row.position)
+            state = self._states[request] = TokenState(request)
+        state.move_to(position)
         return state
 
+    def _adjust(self, logits: Tensor, prepared: _Prepared) -> _Adjusted | None:
+        """Give rows that their requests' tokens and wishes change logits of their own."""
+        if prepared.finish_masks is not None:
+            prepared.finish_masks()
+        changed = [
+            (i, state)
+            for i, state in zip(prepared.rows.tolist(), prepared.states, strict=True)
+            if state.changes_logits
+        ]
+        if not changed:
+            return None
+        rows = np.array([i for i, _ in changed], dtype=np.int64)
+        own = logits.index_select(0, to_device(rows, logits.device)).float()
+        adjust(own, [state for _, state in changed])
+        return _Adjusted(rows, own, own[:, 0])
 
-def _largest(logits: Tensor) -> tuple[list[float], list[int]]:
-    """Of each row of logits [N, V]: the largest, or NaN if there is one; its lowest token."""
-    if logits.device.type == "cpu":
-        # numpy's argmax uses vector instructions: a seventh of torch's time.
-        tokens = torch.from_numpy(logits.numpy().argmax(axis=1))
-    else:
-        tokens = logits.argmax(dim=1)
-    largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return largest.tolist(), tokens.tolist()
+    def _draw(
+        self,
+        logits: Tensor,
+        best: Tensor,
+        adjusted: _Adjusted | None,
+        rows: SampleRows,
+        tokens: Tensor,
+        codes: Tensor,
+    ) -> None:
+        """Put the tokens of rows that are not greedy over those that are there."""
+        is_random = self._known.temperature[rows.slots] != 0.0
+        if not is_random.any():
+            return
+        chosen = np.flatnonzero(is_random)
+        parts = [(logits, best, chosen, chosen)]
+        if adjusted is not None:
+            is_own = np.isin(chosen, adjusted.rows)
+            own = chosen[is_own]
+            places = np.searchsorted(adjusted.rows, own)
+            parts = [
+                (logits, best, chosen[~is_own], chosen[~is_own]),
+                (adjusted.logits, adjusted.best, places, own),
+            ]
+        for source, source_best, index, targets in parts:
+            if not len(targets):
+                continue
+            drawn = draw(source, source_best, index, self._known.columns(rows, targets))
+            if len(targets) == len(tokens):
+                tokens.copy_(drawn)
+                codes.copy_(torch.where(codes < 0, codes, drawn))
+                continue
+            places_there = to_device(targets, tokens.device)
+            before = codes.index_select(0, places_there)
+            tokens.index_copy_(0, places_there, drawn)
+            codes.index_copy_(0, places_there, torch.where(before < 0, before, drawn))
+
+    def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> _Scored | None:
+        wanted = np.flatnonzero(self._known.scored[rows.slots])
+        if not len(wanted):
+            return None
+        requests = [rows.requests[i] for i in wanted.tolist()]
+        if len(wanted) < len(tokens):
+            places = to_device(wanted, logits.device)
+            logits, tokens = logits.index_select(0, places), tokens.index_select(0, places)
+        scores = score_tokens(
+            logits,
+            tokens,
+            [request.logprobs or 0 for request in requests],
+            [request.logprob_token_ids for request in requests],
+        )
+        return _Scored(wanted, scores)
 
 
-def _adjust(picks: Sequence[tuple[_Pick, TokenState]]) -> None:
-    """Give rows that their requests' tokens and wishes change logits of their own."""
-    changed = [(pick, state) for pick, state in picks if state.changes_logits]
-    if not changed:
-        return
-    logits = torch.stack([pick.logits for pick, _ in changed])
-    adjust(logits, [state for _, state in changed])
-    for (pick, state), own, value, token in zip(
-        changed, logits.unbind(), *_largest(logits), strict=True
-    ):
-        pick.logits, pick.largest, pick.token = own, value, token
-        what = "" if state.constraint is None else state.constraint.error
-        what = what or "the sampling parameters leave no token to draw"
-        pick.check(what, is_callers=True)
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Of the rows that are sampled next those with a state, and when their masks are there."""
+
+    rows: _Index
+    states: Sequence[TokenState]
+    finish_masks: Callable[[], None] | None
 
 
-def _draw(picks: Sequence[_Pick]) -> None:
-    if not picks:
-        return
-    tokens = draw(
-        [pick.logits for pick in picks],
-        [pick.largest for pick in picks],
-        [pick.row.request.sampling for pick in picks],
-        [pick.row.position for pick in picks],
-    )
-    for pick, token in zip(picks, tokens, strict=True):
-        pick.token = token
+@dataclass(slots=True)
+class _Adjusted:
+    """Rows that have logits of their own, float32 [n, V], and the largest of each."""
+
+    rows: Integers
+    logits: Tensor
+    best: Tensor
 
 
-def _add_logprobs(logits: Tensor, rows: Sequence[SampleRow], results: Sequence[RowResult]) -> None:
-    wanted = [
-        i
-        for i, (row, result) in enumerate(zip(rows, results, strict=True))
-        if row.request.logprobs is not None and result.error is None
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    rows: _Index
+    scores: TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """Rows that are being sampled. `tokens` int64 [N] are on the device; where there is an error,
+    any token.
+    """
+
+    tokens: Tensor
+    _codes: Tensor
+    _rows: SampleRows
+    _prepared: _Prepared
+    # Why a constraint leaves nothing, of rows where it does.
+    _problems: dict[int, str]
+    _scored: _Scored | None
+
+    def finish(self) -> list[RowResult]:
+        """One result a row. What was enqueued must have come to the host; once only."""
+        codes: list[int] = self._codes.tolist()
+        for i, state in zip(self._prepared.rows.tolist(), self._prepared.states, strict=True):
+            # Also after an error: a step that was launched ahead may still ask for what follows.
+            state.append(max(0, codes[i]))
+        results = list(map(RowResult, codes))
+        if min(codes) < 0:
+            for i, code in enumerate(codes):
+                if code < 0:
+                    results[i] = self._failure(i, code)
+        if self._scored is not None:
+            found = self._scored.scores.finish()
+            for i, logprobs in zip(self._scored.rows.tolist(), found, strict=True):
+                if results[i].error is None:
+                    results[i].logprobs = logprobs
+        return results
+
+    def _failure(self, index: int, code: int) -> RowResult:
+        what = "the model gave no finite logits"
+        if code == _NO_TOKEN:
+            what = self._problems.get(index, "the sampling parameters leave no token to draw")
+        position = self._rows.positions[index]
+        return RowResult(
+            error=f"{what} at output position {position}", is_callers=code == _NO_TOKEN
+        )
+
+
+def _problems(prepared: _Prepared) -> dict[int, str]:
+    constrained = [
+        (i, state.constraint)
+        for i, state in zip(prepared.rows.tolist(), prepared.states, strict=True)
+        if state.constraint is not None
     ]
-    if not wanted:
-        return
-    requests = [rows[i].request for i in wanted]
-    found = token_logprobs(
-        logits if len(wanted) == len(rows) else torch.stack([logits[i] for i in wanted]),
-        torch.tensor([results[i].token_id for i in wanted], device=logits.device),
-        [request.logprobs or 0 for request in requests],
-        [request.logprob_token_ids for request in requests],
-    )
-    for i, logprobs in zip(wanted, found, strict=True):
-        results[i].logprobs = logprobs
+    return {i: constraint.error for i, constraint in constrained if constraint.error}
 
 
-def token_logprobs(
+class _Known:
+    """What requests ask for, under their numbers."""
+
+    def __init__(self, slots: RequestSlots) -> None:
+        self._slots = slots
+        self._serials: Integers = np.zeros(0, dtype=np.int64)
+        # The parameters of `draw`, but for the last, which are made here from these seeds.
+        self._parameters = np.zeros((0, len(Columns._fields) - 1))
+        self._seeds = np.zeros(0, dtype=np.uint64)
+        # Whether it has a `TokenState`, and wants log-probabilities.
+        self.stateful = np.zeros(0, dtype=np.bool_)
+        self.scored = np.zeros(0, dtype=np.bool_)
+        # Numbers for so many positions from one on, and which run of positions that is, from 1.
+        self._uniforms = np.zeros((0, _POSITIONS))
+        self._runs: Integers = np.zeros(0, dtype=np.int64)
+
+    @property
+    def temperature(self) -> NDArray[np.float64]:
+        return self._parameters[:, 0]
+
+    def update(self, rows: SampleRows) -> None:
+        """Take in the requests that are new."""
+        if len(self._serials) < self._slots.capacity:
+            self._grow(self._slots.capacity)
+        new = self._serials[rows.slots] != self._slots.serials[rows.slots]
+        for i in np.flatnonzero(new).tolist():
+            self._read(rows.requests[i], int(rows.slots[i]))
+
+    def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
+        """Of some of the rows."""
+        slots, positions = rows.slots[chosen], rows.positions[chosen]
+        temperature, top_k, top_p, min_p, typical_p = self._parameters[slots].T
+        uniform = self._uniform(slots, positions)
+        return Columns(temperature, top_k, top_p, min_p, typical_p, uniform)
+
+    def _uniform(self, slots: Integers, positions: Integers) -> NDArray[np.float64]:
+        runs = positions // _POSITIONS
+        missing = np.flatnonzero(self._runs[slots] != runs + 1)
+        if len(missing):
+            new = slots[missing]
+            wanted = runs[missing, None] * _POSITIONS + np.arange(_POSITIONS)
+            seeds = np.repeat(self._seeds[new], _POSITIONS)
+            made = uniforms(seeds, wanted.ravel())
+            self._uniforms[new] = made.reshape(-1, _POSITIONS)
+            self._runs[new] = runs[missing] + 1
+        found = self._uniforms[slots, positions % _POSITIONS]
+        # A request may be there twice, at positions of two runs.
+        for i in np.flatnonzero(self._runs[slots] != runs + 1).tolist():
+            found[i] = uniforms([int(self._seeds[slots[i]])], [int(positions[i])])[0]
+        return found
+
+    def _read(self, request: Request, slot: int) -> None:
+        sampling = request.sampling
+        self._serials[slot] = self._slots.serials[slot]
+        self._parameters[slot] = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.typical_p,
+        )
+        self._seeds[slot] = sampling.seed
+        self.stateful[slot] = needs_state(request)
+        self.scored[slot] = request.logprobs is not None
+        self._runs[slot] = 0
+
+    def _grow(self, capacity: int) -> None:
+        self._serials = grown(self._serials, capacity)
+        self._parameters = grown(self._parameters, capacity)
+        self._seeds = grown(self._seeds, capacity)
+        self.stateful = grown(self.stateful, capacity)
+        self.scored = grown(self.scored, capacity)
+        self._uniforms = grown(self._uniforms, capacity)
+        self._runs = grown(self._runs, capacity)
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of logits [N, V]: the largest, or NaN if there is one; its lowest token."""
+    if not is_host(logits):
+        best, tokens = logits.max(dim=1)
+        return best, tokens
+    # numpy's argmax uses vector instructions: a seventh of torch's time.
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=1))
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-probabilities on their way to the host: of chosen tokens [n], their ranks [n], the best
+    [n, k] with their ids, and of ids that were asked for, row after row.
+    """
+
+    _chosen: Tensor
+    _ranks: Tensor
+    _top: Tensor
+    _top_ids: Tensor
+    _requested: Tensor
+    _counts: Sequence[int]
+    _asked: Sequence[Sequence[int]]
+    _vocabulary: int
+
+    def finish(self) -> list[Logprobs]:
+        """Of each row; they must have come to the host."""
+        chosen, ranks, requested = (
+            self._chosen.tolist(),
+            self._ranks.tolist(),
+            self._requested.tolist(),
+        )
+        top, ids = self._top.numpy(), self._top_ids.numpy()
+        columns = [
+            Logprobs(
+                chosen=[chosen[i]],
+                ranks=[ranks[i]],
+                top_n=min(count, self._vocabulary),
+                top_token_ids=ids[i, :count].tolist(),
+                top_logprobs=top[i, :count].tolist(),
+            )
+            for i, count in enumerate(self._counts)
+        ]
+        start = 0
+        for asked, logprobs in zip(self._asked, columns, strict=False):
+            logprobs.requested = requested[start : start + len(asked)]
+            start += len(asked)
+        return columns
+
+
+def score_tokens(
     logits: Tensor,
     tokens: Tensor,
     counts: Sequence[int],
-    requested: Sequence[Sequence[int]] = (),
-) -> list[Logprobs]:
+    asked: Sequence[Sequence[int]] = (),
+) -> TokenScores:
     """Of raw logits [n, V]: the log-probability of tokens [n], their rank (1 is the most likely;
-    equals share a rank), the `counts[i]` best of row i, and those of the ids `requested[i]`.
+    equals share a rank), the `counts[i]` best of row i, and those of the ids `asked[i]`.
 
     Ranks and order are those of the logits: as log-probabilities two of them may round to one.
     """
     logits = logits.float()
-    scores = torch.log_softmax(logits, dim=1)
-    chosen = scores.gather(1, tokens.unsqueeze(1))
-    better = logits > logits.gather(1, tokens.unsqueeze(1))
-    ranks = (better.sum(dim=1, dtype=torch.int32) + 1).tolist()
     vocabulary = logits.shape[1]
+    scores = torch.log_softmax(logits, dim=1)
+    place = tokens.unsqueeze(1)
+    ranks = (logits > logits.gather(1, place)).sum(dim=1, dtype=torch.int32) + 1
     top_ids = torch.empty((len(counts), 0), dtype=torch.int64, device=logits.device)
     if most := min(max(counts), vocabulary):
         # Only what equals the largest logit is 0 here.
         top_ids = ordered_topk(logits - logits.amax(dim=1, keepdim=True), most)
-    top = scores.gather(1, top_ids).cpu().numpy()
-    ids = top_ids.cpu().numpy()
-    columns = [
-        Logprobs(
-            chosen=[score],
-            ranks=[ranks[i]],
-            top_n=min(count, vocabulary),
-            top_token_ids=ids[i, :count].tolist(),
-            top_logprobs=top[i, :count].tolist(),
-        )
-        for i, (score, count) in enumerate(zip(chosen.squeeze(1).tolist(), counts, strict=True))
-    ]
-    for row, asked, logprobs in zip(scores, requested, columns, strict=False):
-        if asked:
-            logprobs.requested = row[torch.tensor(asked, device=row.device)].tolist()
-    return columns
+    wanted = [row * vocabulary + token for row, ids in enumerate(asked) for token in ids]
+    requested = scores.view(-1)[to_device(np.array(wanted, dtype=np.int64), logits.device)]
+    return TokenScores(
+        to_host(scores.gather(1, place).squeeze(1)),
+        to_host(ranks),
+        to_host(scores.gather(1, top_ids)),
+        to_host(top_ids),
+        to_host(requested),
+        counts,
+        asked,
+        vocabulary,
+    )

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.base import CausalModel
+from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
-from penstock_shard.runner.batch import build_batches
+from penstock_shard.runner.batch import BatchBuilder
 
 # A sequence, the first of its tokens to compute, and how many.
 Row = tuple[Request, int, int]
@@ -25,11 +26,18 @@ class TrialSteps:
     """Gives out sequences, with blocks of their own, and computes parts of them."""
 
     def __init__(
-        self, model: CausalModel, vocab_size: int, block_size: int, num_blocks: int
+        self,
+        model: CausalModel,
+        vocab_size: int,
+        block_size: int,
+        num_blocks: int,
+        graphs: Graphs | None = None,
     ) -> None:
+        """Over a cache of so many blocks; `decode` fits its steps to `graphs`, if there are any."""
         self.model = model
         self.vocab_size = vocab_size
         self._block_size = block_size
+        self._batches = BatchBuilder(block_size, model.device, graphs=graphs)
         self._random = random.Random(1)
         self._free = list(range(num_blocks))
         # So that a block table that is not read, or read wrongly, shows.
@@ -48,10 +56,26 @@ class TrialSteps:
     def run(self, rows: Sequence[Row], logit_rows: Sequence[int] | None = None) -> Tensor:
         """Compute the rows as one step; logits of all its tokens, or of those named: [N, V]."""
         plan = StepPlan(tuple(ScheduledRequest(*row, samples=False) for row in rows))
-        (batch,) = build_batches(plan, self._block_size, self.model.device, 1)
+        (batch,) = self._batches.build(plan, 1)
         wanted = range(len(batch.input_ids)) if logit_rows is None else logit_rows
         index = torch.tensor(wanted, dtype=torch.int64, device=self.model.device)
-        return self.model.forward(batch.input_ids, batch.positions, batch.attention, index).logits
+        forwarded = self.model.forward(
+            batch.input_ids, batch.positions, batch.attention, index, adapters=batch.adapters
+        )
+        return forwarded.logits
+
+    @torch.inference_mode()
+    def decode(self, sequences: Sequence[Request]) -> Tensor:
+        """Compute the last token of each in one step; their logits [N, V], which last."""
+        rows = (
+            ScheduledRequest(sequence, len(sequence.token_ids) - 1, 1, samples=True)
+            for sequence in sequences
+        )
+        (batch,) = self._batches.build(StepPlan(tuple(rows)), 1)
+        forwarded = self.model.forward(
+            batch.input_ids, batch.positions, batch.attention, batch.logit_rows
+        )
+        return forwarded.logits.clone()
 
 
 @contextmanager

@@ -1,0 +1,90 @@
+"""The inputs of a step in one piece of memory: one copy brings them to the device.
+
+Knows which numbers a forward takes and where each lies. Knows nothing of requests or of what is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# What kernels are compiled for depends on whether an address is a multiple of 16.
+_ALIGNMENT = 64
+
+Numbers = TypeVar("Numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs(Generic[Numbers]):
+    """What one forward takes; see `AttentionBatch` for the names. `extra` is what comes along."""
+
+    input_ids: Numbers
+    positions: Numbers
+    slots: Numbers
+    extra: Numbers
+    cu_queries: Numbers
+    cu_keys: Numbers
+    seq_lens: Numbers
+    block_table: Numbers
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """Where they lie, for so many tokens and rows, a block table so wide and so much besides."""
+
+    num_tokens: int
+    num_rows: int
+    num_blocks: int
+    num_extra: int
+
+    @cached_property
+    def _lengths(self) -> tuple[tuple[int, int], ...]:
+        """Of each part: how many numbers it has, and how many bytes each of these."""
+        tokens, rows = (self.num_tokens, 8), self.num_rows
+        sums, table = (rows + 1, 4), (rows * self.num_blocks, 4)
+        return tokens, tokens, tokens, (self.num_extra, 8), sums, sums, (rows, 4), table
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        """Where each part begins, and where the last one ends."""
+        offsets = [0]
+        for count, size in self._lengths:
+            offsets.append(-(-(offsets[-1] + count * size) // _ALIGNMENT) * _ALIGNMENT)
+        return tuple(offsets)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._offsets[-1]
+
+    def arrays(self, buffer: NDArray[np.uint8]) -> StepInputs[NDArray[Any]]:
+        """The parts of memory of the host."""
+        return self._parts(
+            lambda start, end, size: buffer[start:end].view(np.int64 if size == 8 else np.int32),
+            lambda table: table.reshape(self.num_rows, self.num_blocks),
+        )
+
+    def tensors(self, buffer: Tensor) -> StepInputs[Tensor]:
+        """The parts of memory of the device, uint8."""
+        return self._parts(
+            lambda start, end, size: buffer[start:end].view(
+                torch.int64 if size == 8 else torch.int32
+            ),
+            lambda table: table.view(self.num_rows, self.num_blocks),
+        )
+
+    def _parts(
+        self, part: Callable[[int, int, int], Numbers], shaped: Callable[[Numbers], Numbers]
+    ) -> StepInputs[Numbers]:
+        ids, positions, slots, extra, cu_queries, cu_keys, lens, table = (
+            part(offset, offset + count * size, size)
+            for offset, (count, size) in zip(self._offsets, self._lengths, strict=False)
+        )
+        return StepInputs(ids, positions, slots, extra, cu_queries, cu_keys, lens, shaped(table))
