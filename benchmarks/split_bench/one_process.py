@@ -44,6 +44,7 @@ from penstock_client.types import (
 from penstock_router import workers
 from penstock_router.command_line import parse_config as parse_router_config
 from penstock_shard import engine_main, link, wire
+from penstock_shard.adapters import Adapters
 from penstock_shard.command_line import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
 from penstock_shard.loading import LoadedModel, load_model
@@ -74,7 +75,9 @@ class EngineThread:
             gc.collect()
             gc.freeze()
             self.ready.set()
-            engine_main._run(self, engine, self.inbox)  # type: ignore[arg-type]
+            # Their store is left out: nobody asks for any here.
+            adapters = Adapters(None, 0, lambda: None)
+            engine_main._run(self, engine, self.inbox, adapters)  # type: ignore[arg-type]
         finally:
             # It ends only by an error, and the router would go on without it.
             traceback.print_exc()

@@ -16,13 +16,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock_shard import engine_main
+from penstock_shard.adapters import Adapters
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
 from penstock_shard.link import Inbox
 from penstock_shard.loading import LoadedModel
 from penstock_shard.request import Request
-from penstock_shard.runner.base import RowResult, Runner, RunnerInfo, StepPlan
+from penstock_shard.runner.base import AdapterStore, RowResult, Runner, RunnerInfo, StepPlan
 
 # Where the engine of a process writes its steps.
 STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"
@@ -120,6 +121,10 @@ class _TimedRunner:
     def info(self) -> RunnerInfo:
         return self._runner.info
 
+    @property
+    def adapters(self) -> AdapterStore | None:
+        return self._runner.adapters
+
     def launch(self, plan: StepPlan) -> None:
         self._log.begin_call()
         self._runner.launch(plan)
@@ -150,9 +155,11 @@ def measure_engine(path: str) -> None:
         timed = dataclasses.replace(loaded, runner=_TimedRunner(loaded.runner, log))
         return build_engine(timed, config, tell_started, matchers)
 
-    def take(engine: Engine, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
+    def take(
+        engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters, *, wait: bool
+    ) -> None:
         from_s = time.monotonic()
-        take_inbox(engine, inbox, wait=wait)
+        take_inbox(engine, inbox, adapters, wait=wait)
         if wait:
             log.idle_s += time.monotonic() - from_s
 

@@ -1,0 +1,83 @@
+"""Decode attention alone: bytes of keys and values read a second, beside a copy.
+
+Knows one layer and the backends; nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_bench.machine import copy_bytes_per_s, device_of, seconds_of
+from benchmarks.gpu_bench.shapes import SHAPES
+from penstock_shard.models.attention import choose_backend
+from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
+
+# Keys and values that are read in turn, so that no cache holds them.
+_ROTATE_BYTES = 2**30
+
+
+def attention(
+    shape_name: str, device_name: str, backend_name: str, cases: Sequence[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """A row of figures for each (batch, context)."""
+    device = device_of(device_name)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = SHAPES[shape_name]
+    spec = LayerSpec(
+        0, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.head_dim**-0.5
+    )
+    copy = copy_bytes_per_s(device)
+    backend = choose_backend(backend_name, device, dtype)
+    block_size = max(16, backend.block_multiple)
+    rows = []
+    for count, context in cases:
+        num_bytes = count * context * spec.elements_per_token * dtype.itemsize
+        sets = max(1, min(8, _ROTATE_BYTES // max(1, num_bytes)))
+        blocks = -(-context // block_size)
+        caches = [
+            backend.make_cache(spec, count * blocks, block_size, dtype, device) for _ in range(sets)
+        ]
+        batch = _decodes(count, context, blocks, block_size, device)
+        query = torch.randn(count, spec.num_heads, spec.head_dim, device=device).to(dtype)
+        turn = iter(range(2**31))
+
+        def attend() -> None:
+            cache = caches[next(turn) % sets]  # noqa: B023 - called before the next case begins
+            backend.attend(cache, query, batch, scale=spec.scale)  # noqa: B023
+
+        seconds = seconds_of(attend, device)
+        rows.append(
+            {
+                "what": "attention",
+                "model": shape_name,
+                "backend": backend.name,
+                "batch": count,
+                "context": context,
+                "us": 1e6 * seconds,
+                # A copy's bytes are read and written; these are only read.
+                "of_copy": num_bytes / seconds / copy,
+            }
+        )
+    return rows
+
+
+def _decodes(
+    count: int, context: int, blocks: int, block_size: int, device: torch.device
+) -> AttentionBatch:
+    sums = torch.arange(count + 1, dtype=torch.int32, device=device)
+    table = torch.randperm(count * blocks).view(count, blocks).to(device, torch.int32)
+    last = table[:, (context - 1) // block_size].long() * block_size
+    return AttentionBatch(
+        query_lens=[1] * count,
+        seq_lens=[context] * count,
+        num_decodes=count,
+        block_size=block_size,
+        slots=last + (context - 1) % block_size,
+        cu_queries=sums,
+        cu_keys=sums * context,
+        seq_lens_tensor=torch.full((count,), context, dtype=torch.int32, device=device),
+        block_table=table,
+    )

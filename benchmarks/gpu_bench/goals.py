@@ -1,0 +1,122 @@
+"""What figures are held against, and the table that says so.
+
+Knows the rows of the parts; runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+# At which the goals of exactness and of fp8 are stated.
+_COMPARED_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A figure, what it should be, and whether it is."""
+
+    what: str
+    figure: str
+    goal: str
+    met: bool | None
+
+
+def lines(rows: Sequence[Row]) -> Iterator[Line]:
+    """In the order of the parts."""
+    for row in rows:
+        if "failed" in row:
+            yield Line(row["part"], row["failed"], "", False)
+        elif make := _LINES.get(row["what"]):
+            yield from make(row)
+    yield from _across(rows)
+
+
+def _decode(row: Row) -> Iterator[Line]:
+    what = f"{row['model']}: decode, batch {row['batch']}, context {row['context']}"
+    figure = f"{row['period_ms']:.2f} ms, {row['of_floor']:.2f} x floor {row['floor_ms']:.2f}"
+    yield Line(what, figure, "<= 1.30 x", row["of_floor"] <= 1.3)
+
+
+def _prefill(row: Row) -> Iterator[Line]:
+    figure = f"{row['tokens_per_s']:,.0f} tokens/s, {row['of_matmul']:.0%} of a matmul"
+    yield Line(f"{row['model']}: prefill of {row['tokens']}", figure, ">= 55 %",
+               row["of_matmul"] >= 0.55)  # fmt: skip
+
+
+def _attention(row: Row) -> Iterator[Line]:
+    what = f"{row['backend']} attention, batch {row['batch']}, context {row['context']}"
+    figure = f"{row['us']:.0f} us, {row['of_copy']:.0%} of a copy"
+    yield Line(what, figure, ">= 75 %", row["of_copy"] >= 0.75)
+
+
+def _requests(row: Row) -> Iterator[Line]:
+    figure = (
+        f"{row['requests_per_s']:.0f} requests/s, {row['tokens_per_s']:,.0f} tokens/s; TTFT p50 "
+        f"{row['ttft_p50_ms']:.0f} ms, TPOT p50 {row['tpot_p50_ms']:.1f}, p99 "
+        f"{row['tpot_p99_ms']:.1f} ms"
+    )
+    yield Line(f"{row['model']}: {row['requests']} {row['api']} at once", figure,
+               ">= 200 requests/s", row["requests_per_s"] >= 200)  # fmt: skip
+
+
+def _transformers(row: Row) -> Iterator[Line]:
+    figure = f"{row['requests_per_s']:.0f} requests/s, {row['tokens_per_s']:,.0f} tokens/s"
+    yield Line(f"{row['model']}: transformers' continuous batching", figure, "", None)
+
+
+def _exact(row: Row) -> Iterator[Line]:
+    proven = row["batch_invariant"] and not row["differing"]
+    figure = "equal bits" if proven else f"differs: {', '.join(row['differing']) or 'at load'}"
+    yield Line(f"{row['model']}: alone, batch of {row['batch']}, chunks, again", figure,
+               "equal bits", proven)  # fmt: skip
+
+
+def _served(row: Row) -> Iterator[Line]:
+    ratio = row["period_ms"] / row["device_ms"]
+    what = f"{row['model']}: steps with {row['batch']} streams over gRPC"
+    yield Line(what, f"{row['period_ms']:.2f} ms, {ratio:.3f} x the device's", "<= 1.02 x",
+               ratio <= 1.02)  # fmt: skip
+
+
+_LINES: dict[str, Callable[[Row], Iterator[Line]]] = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "attention": _attention,
+    "served steps": _served,
+    "requests": _requests,
+    "transformers": _transformers,
+    "exact": _exact,
+}
+
+
+def _across(rows: Sequence[Row]) -> Iterator[Line]:
+    """Figures of two parts."""
+    decodes = {(row["model"], row["batch"]): row for row in rows if row.get("what") == "decode"}
+    for (model, batch), row in decodes.items():
+        for how, most, least in (("exact", 1.2, 0.0), ("fp8", 1e9, 1.4)):
+            plain = decodes.get((model.removesuffix(" " + how), batch))
+            if not model.endswith(" " + how) or plain is None or batch != _COMPARED_BATCH:
+                continue
+            slower = row["period_ms"] / plain["period_ms"]
+            if how == "exact":
+                yield Line(f"{model}, batch {batch}", f"{slower:.2f} x the time without",
+                           "<= 1.20 x", slower <= most)  # fmt: skip
+            else:
+                yield Line(f"{model}, batch {batch}", f"{1 / slower:.2f} x as fast",
+                           ">= 1.40 x", 1 / slower >= least)  # fmt: skip
+    ours = [row for row in rows if row.get("what") == "requests" and row["api"] == "completions"]
+    theirs = [row for row in rows if row.get("what") == "transformers"]
+    if ours and theirs:
+        ratio = ours[0]["requests_per_s"] / theirs[0]["requests_per_s"]
+        yield Line("requests/s over transformers'", f"{ratio:.1f} x", ">= 3 x", ratio >= 3)
+
+
+def table(found: Sequence[Line]) -> str:
+    """As Markdown."""
+    verdicts = {True: "yes", False: "no", None: ""}
+    body = [f"| {x.what} | {x.figure} | {x.goal} | {verdicts[x.met]} |" for x in found]
+    return "\n".join(["| what | figure | goal | met |", "|---|---|---|---|", *body])

@@ -1,0 +1,183 @@
+"""Models by their shapes: what is computed for a token, and what memory must be read for a step.
+
+Weights are random, and made on the device. Knows configurations and arithmetic; runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder of the Llama family; `values` are those of its config.json."""
+
+    name: str
+    model_type: str
+    architecture: str
+    values: dict[str, Any]
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.values.get("head_dim") or self._int("hidden_size") // self.num_heads)
+
+    @property
+    def num_heads(self) -> int:
+        return self._int("num_attention_heads")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._int("num_key_value_heads")
+
+    @property
+    def num_layers(self) -> int:
+        return self._int("num_hidden_layers")
+
+    def weights_read(self, num_tokens: int) -> float:
+        """Weights that a step with so many tokens reads: of experts, those that random tokens are
+        expected to choose between them.
+        """
+        share = 1.0
+        if experts := self._experts:
+            share = 1.0 - (1.0 - self._int("num_experts_per_tok") / experts) ** num_tokens
+        return self._head + self.num_layers * (self._attention + self._feed_forward * share)
+
+    @property
+    def weights_per_token(self) -> int:
+        """Weights that a token in the middle of a prompt is multiplied with."""
+        used = self._feed_forward
+        if experts := self._experts:
+            used = used * self._int("num_experts_per_tok") // experts
+        return self.num_layers * (self._attention + used)
+
+    def kv_elements(self, num_tokens: int) -> int:
+        """Elements of keys and values of so many tokens."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
+
+    def attention_flops(self, num_tokens: int) -> float:
+        """Of a prompt of so many tokens, each of which sees those before it."""
+        return 2.0 * self.num_layers * self.num_heads * self.head_dim * num_tokens**2
+
+    @property
+    def _experts(self) -> int:
+        return int(self.values.get("num_experts", 0))
+
+    @property
+    def _attention(self) -> int:
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self._int("hidden_size") * heads * self.head_dim
+
+    @property
+    def _feed_forward(self) -> int:
+        if experts := self._experts:
+            return 3 * experts * self._int("hidden_size") * self._int("moe_intermediate_size")
+        return 3 * self._int("hidden_size") * self._int("intermediate_size")
+
+    @property
+    def _head(self) -> int:
+        return self._int("hidden_size") * self._int("vocab_size")
+
+    def _int(self, name: str) -> int:
+        return int(self.values[name])
+
+    def write(self, directory: Path) -> Path:
+        """A model's directory without weights: --load-format dummy serves it."""
+        from model_maker import write_tokenizer
+
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "dtype": "bfloat16",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            **self.values,
+        }
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_tokenizer(directory)
+        return directory
+
+
+def _llama(name: str, hidden: int, layers: int, heads: int, wide: int) -> Shape:
+    values = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": wide,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": _LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+    }
+    return Shape(name, "llama", "LlamaForCausalLM", values)
+
+
+_QWEN_15B = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+_QWEN_30B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+# So small that the whole benchmark can be tried on a processor.
+_TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen2.5-1.5b", "qwen2", "Qwen2ForCausalLM", _QWEN_15B),
+        _llama("llama-3.1-8b", 4096, 32, 32, 14336),
+        Shape("qwen3-30b-a3b", "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN_30B),
+        _llama("llama-70b", 8192, 80, 64, 28672),
+        Shape("tiny", "llama", "LlamaForCausalLM", _TINY),
+    )
+}

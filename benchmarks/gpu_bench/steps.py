@@ -1,0 +1,299 @@
+"""Steps of a model through the runner, without servers: decode, prefill, and equal bits.
+
+Two times are taken of a decode step. Its period is that of an engine: results of a step are taken
+in while the next one runs. Its device time is that of steps that were all handed over before any
+is taken in, so that the device never waits for Python. Knows the runner; knows no scheduling.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_bench.machine import copy_bytes_per_s, device_of, matmul_flops_per_s
+from benchmarks.gpu_bench.shapes import SHAPES, Shape
+from penstock_shard.config import ShardConfig
+from penstock_shard.request import Request, SamplingParams
+from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.model_runner import ModelRunner
+
+_GREEDY = SamplingParams(temperature=0.0)
+# Of bytes per second of a copy, what reading weights is expected to reach.
+_READ_SHARE = 0.9
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.53}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a shape is computed."""
+
+    shape: str
+    device: str
+    quantization: str | None = None
+    exact: bool = False
+    max_num_seqs: int = 256
+    max_model_len: int = 1024
+
+    @property
+    def label(self) -> str:
+        how = [self.quantization] if self.quantization else []
+        return " ".join([self.shape, *how, *(["exact"] if self.exact else [])])
+
+
+def make_runner(variant: Variant, directory: Path) -> ModelRunner:
+    """With random weights; progress goes to standard output."""
+    from penstock_shard.runner.create import create_runner
+
+    model = SHAPES[variant.shape].write(directory / variant.shape)
+    config = ShardConfig(
+        load_format="dummy",
+        device=variant.device,
+        quantization=variant.quantization,
+        exact=variant.exact,
+        max_num_seqs=variant.max_num_seqs,
+        max_model_len=variant.max_model_len,
+        max_num_batched_tokens=8192 if variant.device == "cuda" else 512,
+    )
+    return create_runner(config, model, progress=lambda line: print(f"  {line}", flush=True))
+
+
+class Sequences:
+    """Sequences that are computed up to their last token, as far as a step can tell: their blocks
+    hold whatever was there.
+    """
+
+    def __init__(self, runner: ModelRunner, count: int, context: int, room: int) -> None:
+        info = runner.info
+        rng = random.Random(count)
+        blocks = -(-(context + room) // info.block_size)
+        if count * blocks > info.num_blocks:
+            raise RuntimeError(f"{count} sequences of {context} tokens need more KV blocks")
+        self.requests = [
+            Request(
+                request_id=str(i),
+                attempt=0,
+                token_ids=rng.choices(range(info.vocab_size), k=context),
+                num_prompt_tokens=context,
+                num_delivered=0,
+                sampling=_GREEDY,
+                max_tokens=room,
+                stop_token_ids=frozenset(),
+                block_ids=list(range(i * blocks, (i + 1) * blocks)),
+            )
+            for i in range(count)
+        ]
+        self._runner = runner
+        self._next = context - 1
+
+    def launch(self) -> None:
+        """A step that samples one token of each."""
+        start = self._next
+        self._next += 1
+        rows = tuple(ScheduledRequest(r, start, 1, samples=True) for r in self.requests)
+        self._runner.launch(StepPlan(rows))
+
+    def collect(self) -> None:
+        results = self._runner.collect()
+        for request, result in zip(self.requests, results, strict=True):
+            token_ids = result_tokens(result)
+            if not token_ids:
+                raise RuntimeError(result.error or "a row gave no token")
+            request.token_ids += token_ids
+
+    def end(self) -> None:
+        for request in self.requests:
+            self._runner.release(request)
+
+
+def result_tokens(result: Any) -> list[int]:
+    """What a row of a step gave."""
+    return [] if result.token_id is None else [result.token_id]
+
+
+def decode(
+    variant: Variant, batches: Sequence[int], context: int, steps: int, directory: Path
+) -> list[dict[str, Any]]:
+    """A row of figures for each batch size, in ms."""
+    runner = make_runner(variant, directory)
+    copy = copy_bytes_per_s(device_of(variant.device))
+    rows = []
+    for count in batches:
+        period_s = _period_s(runner, count, context, steps)
+        device = device_s(runner, count, context, steps)
+        floor_s = floor_bytes(SHAPES[variant.shape], runner, count, context) / (_READ_SHARE * copy)
+        rows.append(
+            {
+                "what": "decode",
+                "model": variant.label,
+                "batch": count,
+                "context": context,
+                "backend": runner.info.attention_backend,
+                "period_ms": 1e3 * period_s,
+                "device_ms": 1e3 * device,
+                "floor_ms": 1e3 * floor_s,
+                "of_floor": period_s / floor_s,
+                "step_over_device": period_s / device,
+                "tokens_per_s": count / period_s,
+            }
+        )
+    return rows
+
+
+def floor_bytes(shape: Shape, runner: ModelRunner, count: int, context: int) -> float:
+    """What a step must read: weights once, and the keys and values of every sequence."""
+    kv_bytes = {"float8_e4m3fn": 1, "float32": 4}.get(runner.info.kv_dtype, 2)
+    weights = shape.weights_read(count) * _BYTES[runner.info.dtype]
+    return weights + shape.kv_elements(count * context) * kv_bytes
+
+
+def _period_s(runner: ModelRunner, count: int, context: int, steps: int) -> float:
+    sequences = Sequences(runner, count, context, steps + 8)
+    ahead = runner.info.max_steps_ahead
+    for _ in range(ahead):
+        sequences.launch()
+    times = []
+    for _ in range(steps):
+        sequences.launch()
+        sequences.collect()
+        times.append(time.perf_counter())
+    for _ in range(ahead):
+        sequences.collect()
+    sequences.end()
+    return statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
+
+
+def device_s(runner: ModelRunner, count: int, context: int, steps: int) -> float:
+    """Of a decode step: the mean over steps that are all handed over first, less the time of one
+    alone, which is what it takes to fill and to empty the queue.
+    """
+    sequences = Sequences(runner, count, context, steps + 8)
+
+    def run(number: int) -> float:
+        before_s = time.perf_counter()
+        for _ in range(number):
+            sequences.launch()
+        for _ in range(number):
+            sequences.collect()
+        return time.perf_counter() - before_s
+
+    run(2)
+    alone_s = run(1)
+    total_s = run(steps)
+    sequences.end()
+    return (total_s - alone_s) / (steps - 1)
+
+
+def prefill(variant: Variant, lengths: Sequence[int], directory: Path) -> list[dict[str, Any]]:
+    """Prompts computed whole, one a step."""
+    runner = make_runner(variant, directory)
+    peak = matmul_flops_per_s(device_of(variant.device))
+    shape = SHAPES[variant.shape]
+    rows = []
+    for length in lengths:
+        seconds = statistics.median(_prefill_s(runner, length) for _ in range(4))
+        flops = 2.0 * shape.weights_per_token * length + shape.attention_flops(length)
+        rows.append(
+            {
+                "what": "prefill",
+                "model": variant.label,
+                "tokens": length,
+                "ms": 1e3 * seconds,
+                "tokens_per_s": length / seconds,
+                "of_matmul": flops / seconds / peak,
+            }
+        )
+    return rows
+
+
+def _prefill_s(runner: ModelRunner, length: int) -> float:
+    sequences = Sequences(runner, 1, length, 1)
+    (request,) = sequences.requests
+    before_s = time.perf_counter()
+    runner.launch(StepPlan((ScheduledRequest(request, 0, length, samples=True),)))
+    runner.collect()
+    seconds = time.perf_counter() - before_s
+    sequences.end()
+    return seconds
+
+
+def exact_bits(variant: Variant, batch: int, directory: Path) -> list[dict[str, Any]]:
+    """Whether a sequence has the same logits, bit for bit, alone, beside others, in chunks, and
+    computed again with its outputs: what a shard finds out of itself when it loads, and greedy
+    tokens with their log-probabilities on top.
+    """
+    runner = make_runner(variant, directory)
+    alone = _tokens(runner)
+    ways: dict[str, Callable[[], list[Any]]] = {
+        "in a batch": lambda: _tokens(runner, batch=batch),
+        "in chunks": lambda: _tokens(runner, cut=48),
+        "computed again": lambda: _tokens(runner, again_at=20),
+        "all of these": lambda: _tokens(runner, batch=batch, cut=48, again_at=20),
+    }
+    differing = [name for name, way in ways.items() if way() != alone]
+    return [
+        {
+            "what": "exact",
+            "model": variant.label,
+            "batch": batch,
+            "batch_invariant": runner.info.batch_invariant,
+            "differing": differing,
+        }
+    ]
+
+
+def _tokens(
+    runner: ModelRunner, *, batch: int = 1, cut: int | None = None, again_at: int = 0
+) -> list[Any]:
+    """40 tokens of the first of `batch` sequences and their log-probabilities. Prompts are computed
+    in chunks of `cut` tokens, and again, with the output so far, after `again_at` tokens.
+    """
+    context = 300
+    sequences = Sequences(runner, batch, context, 64)
+    for request in sequences.requests:
+        request.logprobs = 0
+    first = sequences.requests[0]
+    first.token_ids[:] = random.Random(0).choices(range(runner.info.vocab_size), k=context)
+    found = []
+    for number in range(40):
+        rows = []
+        for request in sequences.requests:
+            again = number in (0, again_at)
+            rows += _rows_of(request, again, cut)
+        for step in _in_turns(rows):
+            runner.launch(StepPlan(tuple(step)))
+            for row, result in zip(step, runner.collect(), strict=True):
+                if row.samples:
+                    row.request.token_ids += result_tokens(result)
+                    if row.request is first and result.logprobs is not None:
+                        found.append((result_tokens(result), result.logprobs.chosen))
+    sequences.end()
+    return found
+
+
+def _rows_of(request: Request, again: bool, cut: int | None) -> list[ScheduledRequest]:
+    """What of the request comes next, in pieces of `cut` tokens."""
+    end = len(request.token_ids)
+    start = 0 if again else end - 1
+    step = cut or end
+    return [
+        ScheduledRequest(request, at, min(step, end - at), samples=at + step >= end)
+        for at in range(start, end, step)
+    ]
+
+
+def _in_turns(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
+    """Steps with one piece of each request, decodes first, of at most 4,096 tokens."""
+    steps: list[list[ScheduledRequest]] = [[]]
+    for row in sorted(rows, key=lambda row: (row.start, row.count)):
+        last = steps[-1]
+        taken = {id(other.request) for other in last}
+        if id(row.request) in taken or sum(r.count for r in last) + row.count > 4096:
+            steps.append([])
+        steps[-1].append(row)
+    return steps

@@ -1,0 +1,96 @@
+"""The GPU benchmark's arithmetic, and what it calls met."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.gpu_bench import goals
+from benchmarks.gpu_bench.shapes import SHAPES
+
+_DECODE: dict[str, Any] = {
+    "what": "decode",
+    "model": "m",
+    "batch": 32,
+    "context": 512,
+    "period_ms": 5.0,
+    "of_floor": 1.2,
+    "floor_ms": 4.2,
+}
+
+
+# Parameters as the models' cards state them, less what a decode step does not read (a row of the
+# embedding for each token, where the head is not the same matrix) and what is too small to count
+# (norms, biases, routers).
+@pytest.mark.parametrize(
+    ("name", "parameters", "unread"),
+    [
+        ("llama-3.1-8b", 8_030_261_248, 128256 * 4096 + 65 * 4096),
+        ("qwen2.5-1.5b", 1_543_714_304, 57 * 1536 + 28 * 2048),
+        (
+            "qwen3-30b-a3b",
+            30_532_122_624,
+            151936 * 2048 + 48 * 128 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048,
+        ),
+        ("llama-70b", 70_553_706_496, 128256 * 8192 + 161 * 8192),
+    ],
+)
+def test_a_large_step_reads_the_parameters_that_a_model_is_known_to_have(
+    name: str, parameters: int, unread: int
+) -> None:
+    assert SHAPES[name].weights_read(10**6) == pytest.approx(parameters - unread, rel=1e-12)
+
+
+def test_one_token_reads_only_the_experts_it_chooses() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    experts = 48 * 3 * 2048 * 768
+    assert shape.weights_read(1) == pytest.approx(shape.weights_read(10**6) - 120 * experts)
+    assert shape.weights_read(1) < shape.weights_read(2) < shape.weights_read(32)
+
+
+def test_a_step_that_takes_longer_than_its_goal_is_not_met() -> None:
+    rows = [_DECODE, {**_DECODE, "of_floor": 1.31}]
+    assert [line.met for line in goals.lines(rows)] == [True, False]
+
+
+def test_what_exactness_costs_is_told_of_two_parts() -> None:
+    exact = {**_DECODE, "model": "m exact", "period_ms": 6.5}
+    (line,) = list(goals.lines([_DECODE, exact]))[2:]
+    assert line.figure == "1.30 x the time without"
+    assert line.met is False
+
+
+def test_what_exactness_costs_is_told_at_the_batch_its_goal_is_stated_for() -> None:
+    plain = {**_DECODE, "batch": 1}
+    assert len(list(goals.lines([plain, {**plain, "model": "m exact"}]))) == 2
+
+
+def test_what_fp8_gains_is_told_of_two_parts() -> None:
+    fp8 = {**_DECODE, "model": "m fp8", "period_ms": 3.0}
+    (line,) = list(goals.lines([_DECODE, fp8]))[2:]
+    assert line.figure == "1.67 x as fast"
+    assert line.met is True
+
+
+def test_bits_that_differ_are_named() -> None:
+    row = {"what": "exact", "model": "m", "batch": 256, "batch_invariant": True}
+    found = [
+        *goals.lines([{**row, "differing": []}]),
+        *goals.lines([{**row, "differing": ["in chunks"]}]),
+        *goals.lines([{**row, "batch_invariant": False, "differing": []}]),
+    ]
+    assert [(line.figure, line.met) for line in found] == [
+        ("equal bits", True),
+        ("differs: in chunks", False),
+        ("differs: at load", False),
+    ]
+
+
+def test_a_part_that_failed_has_a_line_of_the_table() -> None:
+    found = list(goals.lines([{"part": "prefill-8b", "failed": "not within 60 s"}]))
+    assert "| prefill-8b | not within 60 s |  | no |" in goals.table(found)
