@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 # The torch that is installed first. The default is a plain version; on Linux without a GPU set
-# TORCH to a CPU build of yours, on a GPU machine to any release from 2.8 on.
+# TORCH to a CPU build of yours, on a GPU machine to any release from 2.8 on, for the tests from 2.10:
+# what they compare with would replace an older one.
 TORCH ?= torch==2.13.0
 PORT ?= 8000
 # FAKE=1 serves the fake runner: no torch, no weights, made-up text.

@@ -9,6 +9,7 @@ import sys
 from penstock_proto.flags import quiet_grpc
 from penstock_proto.logs import set_up_logging
 from penstock_shard.command_line import parse_config
+from penstock_shard.node import serve_node
 
 
 def main() -> int:
@@ -17,6 +18,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = parse_config(sys.argv[1:])
     set_up_logging(config.log_format, config.log_level)
+    if config.node_rank > 0:
+        return serve_node(config)
     quiet_grpc()
     # After parsing, so that --help and bad flags answer at once.
     from penstock_shard.server import serve

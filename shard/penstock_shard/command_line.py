@@ -10,7 +10,12 @@ from collections.abc import Sequence
 
 from penstock_proto.flags import OneLineParser, add_api_key, add_observing_flags, tracing_of
 from penstock_proto.tls import TlsFilesUnusable, check_server_files
+from penstock_shard.adapter_flags import add_adapter_flags, check_adapter_flags
 from penstock_shard.config import ShardConfig
+from penstock_shard.parallel_flags import add_parallel_flags, check_parallel_flags
+
+# Guesses this far ahead are hardly ever right.
+_MOST_DRAFTS = 64
 
 
 def parse_config(argv: Sequence[str]) -> ShardConfig:
@@ -19,23 +24,12 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
     args = parser.parse_args(argv)
     if args.runner == "fake" and args.enforce_eager:
         parser.error("--enforce-eager: the fake runner has no eager mode")
-    if args.tensor_parallel_size != 1:
-        parser.error(
-            f"--tensor-parallel-size {args.tensor_parallel_size}: "
-            "only 1 is served; start one shard a device"
-        )
+    check_parallel_flags(parser, args)
     _check_tls(parser, args)
+    check_adapter_flags(parser, args)
     if not args.enable_chunked_prefill:
         parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
-    if args.kv_blocks is not None and args.kv_memory is not None:
-        parser.error("--kv-blocks and --kv-memory exclude each other; give one")
-    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < args.max_num_seqs:
-        parser.error(
-            f"--max-num-batched-tokens {args.max_num_batched_tokens}: must be at least "
-            f"--max-num-seqs ({args.max_num_seqs}), or some requests would never move"
-        )
-    if args.block_size is not None and args.block_size % 16:
-        parser.error(f"--block-size {args.block_size}: must be a multiple of 16")
+    _check_sizes(parser, args)
     return ShardConfig(
         model=args.model,
         revision=args.revision,
@@ -60,13 +54,24 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         threads=args.threads,
         attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,
+        exact=args.exact,
         embeddings=args.embeddings,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tensor_parallel_size,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        loras=tuple(args.lora),
+        enable_lora=args.enable_lora,
+        max_loras=args.max_loras,
+        max_lora_rank=args.max_lora_rank,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_tokens=args.max_prefill_tokens,
         aging_s=args.aging_s,
+        speculative_tokens=args.speculative_tokens,
         block_size=args.block_size,
         kv_blocks=args.kv_blocks,
         kv_memory_bytes=args.kv_memory,
@@ -113,9 +118,13 @@ def build_parser() -> argparse.ArgumentParser:
         log_requests_help="a line for each request; the router's log has one too",
     )
     _add_engine_flags(parser.add_argument_group("engine"))
+    _add_exactness_flags(parser.add_argument_group("equal results"))
+    add_parallel_flags(parser.add_argument_group("a model over several devices"))
     _add_scheduling_flags(parser.add_argument_group("scheduling"))
+    _add_speculation_flags(parser.add_argument_group("speculation"))
     _add_cache_flags(parser.add_argument_group("KV cache"))
     _add_constraint_flags(parser.add_argument_group("constraints on outputs"))
+    add_adapter_flags(parser.add_argument_group("adapters"))
     fake = parser.add_argument_group("fake runner (no torch, no weights)")
     fake.add_argument(
         "--step-ms",
@@ -253,14 +262,17 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quantization",
         "--quantize",
-        choices=("int8",),
-        help="round weights to 8 bits at load, a step size for each output (cpu only)",
+        choices=("int8", "fp8", "int4"),
+        help="round weights at load: int8 with a step size for each output (cpu), fp8 with a scale "
+        "for each output, activations too (GPU), int4 in groups of 128 by torchao (GPU); default: "
+        "as precise as stored, fp8 checkpoints in fp8 where the GPU has it",
     )
     group.add_argument(
         "--kv-cache-dtype",
         default="auto",
-        choices=("auto", "float32", "float16"),
-        help="auto: as precise as the weights",
+        choices=("auto", "float32", "float16", "fp8"),
+        help="auto: as precise as activations, on cpu as weights; fp8 wants attention backend "
+        "triton or sdpa",
     )
     group.add_argument(
         "--threads",
@@ -270,14 +282,15 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--attention-backend",
-        choices=("auto", "cpu", "sdpa", "flash_attn"),
+        choices=("auto", "cpu", "sdpa", "flash_attn", "torch_varlen", "triton"),
         default="auto",
-        help="cpu: our kernels, for products too; sdpa: plain torch (default: the best here)",
+        help="cpu: our kernels, for products too; sdpa: plain torch (default: the best here that "
+        "serves the model)",
     )
     group.add_argument(
         "--enforce-eager",
         action="store_true",
-        help="never capture CUDA graphs (nothing is captured yet)",
+        help="never record decodes in CUDA graphs",
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -286,12 +299,15 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         metavar="F",
         help="share of GPU memory to use (default: %(default)s)",
     )
+
+
+def _add_exactness_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--tensor-parallel-size",
-        type=_positive_int,
-        default=1,
-        metavar="N",
-        help="GPUs that share one model (only 1 for now)",
+        "--exact",
+        action="store_true",
+        help="a token's logits have the same bits alone, in any batch, and computed again, so that "
+        "requests go on elsewhere bit for bit; on a GPU this is slower, on a cpu it is so anyway; "
+        "refused where a check at load finds a difference",
     )
 
 
@@ -359,6 +375,17 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_speculation_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--speculative-tokens",
+        type=_draft_length,
+        default=0,
+        metavar="N",
+        help="guess up to N tokens of a sequence from its own and check them in one step; the same "
+        f"tokens come out, sooner where text repeats (default: 0, at most {_MOST_DRAFTS})",
+    )
+
+
 def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-prefix-caching",
@@ -415,6 +442,18 @@ def _add_constraint_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.kv_blocks is not None and args.kv_memory is not None:
+        parser.error("--kv-blocks and --kv-memory exclude each other; give one")
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < args.max_num_seqs:
+        parser.error(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens}: must be at least "
+            f"--max-num-seqs ({args.max_num_seqs}), or some requests would never move"
+        )
+    if args.block_size is not None and args.block_size % 16:
+        parser.error(f"--block-size {args.block_size}: must be a multiple of 16")
+
+
 def _check_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Here, so that files that cannot be used end the start."""
     cert, key, client_ca = args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file
@@ -447,6 +486,13 @@ def _non_negative_int(text: str) -> int:
     value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
+    return value
+
+
+def _draft_length(text: str) -> int:
+    value = _whole(text)
+    if not 0 <= value <= _MOST_DRAFTS:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and {_MOST_DRAFTS}")
     return value
 
 

@@ -40,9 +40,26 @@ class ShardConfig:
     threads: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    # The same bits in any batch, on a GPU too.
+    exact: bool = False
     # How prompts are pooled to embeddings: "auto" is as the model's files say, if they do.
     embeddings: str = "auto"
     gpu_memory_utilization: float = 0.9
+
+    # Processes that share the model, with a device each, on so many machines; `node_rank` is which
+    # of these this one is, and on the first the others find rank 0.
+    tensor_parallel_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int = 29501
+
+    # Adapters that are loaded at the start, as (name, source); whether others may be later, how
+    # many there may be at once, and of what rank.
+    loras: tuple[tuple[str, str], ...] = ()
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 64
 
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -50,6 +67,8 @@ class ShardConfig:
     max_prefill_tokens: int | None = None
     # Whoever has waited this long for its next token goes before all others.
     aging_s: float = 30.0
+    # Most tokens that are guessed at once for a sequence; 0: none ever.
+    speculative_tokens: int = 0
     block_size: int | None = None
     kv_blocks: int | None = None
     kv_memory_bytes: int | None = None
@@ -94,9 +113,20 @@ class ShardConfig:
         return self.model or "penstock-toy"
 
     @property
+    def serves_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.enable_lora or bool(self.loras)
+
+    @property
     def constraint_limits(self) -> ConstraintLimits:
         """What one constraint may take to be compiled."""
         return ConstraintLimits(self.constraint_timeout_s, self.constraint_memory_bytes)
+
+    @property
+    def max_step_logits(self) -> int:
+        """Most rows of logits of a step: one a sequence, and one a guessed token."""
+        guesses = max(self.max_num_seqs, self.speculative_tokens) if self.speculative_tokens else 0
+        return self.max_num_seqs + guesses
 
     def batched_tokens(self, device: str) -> int:
         """Most tokens of a step; by default what such a device computes in about half a second."""

@@ -21,9 +21,11 @@ from array import array
 from collections.abc import Callable
 
 from penstock_proto.logs import set_up_logging
+from penstock_shard.adapters import NO_ADAPTER, Adapters, PlacedAdapter
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.matchers import PendingMatchers
+from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
@@ -71,7 +73,18 @@ def main() -> None:
     except ModelError as error:
         link.send(LoadFailed(str(error)))
         return
+    adapters = Adapters(
+        loaded.runner.adapters, start.config.max_loras, lambda: inbox.put(Inbox([], []))
+    )
+    try:
+        _load_adapters(link, start, adapters)
+    except ModelError as error:
+        link.send(LoadFailed(f"--lora {error}"))
+        return
     info = loaded.runner.info
+    if loaded.runner.adapters is not None:
+        capabilities = info.capabilities | {"adapter"}
+        info = dataclasses.replace(info, capabilities=capabilities, adapters=adapters.loaded)
     matchers = _matchers(loaded, start.config, lambda: inbox.put(Inbox([], [])))
     if matchers is None:
         capabilities = info.capabilities - CONSTRAINT_KINDS
@@ -85,7 +98,20 @@ def main() -> None:
     # The server may be gone at any time: nobody is left to tell of it.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
-        _run(link, engine, inbox)
+        _run_or_say(link, engine, inbox, adapters)
+
+
+def _load_adapters(link: EngineEnd, start: Start, adapters: Adapters) -> None:
+    """Those that the shard starts with, or those there were. Raises ModelError."""
+    for name, source in start.config.loras if start.adapters is None else start.adapters:
+        try:
+            adapters.load(name, source)
+        except ModelError as error:
+            if start.adapters is None:
+                raise ModelError(f"{name}: {error}") from error
+            link.send(Progress(f"adapter {name} is left out: {error}"))
+    for adapter in adapters.loaded:
+        link.send(Progress(f"adapter {adapter.name}: rank {adapter.rank}"))
 
 
 def _matchers(
@@ -125,19 +151,35 @@ def _build_engine(
         max_prefill_tokens=config.prefill_tokens(info.device),
         aging_s=config.aging_s,
     )
+    drafter = Drafter(config.speculative_tokens) if config.speculative_tokens else None
     return Engine(
         loaded.runner,
-        Scheduler(limits, blocks),
+        Scheduler(limits, blocks, drafter),
         blocks,
         tell_started=tell_started,
         matchers=matchers,
     )
 
 
-def _run(link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox]) -> None:
+def _run_or_say(
+    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters
+) -> None:
+    """`_run`; where the model cannot go on the last line says why, in the model's own words."""
+    try:
+        _run(link, engine, inbox, adapters)
+    except ModelError as error:
+        logger.critical("%s", error)
+        sys.exit(1)
+
+
+def _run(
+    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters
+) -> None:
     sent = Load()
     while True:
-        _take_inbox(engine, inbox, wait=not engine.has_work)
+        _take_inbox(engine, inbox, adapters, wait=not engine.has_work)
+        for answer in adapters.settle(engine.adapter_slots):
+            link.send(answer)
         outputs = engine.step()
         load = engine.load()
         if outputs or load != sent:
@@ -145,21 +187,25 @@ def _run(link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox]) -> No
             sent = load
 
 
-def _take_inbox(engine: Engine, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
+def _take_inbox(
+    engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters, *, wait: bool
+) -> None:
     """Everything that came in; waits for something when there is nothing to do."""
     try:
         while True:
             message = inbox.get(block=wait)
             wait = False
             for submit in message.submits:
-                engine.submit(_request(submit))
+                engine.submit(_request(submit, adapters.find(submit.adapter)))
             for request_id, attempt in message.aborts:
                 engine.abort(request_id, attempt)
+            for change in message.adapter_changes:
+                adapters.change(change)
     except queue.Empty:
         return
 
 
-def _request(submit: Submit) -> Request:
+def _request(submit: Submit, placed: PlacedAdapter = NO_ADAPTER) -> Request:
     prompt = array("I", submit.prompt)
     output = array("I", submit.output)
     return Request(
@@ -176,6 +222,8 @@ def _request(submit: Submit) -> Request:
         prompt_logprobs=submit.prompt_logprobs,
         logprob_token_ids=submit.logprob_token_ids,
         cache_salt=submit.cache_salt,
+        adapter=placed.adapter.content_hash,
+        adapter_slot=placed.slot,
         pooling=submit.pooling,
         constraint=submit.constraint,
         reluctant_stop_ids=frozenset(submit.reluctant_stop_ids),

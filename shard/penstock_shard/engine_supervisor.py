@@ -19,12 +19,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock_shard import link
+from penstock_shard.adapter_desk import AdapterDesk, Loaded
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.checker import ConstraintChecker, NotChecked
 from penstock_shard.metrics import ShardMetrics
 from penstock_shard.request import CONSTRAINT_KINDS, Constraint, FinishReason
-from penstock_shard.validation import INVALID_ARGUMENT, MAX_ID_CHARACTERS
+from penstock_shard.validation import INVALID_ARGUMENT, MAX_ID_CHARACTERS, Refusal, check_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,8 @@ class EngineSupervisor:
         self._early_aborts: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._submits: list[link.Submit] = []
         self._aborts: list[tuple[str, int]] = []
+        self._adapter_changes: list[link.AdapterChange] = []
+        self.adapters = AdapterDesk(config, self._change_adapter, self._adapters_changed)
         self._flush_scheduled = False
         self._listeners: set[asyncio.Event] = set()
         self._beat = link.Beat(0.0, 0.0)
@@ -233,10 +238,17 @@ class EngineSupervisor:
     def _judge(
         self, route: _Route, submit: link.Submit, constraint: Constraint, verdict: str
     ) -> None:
-        if not verdict:
-            self._hand_over(submit)
+        if verdict:
+            error = link.Error(INVALID_ARGUMENT, verdict, field=constraint.kind)
+            self._end_route(route, error=error)
             return
-        self._end_route(route, error=link.Error(INVALID_ARGUMENT, verdict, field=constraint.kind))
+        try:
+            # It may have been unloaded meanwhile: the engine must not hear of it then.
+            check_adapter(submit.adapter, submit.adapter_hash, self.adapters.loaded)
+        except Refusal as refusal:
+            self._end_route(route, error=refusal.error)
+        else:
+            self._hand_over(submit)
 
     def _refusal_of(self, submit: link.Submit, suspect: bool) -> link.Error | None:
         """Why nothing more is taken; None when it is."""
@@ -337,8 +349,8 @@ class EngineSupervisor:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        inbox = link.Inbox(self._submits, self._aborts)
-        self._submits, self._aborts = [], []
+        inbox = link.Inbox(self._submits, self._aborts, self._adapter_changes)
+        self._submits, self._aborts, self._adapter_changes = [], [], []
         if self._writer is not None:
             self._writer.write(link.encode_frame(inbox))
 
@@ -424,6 +436,8 @@ class EngineSupervisor:
                     self._note_started(message.request_ids)
                 case link.Ready():
                     self._became_ready(message)
+                case link.AdapterChanged():
+                    self.adapters.answered(message)
                 case link.Progress():
                     logger.info("%s", message.text)
                 case link.LoadFailed():
@@ -445,7 +459,7 @@ class EngineSupervisor:
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         config = dataclasses.replace(self._config, api_key=None)
-        self._writer.write(link.encode_frame(link.Start(config)))
+        self._writer.write(link.encode_frame(link.Start(config, self.adapters.to_start_with)))
         self._beat_at_s = time.monotonic()
         return reader
 
@@ -467,10 +481,21 @@ class EngineSupervisor:
         self._ready = ready
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
+        self.adapters.became_ready(ready.info.adapters)
         info, tokenizer = ready.info, ready.tokenizer_files.get("tokenizer.json")
         if tokenizer is not None and info.capabilities & CONSTRAINT_KINDS:
             self._checker.use(tokenizer, info.vocab_size, info.eos_token_ids)
         self._notify()
+
+    def _change_adapter(self, change: link.AdapterChange) -> None:
+        self._adapter_changes.append(change)
+        self._schedule_flush()
+
+    def _adapters_changed(self, loaded: Loaded) -> None:
+        if self._ready is not None:
+            info = dataclasses.replace(self._ready.info, adapters=loaded)
+            self._ready = msgspec.structs.replace(self._ready, info=info)
+            self._notify()
 
     def _note_started(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -513,7 +538,8 @@ class EngineSupervisor:
         self._ready = None
         self.load = link.Load()
         self._beat = link.Beat(0.0, 0.0)
-        self._submits, self._aborts = [], []
+        self._submits, self._aborts, self._adapter_changes = [], [], []
+        self.adapters.died()
         started = [route for route in self._routes.values() if route.started_s is not None]
         charged = [route for route in started if route.suspect] or started
         for route in charged:

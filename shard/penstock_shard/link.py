@@ -24,7 +24,7 @@ from penstock_shard.request import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.runner.base import Logprobs, RunnerInfo
+from penstock_shard.runner.base import Adapter, Logprobs, RunnerInfo
 
 _LENGTH = struct.Struct("<I")
 
@@ -33,9 +33,13 @@ _LENGTH = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, array_like=True, tag="start"):
-    """The first message: what to load."""
+    """The first message: what to load. `adapters`, names and sources, take the place of the
+    configuration's where an engine was there before: one that is not to be had any more is left
+    out then.
+    """
 
     config: ShardConfig
+    adapters: list[tuple[str, str]] | None = None
 
 
 class Submit(msgspec.Struct, array_like=True):
@@ -59,6 +63,9 @@ class Submit(msgspec.Struct, array_like=True):
     constraint: Constraint | None = None
     reluctant_stop_ids: list[int] = []
     thinking_budget: ThinkingBudget | None = None
+    # The name of one that the engine has, and the hash of its content; "" for none.
+    adapter: str = ""
+    adapter_hash: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +73,24 @@ class Submit(msgspec.Struct, array_like=True):
         return (len(self.prompt) + len(self.output)) // 4
 
 
+class AdapterChange(msgspec.Struct, array_like=True):
+    """Load the adapter of a source under a name; without a source, unload it. Nothing is submitted
+    with the name any more then, until another has it. `number` tells the answer.
+    """
+
+    number: int
+    name: str
+    source: str = ""
+
+
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
     """Everything that came in since the last one. Aborts act after the submits beside them; each
-    is a request id and the attempt that is meant.
+    is a request id and the attempt that is meant. Changes of adapters act last.
     """
 
     submits: list[Submit]
     aborts: list[tuple[str, int]]
+    adapter_changes: list[AdapterChange] = []
 
 
 ToEngine = Start | Inbox
@@ -184,6 +202,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     sequences_total: int = 0
     prompt_tokens_total: int = 0
     decode_tokens_total: int = 0
+    # Tokens that were guessed, and those of them that were right.
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0
 
     @property
     def computed_tokens_total(self) -> int:
@@ -195,6 +216,16 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
 
     outputs: list[Output]
     load: Load
+
+
+class AdapterChanged(msgspec.Struct, array_like=True, tag="adapter"):
+    """What became of an `AdapterChange`: the adapter that was loaded, or why none was; neither for
+    one that was unloaded.
+    """
+
+    number: int
+    adapter: Adapter | None = None
+    error: Error | None = None
 
 
 class Started(msgspec.Struct, array_like=True, tag="started"):
@@ -212,7 +243,7 @@ class Beat(msgspec.Struct, array_like=True, tag="beat"):
     step_expected_s: float
 
 
-FromEngine = Progress | LoadFailed | Ready | StepOutputs | Started | Beat
+FromEngine = Progress | LoadFailed | Ready | StepOutputs | Started | AdapterChanged | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
-from penstock_shard.models.source import resolve_model
+from penstock_shard.models.source import resolve_adapter, resolve_model
 from penstock_shard.request import Pooling
 from penstock_shard.runner.base import EmbeddingDefaults, Runner, RunnerInfo
-from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeRunner
+from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeAdapters, FakeRunner
 from penstock_shard.tokenizer_files import read_tokenizer_files
 
 __all__ = ["LoadedModel", "ModelError", "load_model"]
@@ -106,7 +106,14 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         step_s=config.step_ms / 1000,
         eos_rate=config.fake_eos_rate,
         crash_on=config.fake_crash_on,
+        adapters=_fake_adapters(config),
     )
+
+
+def _fake_adapters(config: ShardConfig) -> FakeAdapters | None:
+    if not config.serves_adapters:
+        return None
+    return FakeAdapters(lambda source: resolve_adapter(source, config))
 
 
 def _fake_embedding(config: ShardConfig) -> EmbeddingDefaults:

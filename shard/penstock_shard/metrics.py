@@ -139,6 +139,12 @@ class ShardMetrics:
         )
         self._computed_prompt = computed.labels("prompt")
         self._computed_decode = computed.labels("decode")
+        self._draft_tokens = self._counter(
+            "draft_tokens", "Tokens that were guessed ahead (--speculative-tokens), and computed."
+        )
+        self._accepted_tokens = self._counter(
+            "accepted_tokens", "Of those, tokens that were right: each saved a step."
+        )
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"penstock_shard_{name}", text, registry=self.registry)
@@ -184,6 +190,9 @@ class ShardMetrics:
         self._step_tokens.observe(prompt_tokens + decode_tokens)
         self._computed_prompt.inc(prompt_tokens)
         self._computed_decode.inc(decode_tokens)
+        if after.draft_tokens_total != before.draft_tokens_total:
+            self._draft_tokens.inc(after.draft_tokens_total - before.draft_tokens_total)
+            self._accepted_tokens.inc(after.accepted_tokens_total - before.accepted_tokens_total)
 
     def engine_died(self) -> None:
         self._restarts.inc()

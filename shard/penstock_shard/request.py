@@ -155,6 +155,9 @@ class Request:
     # Their log-probabilities are reported beside those of each output token.
     logprob_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    # Of its adapter: the hash of its content and the runner's slot; "" and 0 for none.
+    adapter: str = ""
+    adapter_slot: int = 0
     pooling: Pooling | None = None
     objective: Objective = NO_OBJECTIVE
     # To be put down is to be given back: another shard has room.
@@ -185,6 +188,8 @@ class Request:
     preemptions: int = 0
     # Steps that computed a part of it and sampled nothing.
     num_partial_steps: int = 0
+    # Tokens that were guessed, so that they took no step of their own.
+    num_accepted_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -195,6 +200,10 @@ class Request:
     def num_output_tokens(self) -> int:
         """Those that have come back."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether this token ends the sequence."""
+        return token_id in self.stop_token_ids or token_id in self.reluctant_stop_ids
 
     @property
     def num_uncomputed(self) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
+from penstock_proto.transport import FIELD_METADATA
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
 from penstock_shard.embedding import embed
@@ -271,6 +272,7 @@ class ShardServicer(wire.Servicer):
             serving=engine.serving,
             draining=engine.draining,
             handing_over=engine.handing_over,
+            adapters_revision=engine.adapters.revision,
         )
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -284,16 +286,23 @@ class ShardServicer(wire.Servicer):
                 return
             await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
 
-    # ---- not served yet ----
+    # ---- adapters ----
 
-    async def LoadAdapter(self, request: Any, context: Context) -> NoReturn:
-        await self._refuse("LoadAdapter", context)
+    async def LoadAdapter(self, request: Any, context: Context) -> Any:
+        await self._ready(context)
+        try:
+            adapter = await self._engine.adapters.load(request.name, request.source)
+        except Refusal as refusal:
+            await _refuse(context, refusal)
+        return wire.load_adapter_response(adapter)
 
-    async def UnloadAdapter(self, request: Any, context: Context) -> NoReturn:
-        await self._refuse("UnloadAdapter", context)
-
-    async def _refuse(self, name: str, context: Context) -> NoReturn:
-        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served by this shard")
+    async def UnloadAdapter(self, request: Any, context: Context) -> Any:
+        await self._ready(context)
+        try:
+            await self._engine.adapters.unload(request.name)
+        except Refusal as refusal:
+            await _refuse(context, refusal)
+        return wire.unload_adapter_response()
 
     # ---- internals ----
 
@@ -307,6 +316,13 @@ class ShardServicer(wire.Servicer):
         if ready is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "the engine is still loading")
         return ready
+
+
+async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
+    """As `_abort`, and names the field at fault: a status of its own has no place for it."""
+    error = refusal.error
+    await context.abort(wire.status(error), error.message, ((FIELD_METADATA, error.field),))
+    raise AssertionError("abort raises")
 
 
 async def _abort(context: Context, status: grpc.StatusCode, message: str) -> NoReturn:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Submit
 from penstock_shard.request import Constraint, Objective, Pooling, SamplingParams, ThinkingBudget
-from penstock_shard.runner.base import RunnerInfo
+from penstock_shard.runner.base import Adapter, RunnerInfo
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -89,6 +89,7 @@ _NEUTRAL: Mapping[str, object] = {
     "time_to_first_token_s": None,
     "seconds_between_tokens": None,
     "latency_sensitive": False,
+    "adapter": "",
     "thinking_budget": None,
     "logprobs": None,
     "prompt_logprobs": None,
@@ -119,10 +120,7 @@ def _no_ids() -> TokenIds:
 
 @dataclass(slots=True)
 class IncomingRequest:
-    """A GenerateRequest as it came: None where a field was absent that 0 means something for.
-
-    `features` maps the names of what only a capability can serve to their values.
-    """
+    """A GenerateRequest as it came: None where a field was absent that 0 means something for."""
 
     request_id: str
     attempt: int
@@ -151,6 +149,9 @@ class IncomingRequest:
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds = field(default_factory=_no_ids)
     cache_salt: str = ""
+    adapter: str = ""
+    # The content that it must have; empty: any.
+    adapter_hash: str = ""
     priority: int = 0
     deadline_ms: int | None = None
     time_to_first_token_s: float | None = None
@@ -164,18 +165,19 @@ class IncomingRequest:
     # For logs and traces; whatever stands there, the request is served.
     label: str = ""
     traceparent: str = ""
-    features: Mapping[str, object] = field(default_factory=dict)
 
 
 def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> Submit:
     """The complete request.
 
     Raises:
-        Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model is another (NOT_FOUND),
-            or the shard lacks what the request needs (FAILED_PRECONDITION).
+        Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model is another or the
+            adapter not loaded (NOT_FOUND), or the shard lacks what the request needs
+            (FAILED_PRECONDITION).
     """
     _check_model(incoming.model, config)
     _check_features(incoming, info.capabilities)
+    adapter_hash = check_adapter(incoming.adapter, incoming.adapter_hash, info.adapters)
     if not 1 <= len(incoming.request_id) <= MAX_ID_CHARACTERS:
         _refuse("request_id", len(incoming.request_id), f"1..{MAX_ID_CHARACTERS} characters")
     max_tokens = _check_lengths(incoming, info.max_model_len)
@@ -202,6 +204,8 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         # Those of a continued request were delivered before its first token was.
         prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
         cache_salt=incoming.cache_salt,
+        adapter=incoming.adapter,
+        adapter_hash=adapter_hash,
         min_tokens=incoming.min_tokens,
         logprob_token_ids=tuple(incoming.logprob_token_ids.tolist()),
         objective=_objective(incoming),
@@ -287,7 +291,7 @@ def _check_model(model: str, config: ShardConfig) -> None:
 
 
 def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> None:
-    asked = dict(incoming.features)
+    asked: dict[str, object] = {}
     if incoming.constraint is not None:
         asked[incoming.constraint.kind] = "a constraint"
     for name, neutral in _NEUTRAL.items():
@@ -302,6 +306,28 @@ def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> 
             raise Refusal(
                 FAILED_PRECONDITION, f"{name} is not served by this shard", field=name, value=value
             )
+
+
+def check_adapter(name: str, content_hash: str, loaded: Sequence[Adapter]) -> str:
+    """The hash of the content that this adapter, "" for none, has here.
+
+    Raises `Refusal` where it is not loaded, or of other content than `content_hash`, "" for any.
+    """
+    if not name:
+        return ""
+    for adapter in loaded:
+        if adapter.name == name:
+            if content_hash not in ("", adapter.content_hash):
+                text = f"adapter {_short(name)!r} is another one here than the request began with"
+                raise Refusal(NOT_FOUND, text, field="adapter", value=name)
+            return adapter.content_hash
+    names = ", ".join(sorted(adapter.name for adapter in loaded)) or "none"
+    raise Refusal(
+        NOT_FOUND,
+        f"adapter {_short(name)!r} is not loaded here; loaded: {names}",
+        field="adapter",
+        value=name,
+    )
 
 
 def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:

@@ -17,7 +17,7 @@ from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_se
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output
 from penstock_shard.request import Constraint, FinishReason, Pooling, ThinkingBudget
-from penstock_shard.runner.base import EmbeddingDefaults, Logprobs, RunnerInfo
+from penstock_shard.runner.base import Adapter, EmbeddingDefaults, Logprobs, RunnerInfo
 from penstock_shard.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
 # What `server.py` needs of the generated code, so that it need not touch it.
@@ -82,6 +82,8 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         prompt_logprobs=_optional(output, "prompt_logprobs"),
         logprob_token_ids=_ids(output.logprob_token_ids),
         cache_salt=message.cache_salt,
+        adapter=message.adapter,
+        adapter_hash=message.adapter_hash,
         priority=message.objective.priority,
         deadline_ms=_optional(message.objective, "deadline_ms"),
         time_to_first_token_s=_optional(message.objective, "time_to_first_token_s"),
@@ -94,7 +96,6 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         suspect=message.suspect,
         label=message.label,
         traceparent=message.traceparent,
-        features=dict(_features(message)),
     )
 
 
@@ -104,12 +105,6 @@ def _ids(field: Iterable[int]) -> TokenIds:
 
 def _optional(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
-
-
-def _features(message: pb.GenerateRequest) -> Iterator[tuple[str, object]]:
-    """What the request asks for that the rest of it does not show."""
-    if message.adapter:
-        yield "adapter", message.adapter
 
 
 def _constraint(message: pb.Constraint) -> Constraint | None:
@@ -343,7 +338,26 @@ def info_response(
         batch_invariant=info.batch_invariant,
         numerics_fingerprint=info.numerics_fingerprint,
         embedding=None if info.embedding is None else _embedding_defaults(info.embedding),
+        adapters=[adapter.name for adapter in info.adapters],
+        loaded_adapters=map(_adapter, info.adapters),
     )
+
+
+def _adapter(adapter: Adapter) -> pb.Adapter:
+    return pb.Adapter(
+        name=adapter.name,
+        content_hash=adapter.content_hash,
+        source=adapter.source,
+        rank=adapter.rank,
+    )
+
+
+def load_adapter_response(adapter: Adapter) -> pb.LoadAdapterResponse:
+    return pb.LoadAdapterResponse(adapter=_adapter(adapter))
+
+
+def unload_adapter_response() -> pb.UnloadAdapterResponse:
+    return pb.UnloadAdapterResponse()
 
 
 def _embedding_defaults(defaults: EmbeddingDefaults) -> pb.EmbeddingDefaults:
@@ -382,6 +396,7 @@ def load_report(
     serving: bool,
     draining: bool,
     handing_over: bool,
+    adapters_revision: int = 0,
 ) -> pb.LoadReport:
     return pb.LoadReport(
         instance_id=instance_id,
@@ -398,6 +413,7 @@ def load_report(
         serving=serving,
         draining=draining,
         handing_over=handing_over,
+        adapters_revision=adapters_revision,
         steps_seconds_total=load.steps_seconds_total,
         computed_tokens_total=load.computed_tokens_total,
     )

@@ -41,6 +41,11 @@ FREE_OF_TENSORS = (
     "penstock_shard.models",
     "penstock_shard.models.source",
     "penstock_shard.models.errors",
+    "penstock_shard.models.triton_here",
+    "penstock_shard.models.parallel",
+    "penstock_shard.models.parallel.followers",
+    "penstock_shard.models.parallel.messages",
+    "penstock_shard.models.parallel.processes",
 )
 
 

@@ -225,7 +225,13 @@ def test_flags_exist(case: str) -> None:
     for template in templates_of(rendered(case)):
         of_router = template["metadata"]["labels"]["app.kubernetes.io/component"] == "router"
         command_line = router_command_line if of_router else shard_command_line
-        command_line.build_parser().parse_args(container_of(template)["args"])
+        command_line.build_parser().parse_args(told(container_of(template)["args"]))
+
+
+def told(args: list[str]) -> list[str]:
+    """As a pod gets them, which knows who it is of its group."""
+    values = {"$(LWS_WORKER_INDEX)": "1", "$(LWS_LEADER_ADDRESS)": "leader.demo"}
+    return [values.get(arg, arg) for arg in args]
 
 
 @every_case
@@ -393,19 +399,31 @@ def test_a_startup_probe_waits_as_long_as_it_is_told() -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] == 600
 
 
-def test_a_model_over_several_gpus_is_one_shard_which_is_not_served_yet(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_over_several_gpus_is_one_shard() -> None:
     templates = templates_of(rendered("several nodes"))[1:]
     assert len(templates) == 2, "the one that answers, and the others"
     for template in templates:
         args = container_of(template)["args"]
         assert args[args.index("--tensor-parallel-size") + 1] == "16"
-        with pytest.raises(SystemExit):
-            shard_command_line.parse_config(args)
-        assert "--tensor-parallel-size 16: only 1 is served" in capsys.readouterr().err
-    assert "refuses to start so" in render_notes(CASES["several nodes"], "demo")
-    assert "refuses" not in render_notes({}, "demo")
+        config = shard_command_line.parse_config(told(args))
+        assert (config.nnodes, config.node_rank, config.master_addr) == (2, 1, "leader.demo")
+        assert mount_of(template, "/dev/shm")["emptyDir"]["medium"] == "Memory"
+
+
+def test_a_model_over_the_gpus_of_one_machine_needs_to_know_of_no_other() -> None:
+    template = shard_of({"shard": {"gpus": 2}})["spec"]["template"]
+    args = container_of(template)["args"]
+    assert shard_command_line.parse_config(args).tensor_parallel_size == 2
+    assert "--nnodes" not in args
+    assert mount_of(template, "/dev/shm")["emptyDir"]["sizeLimit"] == "1Gi"
+    assert mount_of(shard_of({})["spec"]["template"], "/dev/shm") == {}
+
+
+def mount_of(template: Any, path: str) -> Any:
+    """The volume that is mounted there; empty if there is none."""
+    mounts = container_of(template)["volumeMounts"]
+    names = [mount["name"] for mount in mounts if mount["mountPath"] == path]
+    return next((one for one in template["spec"]["volumes"] if one["name"] in names), {})
 
 
 def test_only_the_router_prometheus_and_pods_of_the_same_shard_reach_a_shard() -> None:

@@ -317,7 +317,7 @@ def test_health_and_reflection_are_served(shard: Shard) -> None:
     assert {"penstock.v1.Shard", "grpc.health.v1.Health"} <= names
 
 
-def test_what_a_later_revision_serves_is_unimplemented(shard: Shard) -> None:
+def test_a_shard_without_adapters_says_how_to_have_some(shard: Shard) -> None:
     with grpc.insecure_channel(shard.address) as channel:
         for call, request in (
             (ShardStub(channel).LoadAdapter, pb.LoadAdapterRequest()),
@@ -325,7 +325,8 @@ def test_what_a_later_revision_serves_is_unimplemented(shard: Shard) -> None:
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 call(request)
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "--enable-lora" in str(caught.value.details())
 
 
 async def test_a_full_queue_refuses_at_once(tmp_path: Path) -> None:

@@ -18,8 +18,11 @@ if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     import torch
+    from support.triton_interpreter import use_interpreter
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        use_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -199,4 +199,4 @@ def test_steps_that_are_launched_ahead_draw_the_same_and_keep_nothing(runner: Ru
     while under_test.engine.has_work:
         under_test.step()
     assert not ahead._sampler._states
-    assert not ahead._last_token
+    assert not ahead._slots._slots

@@ -31,8 +31,12 @@ from penstock_shard.runner.trial import Row, trial_steps
 Directory = Callable[[str], Path]
 
 
+# The gate of its shared expert is one value a token, before a sigmoid: see docs/models.md.
+_MAY_VARY = {"qwen2_moe"}
+
+
 @pytest.mark.parametrize("weights", ["auto", "float32", "int8"])
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", [family for family in SERVED if family not in _MAY_VARY])
 def test_every_family_is_batch_invariant_on_the_cpu_kernels(
     family: str, weights: str, model_dir: Directory
 ) -> None:

@@ -18,7 +18,7 @@ from penstock_shard.models.embedding import Embedding
 from penstock_shard.models.errors import ModelError
 from penstock_shard.request import SamplingParams
 from penstock_shard.runner.base import Logprobs, ScheduledRequest, StepPlan
-from penstock_shard.runner.batch import split_plan
+from penstock_shard.runner.batch import BatchBuilder, split_plan
 from penstock_shard.runner.create import create_runner
 
 Directory = Callable[[str], Path]
@@ -249,3 +249,17 @@ def test_prompt_logprobs_are_split_into_passes() -> None:
         [(1, 16, 4, True, 3)],
     ]
     assert len(split_plan(plan, 100)) == 1
+
+
+def test_a_request_that_was_put_down_has_its_new_blocks_wherever_it_goes_on() -> None:
+    """Even at the token it had come to, where a prefix was found whole."""
+    builder = BatchBuilder(16, torch.device("cpu"))
+    request = make_request(list(range(33)))
+    for blocks, preemptions in (([3, 5, 6], 0), ([9, 2, 4], 1)):
+        request.block_ids, request.preemptions = blocks, preemptions
+        for start, count in ((0, 32), (32, 1)) if preemptions == 0 else ((33, 1),):
+            (batch,) = builder.build(StepPlan((ScheduledRequest(request, start, count, True),)), 1)
+            needed = -(-(start + count) // 16)
+            assert batch.attention.block_table.tolist() == [blocks[:needed]]
+            last = start + count - 1
+            assert int(batch.attention.slots[-1]) == blocks[last // 16] * 16 + last % 16

@@ -169,7 +169,8 @@ def test_the_ends_of_the_unit_interval_are_the_first_and_the_last_token(
     first, *_, last = distribution(logits[0].numpy(), sampling_request(**fields))
     for uniform, expected in ((0.0, first), (1 - 2.0**-53, last)):
         monkeypatch.setattr(
-            "penstock_shard.runner.draw.uniforms", lambda *_, u=uniform: np.array([u])
+            "penstock_shard.runner.sampler.uniforms",
+            lambda _, positions, u=uniform: np.full(len(positions), u),
         )
         assert _draw(logits, [sampling_request(**fields)]) == [expected]
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models.sampling_reference import KINDS, sampling_request
@@ -13,7 +14,7 @@ from support.budget import budget, seeded
 
 from penstock_shard.request import Request
 from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.draw import _Rows, _weigh
+from penstock_shard.runner.draw import Columns, _Rows, _weigh
 from penstock_shard.runner.sampler import Sampler, SampleRow
 
 SIZES = (1, 2, 3, 7, 64)
@@ -77,11 +78,10 @@ def test_weights_are_the_same_to_the_last_bit(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     count = 64 if vocabulary < 100_000 else 8
     logits = torch.randn(count, vocabulary, generator=generator) * 4
-    params = sampling_request(temperature=0.7).sampling
 
     def weights(rows: torch.Tensor) -> torch.Tensor:
-        largest = rows.amax(dim=1).tolist()
-        return _weigh(_Rows(rows.clone(), largest, [params] * len(rows), [0.5] * len(rows)).scaled)
+        own = Columns(*(np.full(len(rows), value) for value in (0.7, 0.0, 1.0, 0.0, 1.0, 0.5)))
+        return _weigh(_Rows(rows, rows.amax(dim=1), np.arange(len(rows)), own).scaled)
 
     torch.set_num_threads(1)
     expected = weights(logits)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from models.sampling_reference import sampling_request
 
-from penstock_shard.runner.sampler import Sampler, SampleRow, token_logprobs
+from penstock_shard.runner.base import Logprobs
+from penstock_shard.runner.sampler import Sampler, SampleRow, score_tokens
 
 SEED = 20_261_121
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: list[int],
+    asked: Sequence[Sequence[int]] = (),
+) -> list[Logprobs]:
+    return score_tokens(logits, tokens, counts, asked).finish()
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 150_000])

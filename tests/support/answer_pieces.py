@@ -25,7 +25,10 @@ def job_of(choices: int = 1, **options: Any) -> Job:
         SimpleNamespace(
             options=ChatRequest(messages=[], n=choices, **options),
             model=SimpleNamespace(
-                info=SimpleNamespace(model="fake-model"), fingerprint="fp", tokenizer=None
+                info=SimpleNamespace(model="fake-model"),
+                name="fake-model",
+                fingerprint="fp",
+                tokenizer=None,
             ),
             requests=[None] * choices,
             prompts=[SimpleNamespace(token_ids=[1, 2, 3])],

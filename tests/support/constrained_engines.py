@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.constraints.matchers import PendingMatchers
+from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
@@ -30,6 +31,7 @@ class ConstrainedEngine:
         *,
         num_blocks: int = 512,
         compiler: Compiler | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.matchers = PendingMatchers(
@@ -40,7 +42,7 @@ class ConstrainedEngine:
         blocks = BlockManager(
             info.num_blocks, info.block_size, weights_hash="fake", enable_prefix_caching=True
         )
-        scheduler = Scheduler(SchedulerLimits(64, 512), blocks)
+        scheduler = Scheduler(SchedulerLimits(64, 512), blocks, drafter)
         engine = Engine(runner, scheduler, blocks, matchers=self.matchers)
         self.under_test = EngineUnderTest(engine, scheduler, blocks, [])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
@@ -12,6 +13,7 @@ from penstock_shard.request import Pooling, Request, SamplingParams
 from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from support.shadow import Fails, ShadowRunner
 
 VOCAB_SIZE = 1000
 EOS_ID = 999
@@ -83,14 +85,23 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     eos_rate: float = 0.0,
     prefix_caching: bool = True,
+    max_steps_ahead: int = 1,
+    drafter: Drafter | None = None,
+    fails: Fails = lambda plan: False,
 ) -> EngineUnderTest:
-    info = runner_info(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
-    runner = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=eos_rate)
+    info = runner_info(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_steps_ahead=max_steps_ahead,
+    )
+    fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=eos_rate)
+    runner = ShadowRunner(fake, fails)
     blocks = BlockManager(
         num_blocks, block_size, weights_hash="fake", enable_prefix_caching=prefix_caching
     )
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens)
-    scheduler = Scheduler(limits, blocks)
+    scheduler = Scheduler(limits, blocks, drafter)
     return EngineUnderTest(Engine(runner, scheduler, blocks), scheduler, blocks, [])
 
 
@@ -108,6 +119,7 @@ def make_request(
     prompt_logprobs: int | None = None,
     cache_salt: str = "",
     pooling: Pooling | None = None,
+    allowed_token_ids: Sequence[int] = (),
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -115,7 +127,9 @@ def make_request(
         token_ids=[*prompt, *output],
         num_prompt_tokens=len(prompt),
         num_delivered=len(output),
-        sampling=SamplingParams(temperature=temperature, seed=seed),
+        sampling=SamplingParams(
+            temperature=temperature, seed=seed, allowed_token_ids=tuple(allowed_token_ids)
+        ),
         max_tokens=max_tokens,
         stop_token_ids=frozenset(stop_token_ids),
         logprobs=logprobs,

@@ -12,7 +12,7 @@ from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request
-from penstock_shard.runner.base import RowResult, RunnerInfo, StepPlan
+from penstock_shard.runner.base import AdapterStore, RowResult, RunnerInfo, StepPlan
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from support.engines import runner_info
 
@@ -55,6 +55,8 @@ class Timeline:
 
 class SimulatedRunner:
     """Every token is 7; steps take what `cost` says, one after the other."""
+
+    adapters: AdapterStore | None = None
 
     def __init__(self, info: RunnerInfo, cost: Cost) -> None:
         self.info = info

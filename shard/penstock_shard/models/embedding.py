@@ -40,6 +40,6 @@ def _stored_dtype(table: Tensor, ops: Ops) -> torch.dtype:
     """The checkpoint's own if it is small, else as precise as the weights are."""
     if ops.dtype is not torch.float32:
         return ops.dtype
-    if ops.weights == "float32" or table.dtype is not torch.float32:
-        return table.dtype
-    return torch.float16
+    if ops.weights in ("float16", "int8") and table.dtype is torch.float32:
+        return torch.float16
+    return table.dtype

@@ -21,6 +21,8 @@ from typing import cast
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.lora_files import CONFIG as ADAPTER_CONFIG
+from penstock_shard.models.lora_files import WEIGHTS as ADAPTER_WEIGHTS
 from penstock_shard.models.weight_files import INDEX, WEIGHTS, read_object, weight_files
 
 BUILTIN_MODEL = Path(__file__).parent.parent / "builtin_model"
@@ -31,6 +33,7 @@ _PICKLES = (".bin", ".pt", ".pth")
 _WANTED = (".json", ".jinja", ".txt", ".model")
 # Of sentence-transformers; see `pooling_files`.
 _POOLING = re.compile(r"\d+_Pooling/config\.json")
+ADAPTER_FILES = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 _PROGRESS_S = 5.0
 
 
@@ -57,6 +60,27 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
         source = _from_hub(config.model, config, needs_weights, progress)
     check_directory(source.path, needs_weights=needs_weights)
     return source
+
+
+def resolve_adapter(source: str, config: ShardConfig) -> Path:
+    """The directory of an adapter, downloaded if it is a hub id. Raises ModelError."""
+    if _is_local(source):
+        try:
+            return Path(source).expanduser()
+        except RuntimeError as error:
+            raise ModelError(f"{source}: there is no such user") from error
+    # Here and not above: takes half a second, and local adapters do not need it.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    cache = Path(config.download_dir or constants.HF_HUB_CACHE).expanduser()
+    hub = _Hub(source, constants.DEFAULT_REVISION, cache, constants.ENDPOINT)
+    try:
+        with _one_line(hub):
+            path = snapshot_download(source, cache_dir=cache, allow_patterns=ADAPTER_FILES)
+    except OfflineModeIsEnabled as error:
+        raise ModelError(f"{source} is not in {cache}, and HF_HUB_OFFLINE is set") from error
+    return Path(path)
 
 
 def _is_local(model: str) -> bool:

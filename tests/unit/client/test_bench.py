@@ -62,6 +62,7 @@ class _Double:
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_post("/v1/completions", self.answer)
+        app.router.add_post("/v1/chat/completions", self.answer)
         return app
 
 
@@ -265,6 +266,18 @@ def test_a_server_may_be_declared_to_send_no_done(capsys) -> None:
     assert _bench(_Double(events=_WHOLE[:-1]), "--requests", "1", "--no-done") == 0
     assert _bench(_Double(events=_WHOLE[:-1]), "--requests", "1") == 1
     assert "it has no [DONE]" in _complaint(capsys)
+
+
+def test_a_chat_has_its_prompt_in_one_message_and_its_text_in_deltas() -> None:
+    piece = {"choices": [{"delta": {"content": "a"}}]}
+    end = {"choices": [{"delta": {}, "finish_reason": "length"}]}
+    double = _Double(events=(piece, piece, end, _USAGE, "[DONE]"))
+    assert _bench(double, "--requests", "1", "--chat", "--prompt-words", "3") == 0
+    (body,) = double.bodies
+    (message,) = body["messages"]
+    assert message["role"] == "user"
+    assert len(message["content"].split()) == 3
+    assert "prompt" not in body
 
 
 async def test_an_event_without_text_is_no_first_token() -> None:

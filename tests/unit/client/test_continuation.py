@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from penstock_client import (
+    Adapter,
     Attempt,
     DeadlineExceeded,
     FinishReason,
@@ -539,6 +540,18 @@ async def test_a_request_may_be_given_back_only_where_another_shard_has_room(mak
     for shard in world.shards.values():
         shard.load = LoadReport(serving=True, num_blocks=10, referenced_blocks=9)
     assert not world.last(world.start()).attempt.hand_back
+
+
+async def test_a_shard_without_the_adapter_is_no_room(make: Make) -> None:
+    world = make("a", "b")
+    shard = world.shards["a"]
+    assert shard.info is not None
+    shard.info = dataclasses.replace(
+        shard.info, adapters=("x",), loaded_adapters=(Adapter("x", "hash", "", 4),)
+    )
+    stream = world.start(adapter="x")
+    assert world.where(stream) == "a"
+    assert not world.last(stream).attempt.hand_back
 
 
 async def test_every_request_is_told_of_once_when_it_has_ended(make: Make) -> None:

@@ -54,6 +54,40 @@ def test_several_shards_take_the_gpus_in_turn(
     assert router.environment == {}
 
 
+def test_each_shard_takes_as_many_gpus_as_its_model_is_split_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve, "visible_gpus", lambda: ["a", "b", "c", "d", "e"])
+    *found, _ = children("--shards", "2", "--tensor-parallel-size", "2")
+    assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in found] == ["a,b", "c,d"]
+    for child in found:
+        assert child.command[-2:] == ["--tensor-parallel-size", "2"]
+
+
+@pytest.mark.parametrize("gpus", [["a"], ["a", "b"], ["a", "b", "c"]])
+def test_shards_of_several_gpus_are_refused_where_they_would_share_some(
+    gpus: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(serve, "_first_taken", lambda *_, **__: "nothing is to be started here")
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--shards", "2", "--tensor-parallel-size", "2"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"need 4, and {len(gpus)} can be seen" in line
+
+
+@pytest.mark.parametrize(
+    ("shards", "size", "gpus"),
+    [(2, 2, ["a", "b", "c", "d"]), (2, 2, []), (3, 1, ["a"]), (1, 4, ["a"])],
+)
+def test_shards_that_share_no_gpus_or_have_one_each_are_not_refused(
+    shards: int, size: int, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "visible_gpus", lambda: gpus)
+    assert serve._too_few_gpus(shards, size) == ""
+
+
 def test_a_key_is_in_the_environment_of_all_and_on_no_command_line() -> None:
     shard, router = children("--api-key", "sk-5ecret")
     # Also where another one is in ours: the router shows shards the one it asks for.

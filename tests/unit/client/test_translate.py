@@ -34,7 +34,10 @@ VALUES = {
     "tool-call-parser": "llama3_json",
     "reasoning-parser": "qwen3",
     "load-format": "dummy",
-    "kv-cache-dtype": "float16",
+    "kv-cache-dtype": "fp8",
+    "quantization": "fp8",
+    "quantize": "fp8",
+    "HF_MODEL_QUANTIZE": "fp8",
     "max-model-len": "4k",
     "attention-backend": "TORCH_SDPA",
     "block-size": "32",
@@ -53,6 +56,11 @@ VALUES = {
     "PREFIX_CACHING": "0",
     "cors-allow-origin": "https://a.example",
     "allowed-origins": '["https://a.example"]',
+    "lora-modules": '{"name": "mine", "path": "/adapters/mine"}',
+    "lora-adapters": "mine=/adapters/mine",
+    "max-loras": "16",
+    "speculative-config": '{"method": "ngram", "num_speculative_tokens": 5}',
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
 }
 
 
@@ -130,9 +138,7 @@ def test_what_a_flag_becomes_is_taken_by_our_parsers(peer: Peer, name: str, rule
         result = translation.translate(peer, words, {}, gpus=0)
     else:
         result = translation.translate(peer, [], {name: value}, gpus=0)
-    # That several GPUs are several shards is said of all of them, not of a flag.
-    of_flags = [r for r in result.remarks if r.subject != f"{result.copies} GPUs"]
-    assert [r for r in of_flags if r.loss is not Loss.NONE] == []
+    assert [r for r in result.remarks if r.loss is not Loss.NONE] == []
     assert rule.to.split()[0].replace("[no-]", "") in result.arguments
     check_parses(result)
 
@@ -162,7 +168,7 @@ def test_each_flag_without_a_counterpart_gets_a_line_of_its_own(peer: Peer) -> N
 )
 def test_a_flag_may_be_written_in_several_ways(command: str) -> None:
     result = read(command)
-    assert (result.model, result.copies) == ("m", 2)
+    assert (result.model, result.copies, result.devices) == ("m", 1, 2)
     assert result.shard == ["--max-model-len", "4000"]
     assert not result.refused
 
@@ -199,6 +205,19 @@ def test_every_parser_of_answers_that_has_a_counterpart_is_one_of_ours(
     assert of(result, flag)[0] in (Loss.LOST, Loss.REFUSED)
 
 
+@pytest.mark.parametrize("theirs", vllm_flags._BACKENDS)
+def test_every_attention_backend_that_has_a_counterpart_is_one_of_ours(theirs: str) -> None:
+    result = read(f"vllm serve m --attention-backend {theirs.upper()}")
+    assert result.shard == ["--attention-backend", vllm_flags._BACKENDS[theirs]]
+    check_parses(result)
+
+
+def test_vllms_triton_backend_is_ours() -> None:
+    result = read("vllm serve m --attention-backend TRITON_ATTN")
+    assert result.shard == ["--attention-backend", "triton"]
+    assert result.remarks == []
+
+
 def test_what_is_switched_off_is_left_out_or_switched_off_here() -> None:
     result = read("vllm serve m --no-trust-remote-code --no-enable-prefix-caching --no-enable-lora")
     assert result.shard == ["--no-enable-prefix-caching"]
@@ -233,7 +252,7 @@ def test_short_names_and_keys_of_objects_are_known(flag: str) -> None:
         ("vllm serve m --dtype", "--dtype", "no value"),
         ("vllm serve m --chat-template {{x}}", "--chat-template", "into a file"),
         ("vllm serve m --reasoning-parser openai_gptoss", "--reasoning-parser", "is not told from"),
-        ("QUANTIZE=eetq text-generation-launcher", "QUANTIZE", "as precise as"),
+        ("QUANTIZE=eetq text-generation-launcher", "QUANTIZE", "not served; give"),
         ("vllm serve m -tp two", "-tp", "'two' is no value"),
         ("vllm serve m -tp 1.5", "-tp", "'1.5' is no value"),
         ("NUM_SHARD=all text-generation-launcher", "NUM_SHARD", "'all' is no value"),
@@ -267,6 +286,18 @@ def test_embeddings_are_not_pooled_in_another_way_than_the_model_says() -> None:
     result = read("vllm serve m --runner pooling --convert embed")
     assert "--embeddings" not in result.shard
     assert of(result, "--convert")[0] is Loss.LOST
+
+
+def test_guesses_from_a_sequences_own_tokens_are_kept_and_those_of_models_are_not() -> None:
+    ngrams = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+    assert "--speculative-tokens 5" in shlex.join(
+        read(f"vllm serve m --speculative-config '{ngrams}'").arguments
+    )
+    for settings in ('{"method": "eagle3", "num_speculative_tokens": 3}', '{"method": "ngram"}'):
+        result = read(f"vllm serve m --speculative-config '{settings}'")
+        assert of(result, "--speculative-config")[0] is Loss.LOST
+    result = read("text-generation-launcher --speculate 3")
+    assert "--speculative-tokens 3" in shlex.join(result.arguments)
 
 
 # ---- TGI -------------------------------------------------------------------------------------
@@ -306,20 +337,25 @@ def test_what_merely_is_there_is_not_spoken_of_unless_something_is_lost() -> Non
 
 
 @pytest.mark.parametrize(
-    ("command", "gpus", "copies"),
+    ("command", "gpus", "copies", "devices"),
     [
-        ("text-generation-launcher", 0, 1),
-        ("text-generation-launcher", 4, 4),
-        ("text-generation-launcher --num-shard 2", 4, 2),
-        ("text-generation-launcher --num-shard 2 --sharded false", 4, 1),
-        ("vllm serve m", 4, 1),
-        ("vllm serve m -tp 2 -dp 3", 8, 6),
+        ("text-generation-launcher", 0, 1, 1),
+        ("text-generation-launcher", 4, 1, 4),
+        ("text-generation-launcher --num-shard 2", 4, 1, 2),
+        ("text-generation-launcher --num-shard 2 --sharded false", 4, 1, 1),
+        ("vllm serve m", 4, 1, 1),
+        ("vllm serve m -tp 2 -pp 2", 4, 1, 4),
+        ("vllm serve m -tp 2 -dp 3", 8, 3, 2),
     ],
 )
-def test_each_gpu_gets_a_shard(command: str, gpus: int, copies: int) -> None:
+def test_a_model_is_split_over_as_many_gpus_and_copied_as_often(
+    command: str, gpus: int, copies: int, devices: int
+) -> None:
     result = read(command, gpus=gpus)
-    assert result.copies == copies
-    assert any("no model is split" in remark.text for remark in result.remarks) == (copies > 1)
+    assert (result.copies, result.devices) == (copies, devices)
+    flag = ["--tensor-parallel-size", str(devices)] if devices > 1 else []
+    assert flag == [word for word in flag if word in result.arguments]
+    check_parses(result)
 
 
 # ---- docker ----------------------------------------------------------------------------------
@@ -398,6 +434,20 @@ def test_an_address_of_ipv6_is_listened_on_without_its_brackets() -> None:
     assert result.serve == ["--host", "::1", "--port", "9000"]
 
 
+def test_adapters_keep_their_names_and_places() -> None:
+    second = shlex.quote('{"name": "chat", "path": "org/chat-lora"}')
+    command = f"vllm serve m --enable-lora --lora-modules sql=/lora/sql {second} --max-loras 4"
+    result = read(command)
+    loras = ["--enable-lora", "--lora", "sql=/lora/sql", "--lora", "chat=org/chat-lora"]
+    assert result.shard == loras
+    assert result.remarks == []
+    result = read("text-generation-launcher --model-id m --lora-adapters org/a,b=/lora/b")
+    assert result.shard == ["--lora", "org/a=org/a", "--lora", "b=/lora/b"]
+    result = read("text-generation-launcher --model-id m --lora-adapters org/a@main")
+    assert result.shard == []
+    assert result.remarks[0].loss is Loss.LOST
+
+
 # ---- the command -----------------------------------------------------------------------------
 
 
@@ -405,14 +455,14 @@ def test_the_command_goes_to_stdout_and_what_is_lost_to_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(translate, "visible_gpus", lambda: [])
-    command = "vllm serve 'my model' --enable-lora --max-num-queued-reqs 3 --max-num-seqs 5"
+    command = "vllm serve 'my model' --lora-dtype half --max-num-queued-reqs 3 --max-num-seqs 5"
     assert translate.main(["--shard-port", "7000", "--", command]) == 0
     printed = capsys.readouterr()
     assert printed.out == (
         "penstock serve 'my model' \\\n  --host 0.0.0.0 \\\n  --shard-port 7000 \\\n"
         "  --max-num-seqs 5 \\\n  -- --metrics-names vllm \\\n  --max-queued-requests 3\n"
     )
-    assert re.fullmatch(r"# --enable-lora: no counterpart: .*\n", printed.err)
+    assert re.fullmatch(r"# --lora-dtype: no counterpart: .*\n", printed.err)
 
 
 def test_the_examples_of_the_migration_page_are_true(

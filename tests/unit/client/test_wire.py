@@ -69,6 +69,7 @@ FULL = GenerationRequest(
     ),
     model="m",
     adapter="lora",
+    adapter_hash="f00d",
     cache_salt="salt",
     label="mine",
     traceparent="00-ab-cd-01",

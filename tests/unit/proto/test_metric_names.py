@@ -22,6 +22,8 @@ VLLM = {
     "vllm:prefix_cache_hits_total": "counter",
     "vllm:request_success_total": "counter",
     "vllm:iteration_tokens_total": "histogram",
+    "vllm:spec_decode_num_draft_tokens_total": "counter",
+    "vllm:spec_decode_num_accepted_tokens_total": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
     "vllm:time_per_output_token_seconds": "histogram",

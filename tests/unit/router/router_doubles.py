@@ -278,6 +278,14 @@ class FakeFleet:
         task.add_done_callback(lambda _: self.running.pop(request_id))
         return stream
 
+    async def load_adapter(self, name: str, source: str, model: str = "") -> None:
+        """Its shards have none."""
+        raise NotServed("adapters are not served", field="adapter")
+
+    async def unload_adapter(self, name: str, model: str = "") -> None:
+        """Its shards have none."""
+        raise NotServed("adapters are not served", field="adapter")
+
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
         """Vectors that depend on the ids and the pooling."""
         if self.refusal is not None and len(self.embedded) >= self.accepts:

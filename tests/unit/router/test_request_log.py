@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_doubles import FakeFleet, memory_router
 
-from penstock_client.types import AttemptRecord
+from penstock_client.types import Adapter, AttemptRecord
 from penstock_proto.logs import JsonFormatter, TextFormatter
 from penstock_router.deltas import Usage
 from penstock_router.records import RequestRecord
@@ -37,6 +38,7 @@ def record_of(**values: Any) -> RequestRecord:
         "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
         "key_name": "ann",
         "model": "toy",
+        "adapter": "sql",
         "stream": True,
         "admitted_s": 100.001,
         "prepared_s": 100.002,
@@ -64,6 +66,7 @@ def test_a_line_has_what_there_is_to_say() -> None:
         "method": "POST",
         "route": "/v1/chat/completions",
         "model": "toy",
+        "adapter": "sql",
         "stream": True,
         "status": 200,
         "outcome": "stop",
@@ -156,6 +159,24 @@ def _seconds(record: RequestRecord) -> float:
     began_s = time.perf_counter()
     log_request(record)
     return time.perf_counter() - began_s
+
+
+async def test_a_line_tells_the_adapter_that_the_request_named(
+    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    (shard,) = fleet.shards
+    assert shard.info is not None
+    shard.info = dataclasses.replace(
+        shard.info, adapters=("sql",), loaded_adapters=(Adapter("sql", "hash", "", 4),)
+    )
+    async with memory_router(fleet) as router:
+        for model in ("sql", shard.info.model):
+            await router.complete("Hi", max_tokens=2, model=model)
+    lines = [record.__dict__ for record in caplog.records if record.name == LOGGER]
+    assert [(line["model"], line.get("adapter")) for line in lines] == [
+        *((shard.info.model, "sql"), (shard.info.model, None)),
+    ]
 
 
 async def test_each_request_gets_one_line_and_none_has_what_it_said(

@@ -50,7 +50,7 @@ def shape_of(reasoning_tokens: int | None = None, **fields: Any) -> ResponseShap
     job = SimpleNamespace(
         options=parse_response({"input": "Hello", **fields}),
         prepared=Prepared((), conversation=b'[{"type":"message"}]'),
-        model=SimpleNamespace(info=INFO, tokenizer=names),
+        model=SimpleNamespace(info=INFO, name=INFO.model, tokenizer=names),
     )
     return ResponseShape(cast(Job, job), envelope_of("resp_1", reasoning_tokens))
 

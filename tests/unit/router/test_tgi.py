@@ -102,7 +102,6 @@ def shown_text(tokens: list[dict[str, Any]]) -> str:
         ("grammar", {"type": "lark", "value": "x"}, "grammar is not supported"),
         ("grammar", {"type": "json", "value": "{"}, "grammar is not valid: "),
         ("watermark", True, "watermark: not served"),
-        ("adapter_id", "mine", "adapter_id: not served"),
         ("seed", -1, "seed: must be at least 0"),
         ("seed", 2**64, "seed: must be at most"),
         ("temperature", "hot", "temperature: must be a number"),

@@ -8,6 +8,13 @@ from penstock_shard.command_line import parse_config
 from penstock_shard.config import ShardConfig
 
 
+def test_a_step_has_a_row_of_logits_for_each_sequence_and_each_guess() -> None:
+    assert parse_config(["--max-num-seqs", "8"]).max_step_logits == 8
+    flags = ["--max-num-seqs", "8", "--speculative-tokens"]
+    assert parse_config([*flags, "4"]).max_step_logits == 16
+    assert parse_config([*flags, "10"]).max_step_logits == 18
+
+
 def test_no_flags_are_the_defaults_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     assert parse_config([]) == ShardConfig()
@@ -50,7 +57,8 @@ def test_the_model_is_served_under_its_first_name() -> None:
 
 @pytest.mark.parametrize("flag", ["--quantization", "--quantize"])
 def test_quantization_has_two_spellings(flag: str) -> None:
-    assert parse_config([flag, "int8"]).quantization == "int8"
+    for kind in ("int8", "fp8", "int4"):
+        assert parse_config([flag, kind]).quantization == kind
 
 
 @pytest.mark.parametrize(
@@ -58,6 +66,7 @@ def test_quantization_has_two_spellings(flag: str) -> None:
     [
         ("--port 70000", ["--port", "70000", "65535"]),
         ("--max-num-seqs 0", ["--max-num-seqs", "0", "at least 1"]),
+        ("--speculative-tokens 65", ["--speculative-tokens", "65", "between 0 and 64"]),
         ("--max-num-seqs many", ["--max-num-seqs", "many"]),
         ("--step-ms nan", ["--step-ms", "nan"]),
         ("--fake-eos-rate 2", ["--fake-eos-rate", "2", "between 0 and 1"]),
@@ -69,11 +78,21 @@ def test_quantization_has_two_spellings(flag: str) -> None:
         ("--kv-memory lots", ["--kv-memory", "lots", "512M"]),
         ("--kv-memory 1G --kv-blocks 4", ["--kv-blocks", "--kv-memory"]),
         ("--block-size 24", ["--block-size", "24", "multiple of 16"]),
-        ("--tensor-parallel-size 2", ["--tensor-parallel-size", "2", "only 1"]),
+        ("--tensor-parallel-size 2 --runner fake", ["--tensor-parallel-size", "2", "fake"]),
+        (
+            "--tensor-parallel-size 2 --enable-lora",
+            ["--lora", "--tensor-parallel-size 2", "start shards of one device each"],
+        ),
+        ("--tensor-parallel-size 0", ["--tensor-parallel-size", "0", "at least 1"]),
+        ("--master-port 70000", ["--master-port", "70000", "65535"]),
+        ("--tensor-parallel-size 3 --nnodes 2", ["--tensor-parallel-size", "3", "--nnodes"]),
+        ("--tensor-parallel-size 4 --nnodes 2", ["--nnodes", "2", "--master-addr"]),
+        ("--node-rank 1", ["--node-rank", "1", "--nnodes"]),
+        ("--master-addr host", ["--master-addr", "host", "--nnodes"]),
         ("--max-num-batched-tokens 8", ["--max-num-batched-tokens", "8", "--max-num-seqs"]),
         ("--dtype float8", ["--dtype", "float8"]),
         ("--quantize int3", ["--quantize", "int3", "int8"]),
-        ("--kv-cache-dtype fp8", ["--kv-cache-dtype", "fp8", "float16"]),
+        ("--kv-cache-dtype fp4", ["--kv-cache-dtype", "fp4", "float16", "fp8"]),
         ("--no-such-flag", ["--no-such-flag"]),
         ("--max-num-s 4", ["unrecognized arguments: --max-num-s 4"]),
         ("--api-key schlüssel", ["--api-key", "PENSTOCK_API_KEY", "printable ASCII"]),

@@ -14,6 +14,7 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.checker import ConstraintChecker, NotChecked
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.request import Constraint, FinishReason, SamplingParams
+from penstock_shard.runner.base import Adapter
 
 GOOD, BAD = Constraint("regex", "good"), Constraint("regex", "bad")
 
@@ -59,11 +60,14 @@ class _Supervisor(EngineSupervisor):
         attempt: int = 0,
         *,
         deadline_s: float | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         submit = link.Submit(
             request_id, attempt, bytes(12), b"", SamplingParams(), 8, [], None, None, "",
             constraint=constraint,
         )  # fmt: skip
+        if adapter is not None:
+            submit.adapter, submit.adapter_hash = adapter.name, adapter.content_hash
         self.submit(submit, self.outputs.append, deadline_s=deadline_s)
 
 
@@ -83,6 +87,26 @@ async def test_a_request_waits_for_its_verdict_and_others_do_not_wait_for_it() -
     await _settled()
     assert supervisor.submitted == [("plain", 0), ("constrained", 0)]
     assert supervisor.outputs == []
+
+
+async def test_the_engine_never_gets_one_whose_adapter_went_meanwhile() -> None:
+    supervisor = _Supervisor()
+    desk = supervisor.adapters
+    kept, gone, replaced = (Adapter(name, name, "", 4) for name in ("kept", "gone", "replaced"))
+    desk.became_ready((kept, gone, replaced))
+    for adapter in desk.loaded:
+        supervisor.take(adapter.name, GOOD, adapter=adapter)
+    await _settled()
+    desk.became_ready((kept, Adapter("replaced", "other", "", 4)))
+    supervisor.checker.answers[GOOD].set_result("")
+    await _settled()
+    assert supervisor.submitted == [("kept", 0)]
+    errors = {output.request_id: output.error for output in supervisor.outputs}
+    assert sorted(errors) == ["gone", "replaced"]
+    for error in errors.values():
+        assert error is not None
+        assert (error.code, error.field) == (5, "adapter")
+    assert supervisor.num_live == 1
 
 
 async def test_a_refusal_is_an_invalid_argument_that_names_the_language() -> None:

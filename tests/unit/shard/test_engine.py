@@ -173,6 +173,7 @@ class _FailingRow:
         self._runner = under_test.engine._runner
         self._bad = bad
         self.info = self._runner.info
+        self.adapters = self._runner.adapters
         self.release = self._runner.release
         self._plans: deque[StepPlan] = deque()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock_shard import engine_main
 from penstock_shard.link import Beat
+from penstock_shard.models.errors import ModelError
 
 
 def _beats(
@@ -38,6 +40,23 @@ def _beats(
     monkeypatch.setattr(engine_main, "time", time)
     engine_main._beat(SimpleNamespace(send=send), Engine())  # type: ignore[arg-type]
     return said
+
+
+def test_a_model_that_cannot_go_on_ends_the_engine_with_a_line_and_no_stack(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ModelError("rank 0 could not compute a step; lower --max-num-batched-tokens")
+
+    monkeypatch.setattr(engine_main, "_run", fail)
+    nothing: Any = None
+    with pytest.raises(SystemExit) as ended:
+        engine_main._run_or_say(nothing, nothing, nothing, nothing)
+    assert ended.value.code == 1
+    (record,) = caplog.records
+    assert record.levelname == "CRITICAL"
+    assert record.getMessage().endswith("lower --max-num-batched-tokens")
+    assert record.exc_info is None
 
 
 def test_a_step_grows_older_with_each_beat(monkeypatch: pytest.MonkeyPatch) -> None:

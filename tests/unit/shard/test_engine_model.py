@@ -1,7 +1,8 @@
 """The engine against a model of it: whatever is submitted, aborted and put down, in any order.
 
 What must hold: a request's tokens are those it would get alone; each has one ending, and nothing
-comes after it; blocks are accounted for exactly, and hold what their readers think they hold.
+comes after it; blocks are accounted for exactly, and hold what their readers think they hold. That
+also where tokens are guessed, well or badly, and where memory does not hold every step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.budget import budget, seeded
+from support.drafters import FickleOracle
 from support.engines import EOS_ID, make_request, runner_info
-from support.shadow import ShadowRunner
+from support.shadow import Fails, ShadowRunner
 
+from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.request import FinishReason, Objective, Request
@@ -24,27 +27,40 @@ from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
 _EOS_RATE = 0.05
 _MAX_MODEL_LEN = 96
+_RESOURCE_EXHAUSTED = 8
+
+
+def _failing(rng: random.Random, rate: float) -> Fails:
+    return lambda plan: rng.random() < rate
 
 
 class ModelledEngine:
     """An engine with a small cache, and what it may say."""
 
     def __init__(
-        self, num_blocks: int, max_num_seqs: int, max_batched: int, max_steps_ahead: int
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_batched: int,
+        max_steps_ahead: int,
+        drafter: Drafter | None = None,
+        fails: Fails = lambda plan: False,
     ) -> None:
         self.now_s = 1.0
         info = runner_info(
             num_blocks=num_blocks, max_model_len=_MAX_MODEL_LEN, max_steps_ahead=max_steps_ahead
         )
         fake = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=_EOS_RATE)
-        self.runner = ShadowRunner(fake)
+        self.runner = ShadowRunner(fake, fails)
         self.blocks = BlockManager(num_blocks, info.block_size, weights_hash="fake")
         limits = SchedulerLimits(max_num_seqs, max_batched, max(1, max_batched // 2), aging_s=5.0)
-        self.scheduler = Scheduler(limits, self.blocks)
+        self.drafter = drafter
+        self.scheduler = Scheduler(limits, self.blocks, drafter)
         self.engine = Engine(self.runner, self.scheduler, self.blocks, clock=lambda: self.now_s)
         self.live: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], FinishReason | None] = {}
+        self.may_fail = False
         self.submitted: dict[tuple[str, int], Request] = {}
 
     def submit(self, request: Request) -> None:
@@ -67,7 +83,9 @@ class ModelledEngine:
             assert not output.token_ids or output.first_position == first
             self.tokens[key] += output.token_ids
             if output.is_last:
-                assert output.error is None
+                if output.error is not None:
+                    assert self.may_fail
+                    assert output.error.code == _RESOURCE_EXHAUSTED
                 self.endings[key] = output.finish
                 if self.live.get(request.request_id) is request:
                     del self.live[request.request_id]
@@ -83,11 +101,12 @@ class ModelledEngine:
         assert set(self.endings) == set(self.submitted)
         assert self.blocks.num_referenced == 0
         assert self.scheduler.num_queued_tokens == 0
+        assert self.drafter is None or not self.drafter._histories
         # An attempt that ended before it was queued was never handed to the runner.
         assert len(self.runner.released) == len(set(self.runner.released))
         for key, tokens in self.tokens.items():
             expected = _alone(self.submitted[key])
-            whole = self.endings[key] is not FinishReason.ABORTED
+            whole = self.endings[key] in (FinishReason.STOP, FinishReason.LENGTH)
             assert tokens == (expected if whole else expected[: len(tokens)]), key
 
 
@@ -101,6 +120,7 @@ def _alone(request: Request) -> list[int]:
         max_tokens=request.max_tokens,
         seed=request.sampling.seed,
         stop_token_ids=sorted(request.stop_token_ids),
+        allowed_token_ids=request.sampling.allowed_token_ids,
     )
     alone = ModelledEngine(16, 1, 256, 0)
     tokens: list[int] = []
@@ -109,6 +129,20 @@ def _alone(request: Request) -> list[int]:
         for output in alone.engine.step():
             tokens += output.token_ids
     return tokens
+
+
+class Foresight:
+    """What a request will give, from an engine of its own."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[Request, list[int]] = {}
+
+    def __call__(self, request: Request) -> list[int]:
+        if request not in self._outputs:
+            first = request.num_prompt_tokens
+            delivered = request.token_ids[first : first + request.num_delivered]
+            self._outputs[request] = delivered + _alone(request)
+        return self._outputs[request]
 
 
 _OBJECTIVES = st.one_of(
@@ -132,11 +166,35 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_batched=st.sampled_from((8, 16, 64)),
         max_steps_ahead=st.integers(0, 2),
+        most_drafts=st.sampled_from((0, 0, 1, 3, 8)),
+        by_oracle=st.booleans(),
+        fail_rate=st.sampled_from((0.0, 0.0, 0.05, 0.3)),
+        seed=st.integers(0, 2**16),
     )
     def build(
-        self, num_blocks: int, max_num_seqs: int, max_batched: int, max_steps_ahead: int
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_batched: int,
+        max_steps_ahead: int,
+        most_drafts: int,
+        by_oracle: bool,
+        fail_rate: float,
+        seed: int,
     ) -> None:
-        self.modelled = ModelledEngine(num_blocks, max_num_seqs, max_batched, max_steps_ahead)
+        rng = random.Random(seed)
+        drafter = Drafter(most_drafts)
+        if by_oracle:
+            drafter = FickleOracle(most_drafts, Foresight(), rng)
+        self.modelled = ModelledEngine(
+            num_blocks,
+            max_num_seqs,
+            max_batched,
+            max_steps_ahead,
+            drafter if most_drafts else None,
+            _failing(rng, fail_rate),
+        )
+        self.modelled.may_fail = fail_rate > 0
         self.count = 0
 
     @rule(
@@ -146,6 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from(("", "", "other")),
         objective=_OBJECTIVES,
         scored=st.booleans(),
+        allowed=st.sampled_from(((), (7, 8), (7, 8, EOS_ID))),
     )
     def submit(
         self,
@@ -155,6 +214,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt: str,
         objective: Objective | None,
         scored: bool,
+        allowed: tuple[int, ...],
     ) -> None:
         self.count += 1
         prompt = range(start, start + num_prompt_tokens)
@@ -165,6 +225,7 @@ class EngineMachine(RuleBasedStateMachine):
             seed=self.count % 3,
             cache_salt=salt,
             prompt_logprobs=1 if scored else None,
+            allowed_token_ids=allowed,
         )
         if objective is not None:
             request.objective = objective
@@ -190,6 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
                 attempt=lower.attempt + 1,
                 max_tokens=lower.max_tokens,
                 seed=lower.sampling.seed,
+                allowed_token_ids=lower.sampling.allowed_token_ids,
             )
         )
 
@@ -222,17 +284,28 @@ def test_minutes_of_random_traffic_under_a_small_cache_keep_every_account() -> N
     """Ten of them in `make soak`."""
     rng = seeded("engine soak")
     until_s = time.monotonic() + budget(4, 600)
-    rounds = preemptions = 0
+    rounds = preemptions = accepted = failed = 0
     while time.monotonic() < until_s:
+        fail_rate = rng.choice((0.0, 0.0, 0.05))
+        drafter = (FickleOracle(4, Foresight(), rng), None, Drafter(4))[rounds % 3]
         modelled = ModelledEngine(
-            rng.randint(7, 16), rng.randint(1, 8), rng.choice((8, 32, 128)), rng.randint(0, 1)
+            rng.randint(7, 16),
+            rng.randint(1, 8),
+            rng.choice((8, 32, 128)),
+            rng.randint(0, 1),
+            drafter,
+            _failing(rng, fail_rate),
         )
+        modelled.may_fail = fail_rate > 0
         _random_traffic(modelled, rng)
         modelled.finish()
         rounds += 1
         preemptions += modelled.scheduler.preemptions_total
-    print(f"{rounds} rounds, {preemptions} preemptions")
+        accepted += modelled.scheduler.num_accepted_tokens
+        failed += modelled.runner.num_failed
+    print(f"{rounds} rounds, {preemptions} preemptions, {accepted} guesses right, {failed} failed")
     assert preemptions > 0
+    assert accepted > 0
 
 
 def _random_traffic(modelled: ModelledEngine, rng: random.Random) -> None:
@@ -243,6 +316,7 @@ def _random_traffic(modelled: ModelledEngine, rng: random.Random) -> None:
             max_tokens=rng.randint(1, 36),
             seed=rng.randrange(4),
             cache_salt=rng.choice(("", "a")),
+            allowed_token_ids=rng.choice(((), (7, 8))),
         )
         if rng.random() < 0.3:
             request.objective = Objective(

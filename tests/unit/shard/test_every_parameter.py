@@ -28,16 +28,22 @@ from penstock_client import (
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, wire
 from penstock_shard.config import ShardConfig
+from penstock_shard.runner.base import Adapter
 from penstock_shard.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("one", "two"))
+INFO = dataclasses.replace(
+    runner_info(),
+    capabilities=runner_info().capabilities | {"adapter"},
+    adapters=(Adapter("lora", "f00d", "/adapters/lora", 8),),
+)
 # Of a fleet's own: where a request goes. No shard hears of them.
 OF_THE_FLEET = {"tokenizer_hash", "exact", "numerics", "session", "shard"}
 # Only in the message: for logs and traces, and to be refused where it is not served.
 OF_THE_MESSAGE: dict[str, Any] = {
     "label": "mine",
     "traceparent": "00-ab-cd-01",
-    "adapter": "lora",
+    "adapter_hash": "f00d",
     "model": "two",
 }
 View = Callable[[link.Submit], Any]
@@ -59,6 +65,7 @@ REQUEST: dict[str, tuple[Any, View, Any]] = {
     "prompt_logprobs": (4, lambda submit: submit.prompt_logprobs, 4),
     "logprob_token_ids": ([8, 7], lambda submit: submit.logprob_token_ids, (8, 7)),
     "cache_salt": ("salt", lambda submit: submit.cache_salt, "salt"),
+    "adapter": ("lora", lambda submit: submit.adapter, "lora"),
 }
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "temperature": (0.5, 0.5),
@@ -95,7 +102,7 @@ def message_of(sent: GenerationRequest) -> pb.GenerateRequest:
 
 
 def submitted(sent: GenerationRequest) -> link.Submit:
-    submit = check(wire.incoming(message_of(sent)), runner_info(), CONFIG)
+    submit = check(wire.incoming(message_of(sent)), INFO, CONFIG)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=link.Submit)
 
 
@@ -168,9 +175,26 @@ def test_a_budget_of_reasoning_reaches_the_engine() -> None:
     assert submitted(PLAIN).thinking_budget is None
 
 
-def test_an_adapter_is_refused_and_not_dropped() -> None:
-    with pytest.raises(Refusal, match="adapter"):
-        submitted(dataclasses.replace(PLAIN, adapter="lora"))
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({"adapter": "other"}, 5, "'other' is not loaded here; loaded: lora"),
+        ({"adapter": "lora", "adapter_hash": "beef"}, 5, "'lora' is another one here"),
+    ],
+)
+def test_an_adapter_that_is_not_there_is_refused(
+    fields: dict[str, Any], code: int, words: str
+) -> None:
+    with pytest.raises(Refusal, match=words) as refused:
+        submitted(dataclasses.replace(PLAIN, **fields))
+    assert (refused.value.error.code, refused.value.error.field) == (code, "adapter")
+
+
+def test_an_adapter_is_refused_where_none_are_served() -> None:
+    sent = wire.incoming(message_of(dataclasses.replace(PLAIN, adapter="lora")))
+    with pytest.raises(Refusal, match="adapter is not served") as refused:
+        check(sent, runner_info(), CONFIG)
+    assert refused.value.error.code == 9
 
 
 def test_a_shard_reads_every_field_of_the_message() -> None:

@@ -65,6 +65,8 @@ def test_a_step_is_the_difference_of_two_loads() -> None:
         sequences_total=8,
         prompt_tokens_total=16,
         decode_tokens_total=2,
+        draft_tokens_total=6,
+        accepted_tokens_total=4,
     )
     metrics.stepped(before, after, num_tokens=3)
     # What is said between steps is none.
@@ -75,6 +77,8 @@ def test_a_step_is_the_difference_of_two_loads() -> None:
     assert value(metrics, "step_tokens_sum") == 9
     assert value(metrics, "computed_tokens_total", kind="prompt") == 7
     assert value(metrics, "computed_tokens_total", kind="decode") == 2
+    assert value(metrics, "draft_tokens_total") == 6
+    assert value(metrics, "accepted_tokens_total") == 4
     assert value(metrics, "output_tokens_total") == 3
 
 

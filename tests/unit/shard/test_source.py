@@ -13,7 +13,12 @@ from safetensors.numpy import save_file
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
-from penstock_shard.models.source import BUILTIN_MODEL, check_directory, resolve_model
+from penstock_shard.models.source import (
+    BUILTIN_MODEL,
+    check_directory,
+    resolve_adapter,
+    resolve_model,
+)
 
 
 @pytest.fixture
@@ -135,3 +140,8 @@ def test_a_file_is_not_a_model(model: Path) -> None:
 def test_an_unreadable_file_is_one_line(model: Path) -> None:
     (model / "config.json").chmod(0)
     assert "cannot be read: Permission denied" in refusal(model)
+
+
+def test_an_adapter_of_an_unknown_user_is_refused_in_one_line() -> None:
+    with pytest.raises(ModelError, match="~nobody-has-this-name/x: there is no such user"):
+        resolve_adapter("~nobody-has-this-name/x", ShardConfig())

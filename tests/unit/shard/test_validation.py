@@ -173,7 +173,7 @@ def test_both_names_of_the_model_are_served() -> None:
             3,
             "neither bad_words nor min_tokens",
         ),
-        ({"features": {"adapter": "lora"}}, "adapter", 9, ""),
+        ({"adapter": "lora"}, "adapter", 9, ""),
         ({"constraint": Constraint("telepathy", "x")}, "telepathy", 9, ""),
         ({"constraint": Constraint("regex", "x" * 101)}, "regex", 3, "100 bytes (--max-constr"),
         # Of bytes, not of characters.

@@ -1,0 +1,86 @@
+"""Requests of every kind at once, and an engine over a real model that serves them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+from models.driver import make_request
+from models.sampling_reference import KINDS
+
+from penstock_shard.drafts import Drafter
+from penstock_shard.engine import Engine
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.link import Output
+from penstock_shard.request import Request, SamplingParams
+from penstock_shard.runner.base import Runner
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+VOCABULARY = 384
+# So that some end before they are at their length.
+STOP_IDS = frozenset(range(12))
+
+
+def mixed_requests(seed: int, count: int = 24) -> list[Request]:
+    """Greedy ones and each kind of sampling; some want log-probabilities, also of the prompt."""
+    rng = random.Random(seed)
+    fields = [dict(kind) for kind in KINDS.values()] + [{"temperature": 0.0}] * 6
+    requests = []
+    for number in range(count):
+        own = dict(fields[number % len(fields)])
+        min_tokens, stop_ids = own.pop("min_tokens", 0), own.pop("stop_token_ids", ())
+        prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 40))]
+        request = make_request(
+            prompt,
+            SamplingParams(**{"seed": rng.getrandbits(64), **own}),
+            max_tokens=rng.randint(1, 30),
+            logprobs=rng.choice([None, None, None, 2]),
+            prompt_logprobs=rng.choice([None] * 7 + [1]),
+        )
+        requests.append(
+            dataclasses.replace(
+                request,
+                request_id=str(number),
+                min_tokens=min_tokens,
+                stop_token_ids=frozenset(stop_ids) | STOP_IDS,
+            )
+        )
+    return requests
+
+
+def serve(
+    runner: Runner,
+    requests: list[Request],
+    *,
+    num_blocks: int,
+    max_num_seqs: int = 7,
+    drafter: Drafter | None = None,
+) -> tuple[list[tuple[object, ...]], Scheduler]:
+    """All requests through an engine with so many blocks; of each all that came of it."""
+    info = runner.info
+    blocks = BlockManager(num_blocks, info.block_size, weights_hash=info.weights_hash)
+    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=32)
+    scheduler = Scheduler(limits, blocks, drafter)
+    # Time passes evenly, so that steps are cut alike each time.
+    times = itertools.count()
+    engine = Engine(runner, scheduler, blocks, clock=lambda: next(times) * 0.01)
+    outputs: dict[str, list[Output]] = {request.request_id: [] for request in requests}
+    arriving = list(requests)
+    for step in range(5000):
+        if arriving and step % 2 == 0:
+            engine.submit(arriving.pop(0))
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+        if not (arriving or engine.has_work):
+            break
+    return [_all_of(outputs[request.request_id]) for request in requests], scheduler
+
+
+def _all_of(outputs: list[Output]) -> tuple[object, ...]:
+    """Tokens, how it ended, and what the log-probabilities are."""
+    scores = [(o.logprobs.chosen, o.logprobs.top_token_ids) for o in outputs if o.logprobs]
+    prompt = [value for o in outputs if o.prompt_logprobs for value in o.prompt_logprobs.chosen]
+    tokens = [token for o in outputs for token in o.token_ids]
+    return tokens, outputs[-1].finish, outputs[-1].error, scores, prompt

@@ -1,0 +1,56 @@
+"""Guesses that a test chooses, where the usual ones would be right too seldom."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock_shard.drafts import Drafter
+from penstock_shard.request import Request
+from support.engines import EOS_ID
+
+# What a request's output will be, deliveries of earlier attempts included.
+Foresight = Callable[[Request], Sequence[int]]
+
+
+def named(outputs: Mapping[str, Sequence[int]]) -> Foresight:
+    """The output of each request, by its id."""
+    return lambda request: outputs[request.request_id]
+
+
+def always(output: Sequence[int]) -> Foresight:
+    return lambda request: output
+
+
+class Oracle(Drafter):
+    """Guesses what will come, all that it may."""
+
+    def __init__(self, most: int, foresee: Foresight) -> None:
+        super().__init__(most)
+        self._foresee = foresee
+
+    def expects(self, request: Request) -> bool:
+        return True
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        number = request.num_output_tokens
+        return list(self._foresee(request)[number : number + most])
+
+
+class FickleOracle(Oracle):
+    """Guesses as many as it likes, some right, then others; waits for its turn or does not."""
+
+    def __init__(
+        self, most: int, foresee: Foresight, rng: random.Random, vocab_size: int = EOS_ID
+    ) -> None:
+        super().__init__(most, foresee)
+        self._random = rng
+        self._vocab_size = vocab_size
+
+    def expects(self, request: Request) -> bool:
+        return self._random.random() < 0.5
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        right = super().propose(request, self._random.randint(0, most))
+        wrong = [self._random.randrange(self._vocab_size) for _ in range(most - len(right))]
+        return (right + wrong)[: self._random.randint(0, most)]
