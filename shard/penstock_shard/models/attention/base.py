@@ -203,6 +203,25 @@ def write_paged_pair(
         places.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
 
 
+class PairBackend:
+    """What backends share whose cache of a layer is a pair as GPU libraries read it."""
+
+    def make_cache(
+        self,
+        spec: LayerSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
+        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
+
+    def write(
+        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
+    ) -> None:
+        write_paged_pair(cache, key, value, slots)
+
+
 def causal_mask(
     num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device
 ) -> Tensor:

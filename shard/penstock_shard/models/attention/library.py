@@ -14,14 +14,13 @@ from torch import Tensor
 from penstock_shard.models.attention.base import (
     AttentionBatch,
     LayerSpec,
-    make_paged_pair,
-    write_paged_pair,
+    PairBackend,
 )
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class LibraryBackend(ABC):
+class LibraryBackend(PairBackend, ABC):
     """The part of an `AttentionBackend` that does not depend on the library."""
 
     name: str
@@ -41,21 +40,6 @@ class LibraryBackend(ABC):
             if size > 256 or size % 8:
                 return f"needs head sizes that are a multiple of 8, at most 256, not {size}"
         return None
-
-    def make_cache(
-        self,
-        spec: LayerSpec,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> tuple[Tensor, Tensor]:
-        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
-
-    def write(
-        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
-    ) -> None:
-        write_paged_pair(cache, key, value, slots)
 
     def attend(
         self,

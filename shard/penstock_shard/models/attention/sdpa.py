@@ -14,17 +14,16 @@ from torch.nn import functional
 from penstock_shard.models.attention.base import (
     AttentionBatch,
     LayerSpec,
+    PairBackend,
     RowSpan,
     causal_mask,
-    make_paged_pair,
-    write_paged_pair,
 )
 
 # Bound on queries times keys of one masked product: at 4 M a float mask takes 16 MB.
 _MAX_SCORES = 4_000_000
 
 
-class SdpaBackend:
+class SdpaBackend(PairBackend):
     """See the module's docstring; honours everything a layer can ask for."""
 
     name = "sdpa"
@@ -33,21 +32,6 @@ class SdpaBackend:
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         return None
-
-    def make_cache(
-        self,
-        spec: LayerSpec,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> tuple[Tensor, Tensor]:
-        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
-
-    def write(
-        self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
-    ) -> None:
-        write_paged_pair(cache, key, value, slots)
 
     def attend(
         self,

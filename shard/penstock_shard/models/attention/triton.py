@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, make_paged_pair
+from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, PairBackend
 from penstock_shard.models.kernels.triton_attention import (
     MOST_SPLITS,
     SPLIT,
@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCRATCH_BYTES = 256 << 20
 
 
-class TritonBackend:
+class TritonBackend(PairBackend):
     """See the module's docstring; honours everything a layer can ask for, with heads of at most
     256. `exact`: a query's bits depend on its own keys alone, whichever step it is part of.
     """
@@ -49,16 +49,6 @@ class TritonBackend:
             return f"serves float32, float16 and bfloat16, not {dtype}"
         size = max(spec.head_dim, spec.head_dim_v)
         return f"serves heads of at most 256, not {size}" if size > 256 else None
-
-    def make_cache(
-        self,
-        spec: LayerSpec,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> tuple[Tensor, Tensor]:
-        return make_paged_pair(spec, num_blocks, block_size, dtype, device)
 
     def write(
         self, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
