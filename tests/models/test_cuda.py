@@ -109,7 +109,7 @@ def test_tokens_with_graphs_are_those_without(family: str, model_dir: Directory)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_tokens_with_guesses_are_those_without(family: str, model_dir: Directory) -> None:
+def test_tokens_with_drafts_are_those_without(family: str, model_dir: Directory) -> None:
     expected = greedy(on_device(model_dir(family)))
     drafter = Oracle(4, named(expected))
     assert greedy(on_device(model_dir(family)), drafter) == expected
@@ -123,12 +123,12 @@ def test_tokens_of_an_adapter_are_those_on_cpu(model_dir: Directory, tmp_path: P
         runner = on_device(model_dir("llama"), device=device, enable_lora=True, max_loras=2)
         assert runner.adapters is not None
         runner.adapters.place(2, runner.adapters.read(str(path)))
-        for slot in (0, 2):
+        for index in (0, 2):
             requests = [make_request(prompt) for prompt in PROMPTS]
             for request in requests:
-                request.adapter_slot = slot
+                request.adapter_index = index
             Driver(runner).generate(requests)
-            found[device, slot] = [request.token_ids for request in requests]
+            found[device, index] = [request.token_ids for request in requests]
     assert found["cpu", 2] != found["cpu", 0]
     assert found[CUDA.type, 0] == found["cpu", 0]
     assert found[CUDA.type, 2] == found["cpu", 2]

@@ -7,6 +7,9 @@ does. What only a device shows is in `test_cuda`.
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,64 +22,27 @@ import pytest
 import torch
 from models.driver import load
 from models.mixed_requests import mixed_requests, serve
+from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, Recorded, Stale, capture_all, graphed
 from support.budget import seeded
 from torch import Tensor
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.models.attention.base import AttentionBatch
 from penstock_shard.models.base import CausalModel
-from penstock_shard.models.cuda_graphs import CudaGraph, Graph, GraphedModel
+from penstock_shard.models.cuda_graphs import (
+    CudaGraph,
+    GraphedModel,
+    GraphShape,
+)
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.step_inputs import InputLayout
-from penstock_shard.runner import create
+from penstock_shard.runner import load as loading
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.prepare_graphs import GraphPreparation
 from penstock_shard.runner.trial import TrialSteps
 
 Directory = Callable[[str], Path]
-NUM_BLOCKS = 16
-
-
-class Recorded:
-    """A `Graph` without a device. The results of all of a pool lie in the same memory: a replay
-    spoils those of the others.
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        self._work = work
-        self._result = work().clone()
-        self._pool.results.append(self._result)
-        return self._result
-
-    def replay(self) -> None:
-        self._pool.num_replays += 1
-        result = self._work()
-        for other in self._pool.results:
-            other.fill_(float("nan"))
-        self._result.copy_(result)
-
-
-class Pool:
-    """Makes such graphs, and counts what they do."""
-
-    def __init__(self, make: Callable[[Pool], Graph] = Recorded) -> None:
-        self.results: list[Tensor] = []
-        self.num_replays = 0
-        self._make = make
-
-    def __call__(self) -> Graph:
-        return self._make(self)
-
-
-def _graphed(model: CausalModel, pool: Pool, *, max_rows: int = 7) -> GraphedModel:
-    return GraphedModel(model, max_rows, 120, lambda: pool)
-
-
-def _capture_all(graphs: GraphedModel) -> None:
-    graphs.capture(graphs.shapes(16), 16, pad_block=NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("max_steps_ahead", [0, 1])
@@ -90,8 +56,8 @@ def test_replayed_decodes_give_what_the_model_gives(
     expected, _ = serve(ModelRunner(loaded.model, info), mixed_requests(3), num_blocks=NUM_BLOCKS)
     loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
     pool = Pool()
-    graphs = _graphed(loaded.model, pool)
-    _capture_all(graphs)
+    graphs = graphed(loaded.model, pool)
+    capture_all(graphs)
     runner = ModelRunner(graphs, info, graphs=graphs)
     found, scheduler = serve(runner, mixed_requests(3), num_blocks=NUM_BLOCKS)
     assert found == expected
@@ -100,7 +66,7 @@ def test_replayed_decodes_give_what_the_model_gives(
 
 
 def test_rows_of_nobody_are_in_their_own_block_and_see_one_token() -> None:
-    graphs = GraphedModel(_NoModel(), 8, 120, Pool)  # type: ignore[arg-type]
+    graphs = GraphedModel(NoModel(), 8, 120, Pool)  # type: ignore[arg-type]
     graphs.capture([], 16, pad_block=33)
     layout = InputLayout(8, 8, 5, 0)
     arrays = layout.arrays(np.full(layout.num_bytes, 77, dtype=np.uint8))
@@ -114,16 +80,11 @@ def test_rows_of_nobody_are_in_their_own_block_and_see_one_token() -> None:
     assert (arrays.block_table[:3] == before).all()
 
 
-class _NoModel:
-    device = torch.device("cpu")
-    layers = ()
-    hidden_size = 4
-
-
 def test_the_parts_of_a_steps_inputs_do_not_overlap() -> None:
     rng = seeded("layouts")
     for _ in range(50):
-        layout = InputLayout(*(rng.randint(1, 40) for _ in range(4)))
+        tokens, rows, blocks, extra = (rng.randint(1, 40) for _ in range(4))
+        layout = InputLayout(tokens, rows, blocks, extra, rng.random() < 0.5)
         buffer = np.zeros(layout.num_bytes, dtype=np.uint8)
         arrays = layout.arrays(buffer)
         names = [field.name for field in dataclasses.fields(arrays)]
@@ -141,7 +102,7 @@ def test_the_parts_of_a_steps_inputs_do_not_overlap() -> None:
 def test_every_step_of_decodes_finds_a_graph_that_is_not_much_larger(
     max_rows: int, max_model_len: int
 ) -> None:
-    graphs = GraphedModel(_NoModel(), max_rows, max_model_len)  # type: ignore[arg-type]
+    graphs = GraphedModel(NoModel(), max_rows, max_model_len)  # type: ignore[arg-type]
     shapes = sorted(graphs.shapes(16))
     most_blocks = -(-max_model_len // 16)
     for rows in range(1, max_rows + 1):
@@ -157,9 +118,9 @@ def test_no_step_of_decodes_is_beyond_what_is_recorded_nor_smaller_than_it_says(
     model_dir: Directory,
 ) -> None:
     loaded = load(model_dir("llama"), max_model_len=120)
-    graphs = _graphed(loaded.model, Pool())
+    graphs = graphed(loaded.model, Pool())
     assert graphs.inputs(1, 1) is None
-    _capture_all(graphs)
+    capture_all(graphs)
     for rows in range(1, 8):
         for blocks in range(1, 9):
             static = graphs.inputs(rows, blocks)
@@ -177,9 +138,9 @@ def test_inputs_from_elsewhere_are_copied_to_where_the_graph_reads(model_dir: Di
     loaded = load(model_dir("llama"), max_model_len=120)
     loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
     pool = Pool()
-    graphs = _graphed(loaded.model, pool)
+    graphs = graphed(loaded.model, pool)
     # Steps without rows of nobody, over tables as wide as they are here.
-    graphs.capture([(3, 2)], 16, pad_block=NUM_BLOCKS)  # type: ignore[list-item]
+    graphs.capture([GraphShape(3, 2)], 16, pad_block=NUM_BLOCKS)
     steps = TrialSteps(loaded.model, 384, 16, NUM_BLOCKS)
     others = TrialSteps(graphs, 384, 16, NUM_BLOCKS)
     sequences = [steps.sequence(length) for length in (20, 5, 31)]
@@ -193,13 +154,6 @@ def test_inputs_from_elsewhere_are_copied_to_where_the_graph_reads(model_dir: Di
 class Unrecordable(Recorded):
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-
-class Stale(Recorded):
-    """Replays what was recorded, not what is to be computed."""
-
-    def replay(self) -> None:
-        self._pool.num_replays += 1
 
 
 class Rounded(Recorded):
@@ -216,24 +170,39 @@ class TooLarge(Recorded):
 
 
 def _preparation(
-    model: CausalModel, graphs: GraphedModel, lines: list[str], *, is_exact: bool = False
+    graphs: GraphedModel, lines: list[str], *, is_exact: bool = False
 ) -> GraphPreparation:
-    return GraphPreparation(model, graphs, torch.float32, 384, 120, lines.append, is_exact)
+    return GraphPreparation(graphs, torch.float32, 384, 120, lines.append, is_exact)
 
 
 def test_too_little_memory_for_a_graph_is_said_in_one_line(model_dir: Directory) -> None:
     loaded = load(model_dir("llama"), max_model_len=120)
-    graphs = _graphed(loaded.model, Pool(TooLarge))
-    with pytest.raises(ModelError, match=r"one of 8 decodes does not fit .* --enforce-eager"):
-        _preparation(loaded.model, graphs, []).measure(16)
+    graphs = graphed(loaded.model, Pool(TooLarge))
+    with pytest.raises(ModelError, match=r"one of 8 tokens does not fit .* --enforce-eager"):
+        _preparation(graphs, []).measure(16)
+
+
+def test_graphs_with_adapters_are_measured_for_themselves(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(model_dir("llama"), max_model_len=120, enable_lora=True)
+    graphs = GraphedModel(loaded.model, 7, 120, Pool, serves_adapters=True)
+    counts = Counter(shape.has_adapters for shape in graphs.shapes(16))
+
+    def used(_: torch.device) -> int:
+        return sum(7 << 20 if shape.has_adapters else 3 << 20 for shape in graphs._captured)
+
+    monkeypatch.setattr("penstock_shard.runner.prepare_graphs.used_bytes", used)
+    expected = (7 << 20) * counts[True] + (3 << 20) * counts[False]
+    assert _preparation(graphs, []).measure(16) == expected
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_where_results_are_exact_a_replay_must_be(is_exact: bool, model_dir: Directory) -> None:
     loaded = load(model_dir("llama"), max_model_len=120)
     for make in (Recorded, Rounded):
-        graphs = _graphed(loaded.model, Pool(make))
-        preparation = _preparation(loaded.model, graphs, [], is_exact=is_exact)
+        graphs = graphed(loaded.model, Pool(make))
+        preparation = _preparation(graphs, [], is_exact=is_exact)
         loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
         assert preparation.capture(16, NUM_BLOCKS) is (make is Recorded or not is_exact)
 
@@ -284,8 +253,8 @@ def test_a_recording_that_fails_is_ended_and_says_what_failed(
 def test_a_model_that_cannot_be_recorded_runs_without_graphs(model_dir: Directory) -> None:
     loaded = load(model_dir("llama"), max_model_len=120)
     lines: list[str] = []
-    graphs = _graphed(loaded.model, Pool(Unrecordable))
-    assert _preparation(loaded.model, graphs, lines).measure(16) is None
+    graphs = graphed(loaded.model, Pool(Unrecordable))
+    assert _preparation(graphs, lines).measure(16) is None
     assert lines == [
         "CUDA graphs: none, the model cannot be recorded: "
         "operation not permitted when stream is capturing"
@@ -293,12 +262,74 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(model_dir: Director
     assert graphs.inputs(1, 1) is None
 
 
+class WrongBeyond(Recorded):
+    """Replays something else where a row has more keys than one program sees."""
+
+    def __init__(self, pool: Pool, model: _LongestRow) -> None:
+        super().__init__(pool)
+        self._model = model
+
+    def replay(self) -> None:
+        super().replay()
+        self._result += float(self._model.longest > 256)
+
+
+class _LongestRow:
+    """A model, and the keys of the longest row it computed last."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+        self.longest = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, batch: AttentionBatch, *rest: Any, **named: Any
+    ) -> Any:
+        self.longest = int(batch.seq_lens_tensor.max())
+        return self._model.forward(ids, positions, batch, *rest, **named)
+
+
+@pytest.mark.parametrize(("max_model_len", "num_blocks"), [(299, 40), (400, 22), (400, 40)])
+def test_replays_are_compared_beyond_what_one_program_sees_where_there_is_room(
+    max_model_len: int, num_blocks: int, model_dir: Directory, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(model_dir("llama"), tmp_path / "long"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 400}))
+    model: Any = _LongestRow(load(directory, max_model_len=max_model_len).model)
+    pool = Pool(lambda pool: WrongBeyond(pool, model))
+    graphs = GraphedModel(model, 4, max_model_len, lambda: pool)
+    preparation = GraphPreparation(
+        graphs, torch.float32, 384, max_model_len, lambda line: None, is_exact=True
+    )
+    model.allocate(num_blocks + 1, 16, torch.float32)
+    # 300, 40, 7 and 23 tokens take 25 blocks.
+    is_seen = max_model_len >= 300 and num_blocks >= 25
+    assert preparation.capture(16, num_blocks) is not is_seen
+
+
+def test_graphs_with_adapters_that_replay_something_else_are_not_used(
+    model_dir: Directory,
+) -> None:
+    loaded = load(model_dir("llama"), max_model_len=120, enable_lora=True)
+    for stale, is_fine in ((Recorded, True), (Stale, False)):
+        pool = Pool()
+        graphs = GraphedModel(loaded.model, 7, 120, lambda pool=pool: pool, serves_adapters=True)  # type: ignore[misc]
+        # They are recorded in this order.
+        makes = iter([stale if shape.has_adapters else Recorded for shape in graphs.shapes(16)])
+        pool.make = lambda pool, makes=makes: next(makes)(pool)  # type: ignore[misc]
+        loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+        assert _preparation(graphs, []).capture(16, NUM_BLOCKS) is is_fine
+
+
 def test_graphs_that_replay_something_else_are_not_used(model_dir: Directory) -> None:
     loaded = load(model_dir("llama"), max_model_len=120)
     for make, is_fine in ((Recorded, True), (Stale, False)):
         lines: list[str] = []
-        graphs = _graphed(loaded.model, Pool(make))
-        preparation = _preparation(loaded.model, graphs, lines)
+        graphs = graphed(loaded.model, Pool(make))
+        preparation = _preparation(graphs, lines)
         measured = preparation.measure(16)
         assert measured is not None
         assert measured > 0
@@ -310,13 +341,13 @@ def test_graphs_that_replay_something_else_are_not_used(model_dir: Directory) ->
 
 
 def test_what_replays_are_compared_with_is_no_replay(model_dir: Directory) -> None:
-    """Over ranks the model and what replays are one, here with a graph of the check's own shape."""
+    """Here with a graph of the check's own shape."""
     loaded = load(model_dir("llama"), max_model_len=25)
     lines: list[str] = []
     for make, is_fine in ((Recorded, True), (Stale, False)):
         pool = Pool(make)
         graphs = GraphedModel(loaded.model, 2, 25, lambda pool=pool: pool)  # type: ignore[misc]
-        preparation = GraphPreparation(graphs, graphs, torch.float32, 384, 25, lines.append)
+        preparation = GraphPreparation(graphs, torch.float32, 384, 25, lines.append)
         graphs.allocate(NUM_BLOCKS + 1, 16, torch.float32)
         assert preparation.capture(16, NUM_BLOCKS) is is_fine
         assert pool.num_replays == 1
@@ -327,11 +358,19 @@ def test_a_decoder_whose_layers_cannot_be_recorded_has_no_graphs(
 ) -> None:
     decoder = Decoder.__new__(Decoder)
     decoder.device = torch.device("cuda")
-    ops: Any = SimpleNamespace(backend=SimpleNamespace(capturable=True))
+    ops: Any = SimpleNamespace(backend=SimpleNamespace(capturable=True), weights="bfloat16")
     config = ShardConfig(model="any")
     lines: list[str] = []
     for capturable in (True, False):
         monkeypatch.setattr(Decoder, "capturable", capturable)
-        found = create._graphs(config, decoder, ops, 120, lines.append)
+        found = loading._graphs(config, decoder, ops, 120, lines.append)
         assert (found is not None) is capturable
-    assert lines == ["CUDA graphs: none, experts are multiplied one after the other"]
+    monkeypatch.setattr(Decoder, "capturable", True)
+    monkeypatch.setattr(loading, "captures_fp8", lambda device: False)
+    assert loading._graphs(config, decoder, ops, 120, lines.append) is not None
+    ops.weights = "fp8"
+    assert loading._graphs(config, decoder, ops, 120, lines.append) is None
+    assert lines == [
+        "CUDA graphs: none, experts are multiplied one after the other",
+        "CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU",
+    ]

@@ -1,4 +1,4 @@
-"""Steps in which each row has one token, recorded once and replayed: the device then waits for no
+"""Steps whose rows have one token each, recorded once and replayed: the device then waits for no
 launch of a kernel.
 
 A graph computes a fixed number of rows over tables of a fixed width, on memory that stays where it
@@ -8,6 +8,11 @@ they are good until the next forward. Knows nothing of requests or of sampling.
 
 Tables come in several widths because backends launch work for each run of keys that a table could
 have: for many rows a table for the longest sequence would cost more than the attention itself.
+
+Several rows may be of one sequence, one for each of its last tokens. Either kind of model has all
+keys and values of a layer written to the cache before any row of it attends, and the backends that
+are `capturable` (triton, flash_attn, torch_varlen) read them there alone: each row sees those
+before it.
 """
 
 from __future__ import annotations
@@ -27,23 +32,27 @@ from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.models.base import CausalModel, Forwarded
 from penstock_shard.models.step_inputs import InputLayout, StepInputs
 
-# Up to the first bound rows are padded to a multiple of the first step, and so on.
+# Up to the first bound rows are padded to a multiple of the first step, and so on. Steps of more
+# rows than the last bound, as those with drafts may have, are launched kernel by kernel: what a
+# graph would save is little beside what they compute.
 _STEPS = ((256, 8), (1024, 64))
 # The narrowest table of so many rows has this many tokens over all of them, or this many a row.
 _NARROW_TOKENS = 2**18
 _NARROW_ROW_TOKENS = 1024
 # Each wider one is so much wider than the one before; only powers of two of rows, and the most
-# rows, have these.
+# rows, have these. Only they have graphs with adapters too, which are as many again as they would
+# be otherwise: rows of nobody cost such a step little, as its products read all adapters anyway.
 _WIDER = 4
 # Numbers that come along for each row: its request's, that of a gap, and the place of that gap.
 _EXTRA_PER_ROW = 3
 
 
 class GraphShape(NamedTuple):
-    """Rows, and the blocks that each may have."""
+    """Rows, the blocks that each may have, and whether rows may have adapters."""
 
     num_rows: int
     num_blocks: int
+    has_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,9 @@ class Graphs(CausalModel, Protocol):
     @property
     def num_graphs(self) -> int: ...
 
-    def inputs(self, num_rows: int, num_blocks: int) -> StaticInputs | None: ...
+    def inputs(
+        self, num_rows: int, num_blocks: int, has_adapters: bool = False
+    ) -> StaticInputs | None: ...
 
     def pad(self, arrays: StepInputs[NDArray[Any]], num_rows: int) -> None: ...
 
@@ -156,20 +167,25 @@ class GraphedModel:
         max_rows: int,
         max_model_len: int,
         make_pool: Callable[[], Callable[[], Graph]] = GraphPool,
+        *,
+        serves_adapters: bool = False,
     ) -> None:
-        """For steps of at most `max_rows` rows."""
+        """For steps of at most `max_rows` rows; where the model has places for adapters, also of
+        rows that have some.
+        """
         self.device = model.device
         self._model = model
         self._max_rows = max_rows
         self._max_model_len = max_model_len
         self._make_pool = make_pool
+        self._serves_adapters = serves_adapters
         self._make_graph: Callable[[], Graph] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pad_block = 0
         self._block_size = 1
         self._captured: dict[GraphShape, _Captured] = {}
-        # Those that are captured, the smallest first.
-        self._shapes: list[GraphShape] = []
+        # Those that are captured, without adapters and with them, the smallest first.
+        self._shapes: tuple[list[GraphShape], list[GraphShape]] = ([], [])
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -197,15 +213,18 @@ class GraphedModel:
     def shapes(self, block_size: int) -> list[GraphShape]:
         """Those that steps want, the largest first."""
         most_blocks = -(-self._max_model_len // block_size)
-        shapes = set()
+        shapes: set[GraphShape] = set()
         counts = _row_counts(self._max_rows)
         for rows in counts:
-            in_all_widths = rows.bit_count() == 1 or rows == counts[-1]
+            is_coarse = rows.bit_count() == 1 or rows == counts[-1]
             tokens = max(_NARROW_ROW_TOKENS, _NARROW_TOKENS // rows)
-            shapes.add(GraphShape(rows, min(most_blocks, -(-tokens // block_size))))
-            while in_all_widths and tokens < self._max_model_len:
+            widths = {min(most_blocks, -(-tokens // block_size))}
+            while is_coarse and tokens < self._max_model_len:
                 tokens *= _WIDER
-                shapes.add(GraphShape(rows, min(most_blocks, -(-tokens // block_size))))
+                widths.add(min(most_blocks, -(-tokens // block_size)))
+            shapes.update(GraphShape(rows, width) for width in widths)
+            if is_coarse and self._serves_adapters:
+                shapes.update(GraphShape(rows, width, True) for width in widths)
         return sorted(shapes, reverse=True)
 
     @torch.inference_mode()
@@ -220,24 +239,29 @@ class GraphedModel:
         self._block_size, self._pad_block = block_size, pad_block
         for shape in shapes:
             self._captured[shape] = self._capture(shape, self._make_graph())
-        self._shapes = sorted(self._captured)
+        self._shapes = ([], [])
+        for shape in sorted(self._captured):
+            self._shapes[shape.has_adapters].append(shape)
 
     def drop(self) -> None:
         """Forget all graphs, and give back their memory."""
-        self._captured, self._shapes, self._make_graph = {}, [], None
+        self._captured, self._shapes, self._make_graph = {}, ([], []), None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def num_graphs(self) -> int:
         return len(self._captured)
 
-    def inputs(self, num_rows: int, num_blocks: int) -> StaticInputs | None:
+    def inputs(
+        self, num_rows: int, num_blocks: int, has_adapters: bool = False
+    ) -> StaticInputs | None:
         """The smallest inputs that hold such a step, if there are any. What is written there must
         be complete: rows beyond its own are filled by `pad`.
         """
-        for index in range(bisect_left(self._shapes, (num_rows, 0)), len(self._shapes)):
-            if self._shapes[index].num_blocks >= num_blocks:
-                return self._captured[self._shapes[index]].static
+        shapes = self._shapes[has_adapters]
+        for index in range(bisect_left(shapes, (num_rows, 0)), len(shapes)):
+            if shapes[index].num_blocks >= num_blocks:
+                return self._captured[shapes[index]].static
         return None
 
     def pad(self, arrays: StepInputs[NDArray[Any]], num_rows: int) -> None:
@@ -245,6 +269,7 @@ class GraphedModel:
         arrays.input_ids[num_rows:] = 0
         arrays.positions[num_rows:] = 0
         arrays.slots[num_rows:] = self._pad_block * self._block_size
+        arrays.adapters[num_rows:] = 0
         arrays.cu_queries[num_rows:] = np.arange(num_rows, len(arrays.cu_queries))
         arrays.seq_lens[num_rows:] = 1
         arrays.block_table[num_rows:] = self._pad_block
@@ -258,15 +283,14 @@ class GraphedModel:
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Forwarded:
-        shape = (len(input_ids), batch.block_table.shape[1])
-        is_plain = hidden_rows is None and adapters is None
-        captured = self._captured.get(GraphShape(*shape)) if is_plain else None
-        if captured is None or batch.num_decodes != shape[0]:
+        shape = GraphShape(len(input_ids), batch.block_table.shape[1], adapters is not None)
+        captured = self._captured.get(shape) if hidden_rows is None else None
+        if captured is None or batch.num_decodes != shape.num_rows:
             return self._model.forward(
                 input_ids, positions, batch, logit_rows, hidden_rows, adapters
             )
         if batch is not captured.static.attention:
-            _copy_inputs(captured.static.inputs, input_ids, positions, batch)
+            _copy_inputs(captured.static.inputs, input_ids, positions, batch, adapters)
         captured.graph.replay()
         logits = captured.logits
         if batch is captured.static.attention:
@@ -282,7 +306,11 @@ class GraphedModel:
         def work() -> Tensor:
             inputs = static.inputs
             forwarded = self._model.forward(
-                inputs.input_ids, inputs.positions, static.attention, static.rows
+                inputs.input_ids,
+                inputs.positions,
+                static.attention,
+                static.rows,
+                adapters=inputs.adapters if shape.has_adapters else None,
             )
             return forwarded.logits.contiguous()
 
@@ -291,7 +319,7 @@ class GraphedModel:
 
     def _static_inputs(self, shape: GraphShape) -> StaticInputs:
         """Of rows of nobody, until others are written there."""
-        count, num_blocks = shape
+        count, num_blocks, _ = shape
         layout = self._layout(shape)
         memory = self._memory[: layout.num_bytes]
         nobody = torch.zeros(layout.num_bytes, dtype=torch.uint8)
@@ -317,12 +345,16 @@ class GraphedModel:
         )
 
     def _layout(self, shape: GraphShape) -> InputLayout:
-        rows, blocks = shape
-        return InputLayout(rows, rows, blocks, _EXTRA_PER_ROW * rows)
+        rows, blocks, has_adapters = shape
+        return InputLayout(rows, rows, blocks, _EXTRA_PER_ROW * rows, has_adapters)
 
 
 def _copy_inputs(
-    static: StepInputs[Tensor], input_ids: Tensor, positions: Tensor, batch: AttentionBatch
+    static: StepInputs[Tensor],
+    input_ids: Tensor,
+    positions: Tensor,
+    batch: AttentionBatch,
+    adapters: Tensor | None,
 ) -> None:
     static.input_ids.copy_(input_ids)
     static.positions.copy_(positions)
@@ -331,6 +363,8 @@ def _copy_inputs(
     static.cu_keys.copy_(batch.cu_keys)
     static.seq_lens.copy_(batch.seq_lens_tensor)
     static.block_table.copy_(batch.block_table)
+    if adapters is not None:
+        static.adapters.copy_(adapters)
 
 
 def _row_counts(most: int) -> list[int]:
@@ -342,7 +376,7 @@ def _row_counts(most: int) -> list[int]:
     return counts[: enough + 1]
 
 
-class _Memory:
+class _BorrowedTensor:
     """Memory of the device that a tensor shows and does not keep."""
 
     def __init__(self, tensor: Tensor, typestr: str) -> None:
@@ -358,5 +392,5 @@ def _borrowed(tensor: Tensor) -> Tensor:
     """The same contiguous tensor, which does not keep its memory from being used again: there it
     is anew each time that its graph was replayed.
     """
-    memory = _Memory(tensor, f"<i{tensor.dtype.itemsize}")
+    memory = _BorrowedTensor(tensor, f"<i{tensor.dtype.itemsize}")
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)

@@ -24,11 +24,14 @@ Numbers = TypeVar("Numbers")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs(Generic[Numbers]):
-    """What one forward takes; see `AttentionBatch` for the names. `extra` is what comes along."""
+    """What one forward takes; see `AttentionBatch` for the names. `adapters` are none where no
+    token has one, `extra` is what comes along.
+    """
 
     input_ids: Numbers
     positions: Numbers
     slots: Numbers
+    adapters: Numbers
     extra: Numbers
     cu_queries: Numbers
     cu_keys: Numbers
@@ -44,13 +47,16 @@ class InputLayout:
     num_rows: int
     num_blocks: int
     num_extra: int
+    has_adapters: bool = False
 
     @cached_property
     def _lengths(self) -> tuple[tuple[int, int], ...]:
         """Of each part: how many numbers it has, and how many bytes each of these."""
         tokens, rows = (self.num_tokens, 8), self.num_rows
+        adapters = (self.num_tokens if self.has_adapters else 0, 8)
+        extra = (self.num_extra, 8)
         sums, table = (rows + 1, 4), (rows * self.num_blocks, 4)
-        return tokens, tokens, tokens, (self.num_extra, 8), sums, sums, (rows, 4), table
+        return tokens, tokens, tokens, adapters, extra, sums, sums, (rows, 4), table
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
@@ -83,8 +89,10 @@ class InputLayout:
     def _parts(
         self, part: Callable[[int, int, int], Numbers], shaped: Callable[[Numbers], Numbers]
     ) -> StepInputs[Numbers]:
-        ids, positions, slots, extra, cu_queries, cu_keys, lens, table = (
+        ids, positions, slots, adapters, extra, cu_queries, cu_keys, lens, table = (
             part(offset, offset + count * size, size)
             for offset, (count, size) in zip(self._offsets, self._lengths, strict=False)
         )
-        return StepInputs(ids, positions, slots, extra, cu_queries, cu_keys, lens, shaped(table))
+        return StepInputs(
+            ids, positions, slots, adapters, extra, cu_queries, cu_keys, lens, shaped(table)
+        )

@@ -9,6 +9,9 @@ ones.
 
 A prompt token's log-probability needs a whole row of logits, so a long prompt that asks for them
 is computed in pieces, one forward pass each, to keep the logits in memory few.
+
+A step that a graph computes has a row for each token; that of a draft is one of its request's
+tokens, which see those before them as those of decodes do.
 """
 
 from __future__ import annotations
@@ -29,11 +32,16 @@ from penstock_shard.models.step_inputs import InputLayout, StepInputs
 from penstock_shard.request import Pooling, Request
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.runner.device import host_buffer
-from penstock_shard.runner.slots import Integers, RequestSlots, grown
+from penstock_shard.runner.request_numbers import Integers, RequestNumbers, grown
 
 Array: TypeAlias = NDArray[Any]
 
 _FIRST_WIDTH = 16
+# As rows of their own the tokens of a draft read again, each for itself, what is before them. Past
+# so many keys in all a step is launched kernel by kernel instead: a layer has some ten launches of
+# some microseconds, and by its data sheet an H200 reads a thousand keys of 4 kB (8 heads of 128 in
+# bfloat16, and their values) in one. An estimate, never measured.
+_MOST_KEYS_AGAIN = 2**15
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
 
@@ -67,8 +75,8 @@ class Sampled:
 
     requests: Sequence[Request]
     positions: Integers
-    slots: Integers
-    device_slots: Tensor
+    numbers: Integers
+    device_numbers: Tensor
     # Of the plan.
     rows: Integers
 
@@ -79,7 +87,7 @@ class Gaps:
     these numbers, int64 [G], on the device. They go to `places` int64 [G]; None: the first G.
     """
 
-    slots: Tensor
+    numbers: Tensor
     places: Tensor | None
 
 
@@ -105,7 +113,7 @@ class StepBatch:
     scored: tuple[tuple[Piece, int], ...] = ()
     drafted: tuple[tuple[Piece, int], ...] = ()
     pooled: tuple[Piece, ...] = ()
-    # The slot of each token's adapter, int64 [T]; None where no row has one.
+    # The index of each token's adapter, int64 [T]; None where no row has one.
     adapters: Tensor | None = None
 
 
@@ -145,15 +153,15 @@ class BatchBuilder:
         self,
         block_size: int,
         device: torch.device,
-        slots: RequestSlots | None = None,
+        numbers: RequestNumbers | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """Steps of decodes alone are made to fit `graphs`, if there are any."""
+        """Steps of decodes and drafts alone are made to fit `graphs`, if there are any."""
         self._block_size = block_size
         self._device = device
-        self._slots = slots or RequestSlots()
+        self._numbers = numbers or RequestNumbers()
         self._graphs = graphs
-        self._tables = _BlockTables(block_size, self._slots)
+        self._tables = _BlockTables(block_size, self._numbers)
 
     def build(self, plan: StepPlan, max_prompt_logprobs: int) -> list[StepBatch]:
         """All passes of a step, in order; one unless prompt log-probabilities are many."""
@@ -164,28 +172,32 @@ class BatchBuilder:
         return [self._build(_columns_of_pieces(pieces)) for pieces in passes]
 
     def _build(self, columns: _Columns) -> StepBatch:
-        slots = self._slots.of(columns.requests)
+        numbers = self._numbers.of(columns.requests)
         lengths = columns.starts + columns.counts
-        self._tables.update(columns.requests, slots, columns.starts, lengths)
+        self._tables.update(columns.requests, numbers, columns.starts, lengths)
         tokens = _Tokens.of(columns)
         wanted = _wanted(columns, tokens.offsets)
         gaps = _gaps(columns, lengths)
         adapters = _adapters(columns, tokens)
-        static = None if len(adapters) else self._static(columns, tokens, lengths)
+        rows = _Rows(numbers, tokens.offsets, lengths)
+        static = self._static(tokens, wanted, lengths, bool(len(adapters)))
+        if static is not None and not tokens.is_decode:
+            rows = _Rows.of_tokens(numbers, tokens)
         extra = [
-            slots[columns.samples],
-            slots[gaps],
+            numbers[columns.samples],
+            numbers[gaps],
             # Where the first tokens are the ones that lack, they need no places.
             tokens.offsets[1:][gaps] - 1 if len(gaps) < tokens.total else _NONE,
             wanted.logit_rows if static is None else _NONE,
             wanted.hidden_rows,
-            adapters,
         ]
         sizes = [len(part) for part in extra]
-        layout = static.layout if static else self._layout(tokens, lengths, sum(sizes))
+        layout = static.layout if static else self._layout(tokens, lengths, sum(sizes), adapters)
         buffer = host_buffer(layout.num_bytes, self._device)
         arrays = layout.arrays(buffer.numpy())
-        self._fill(arrays, columns, tokens, slots, lengths)
+        self._fill(arrays, columns, tokens, rows)
+        if len(adapters):
+            arrays.adapters[: tokens.total] = adapters
         np.concatenate(extra, out=arrays.extra[: sum(sizes)])
         if static is None:
             inputs = layout.tensors(buffer.to(self._device, non_blocking=True))
@@ -194,32 +206,39 @@ class BatchBuilder:
             static.memory.copy_(buffer, non_blocking=True)
             inputs, attention = static.inputs, static.attention
         parts = torch.split(inputs.extra[: sum(sizes)], sizes)
-        device_slots, gap_slots, places, logit_rows, hidden_rows, adapter_slots = parts
+        device_numbers, gap_numbers, places, logit_rows, hidden_rows = parts
         return StepBatch(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
             attention=attention,
-            logit_rows=logit_rows if static is None else static.rows[: len(slots)],
+            logit_rows=logit_rows if static is None else static.rows[: tokens.total],
             hidden_rows=hidden_rows if len(wanted.hidden_rows) else None,
-            gaps=Gaps(gap_slots, places if len(places) else None) if len(gaps) else None,
-            sampled=_sampled(columns, slots, lengths, device_slots),
+            gaps=Gaps(gap_numbers, places if len(places) else None) if len(gaps) else None,
+            sampled=_sampled(columns, numbers, lengths, device_numbers),
             sampled_logits=wanted.sampled_logits,
             scored=wanted.scored,
             drafted=wanted.drafted,
             pooled=wanted.pooled,
-            adapters=adapter_slots if len(adapters) else None,
+            adapters=inputs.adapters if len(adapters) else None,
         )
 
-    def _static(self, columns: _Columns, tokens: _Tokens, lengths: Integers) -> StaticInputs | None:
-        """The inputs of the graph that computes these rows, if there is one."""
-        if self._graphs is None or not tokens.is_decode:
+    def _static(
+        self, tokens: _Tokens, wanted: _Wanted, lengths: Integers, has_adapters: bool
+    ) -> StaticInputs | None:
+        """The inputs of the graph that computes these tokens, if there is one: all of them are
+        sampled from, or verify a draft.
+        """
+        if self._graphs is None or len(wanted.logit_rows) != tokens.total:
             return None
-        if not (columns.samples.all() and columns.is_plain):
+        if wanted.scored or wanted.pooled or tokens.keys_again(lengths) > _MOST_KEYS_AGAIN:
             return None
-        return self._graphs.inputs(tokens.total, self._width(lengths))
+        return self._graphs.inputs(tokens.total, self._width(lengths), has_adapters)
 
-    def _layout(self, tokens: _Tokens, lengths: Integers, num_extra: int) -> InputLayout:
-        return InputLayout(tokens.total, len(lengths), self._width(lengths), num_extra)
+    def _layout(
+        self, tokens: _Tokens, lengths: Integers, num_extra: int, adapters: Integers
+    ) -> InputLayout:
+        width = self._width(lengths)
+        return InputLayout(tokens.total, len(lengths), width, num_extra, bool(len(adapters)))
 
     def _width(self, lengths: Integers) -> int:
         """Of the block table: the most blocks of a row."""
@@ -230,21 +249,20 @@ class BatchBuilder:
         arrays: StepInputs[Array],
         columns: _Columns,
         tokens: _Tokens,
-        slots: Integers,
-        lengths: Integers,
+        rows: _Rows,
     ) -> None:
-        """All but `extra`. Rows beyond these are those of nobody."""
-        count, total, size = len(slots), tokens.total, self._block_size
+        """All but `adapters` and `extra`. Rows beyond these are those of nobody."""
+        count, total, size = len(rows.numbers), tokens.total, self._block_size
         blocks = self._tables.blocks
-        own_slots = slots if tokens.is_decode else slots[tokens.rows]
+        own_numbers = rows.numbers if count == total else rows.numbers[tokens.rows]
         arrays.input_ids[:total] = _token_ids(columns, tokens)
         arrays.positions[:total] = tokens.positions
         block_index, offset = np.divmod(tokens.positions, size)
-        arrays.slots[:total] = blocks[own_slots, block_index].astype(np.int64) * size + offset
-        arrays.cu_queries[: count + 1] = tokens.offsets
-        arrays.seq_lens[:count] = lengths
+        arrays.slots[:total] = blocks[own_numbers, block_index].astype(np.int64) * size + offset
+        arrays.cu_queries[: count + 1] = rows.offsets
+        arrays.seq_lens[:count] = rows.lengths
         width = min(arrays.block_table.shape[1], blocks.shape[1])
-        arrays.block_table[:count, :width] = blocks[slots, :width]
+        arrays.block_table[:count, :width] = blocks[rows.numbers, :width]
         arrays.block_table[:count, width:] = 0
         if count < len(arrays.seq_lens):
             assert self._graphs is not None
@@ -271,9 +289,9 @@ class BatchBuilder:
 class _BlockTables:
     """The blocks of requests, under their numbers."""
 
-    def __init__(self, block_size: int, slots: RequestSlots) -> None:
+    def __init__(self, block_size: int, numbers: RequestNumbers) -> None:
         self._block_size = block_size
-        self._slots = slots
+        self._numbers = numbers
         # int32 [numbers, most blocks of a request]: blocks, then zeros.
         self.blocks: NDArray[np.int32] = np.zeros((0, _FIRST_WIDTH), dtype=np.int32)
         # How many blocks are there, up to which token steps have come, whose they are, and how
@@ -284,38 +302,38 @@ class _BlockTables:
         self._preemptions: Integers = np.zeros(0, dtype=np.int64)
 
     def update(
-        self, requests: Sequence[Request], slots: Integers, starts: Integers, lengths: Integers
+        self, requests: Sequence[Request], numbers: Integers, starts: Integers, lengths: Integers
     ) -> None:
         """Read what is new of the requests' blocks; they compute tokens from `starts` on, and have
         `lengths` of them then.
         """
         self._grow()
-        preemptions = _numbers("preemptions", requests)
-        serials = self._slots.serials[slots]
+        preemptions = _column("preemptions", requests)
+        serials = self._numbers.serials[numbers]
         # A request that was put down has other blocks; one that steps back may have.
-        stale = self._serials[slots] != serials
-        stale |= self._preemptions[slots] != preemptions
-        stale |= starts < self._reached[slots]
+        stale = self._serials[numbers] != serials
+        stale |= self._preemptions[numbers] != preemptions
+        stale |= starts < self._reached[numbers]
         if stale.any():
-            self.blocks[slots[stale]] = 0
-            self._known[slots[stale]] = 0
-            self._serials[slots] = serials
-            self._preemptions[slots] = preemptions
-        self._reached[slots] = lengths
+            self.blocks[numbers[stale]] = 0
+            self._known[numbers[stale]] = 0
+            self._serials[numbers] = serials
+            self._preemptions[numbers] = preemptions
+        self._reached[numbers] = lengths
         needed = -(-lengths // self._block_size)
-        for i in np.flatnonzero(self._known[slots] < needed).tolist():
-            self._read(requests[i].block_ids, int(slots[i]))
+        for i in np.flatnonzero(self._known[numbers] < needed).tolist():
+            self._read(requests[i].block_ids, int(numbers[i]))
 
-    def _read(self, block_ids: Sequence[int], slot: int) -> None:
-        known, count = int(self._known[slot]), len(block_ids)
+    def _read(self, block_ids: Sequence[int], number: int) -> None:
+        known, count = int(self._known[number]), len(block_ids)
         if count > self.blocks.shape[1]:
             wider = max(count, 2 * self.blocks.shape[1])
             self.blocks = np.pad(self.blocks, ((0, 0), (0, wider - self.blocks.shape[1])))
-        self.blocks[slot, known:count] = block_ids[known:]
-        self._known[slot] = count
+        self.blocks[number, known:count] = block_ids[known:]
+        self._known[number] = count
 
     def _grow(self) -> None:
-        capacity = self._slots.capacity
+        capacity = self._numbers.capacity
         if len(self._known) < capacity:
             self.blocks = grown(self.blocks, capacity)
             self._known = grown(self._known, capacity)
@@ -349,6 +367,28 @@ class _Tokens:
         positions = np.arange(offsets[-1]) - offsets[rows] + starts[rows]
         return cls(rows, positions, offsets, False)
 
+    def keys_again(self, lengths: Integers) -> int:
+        """How many keys more are read if each token is a row of its own."""
+        if self.is_decode:
+            return 0
+        return int(self.positions.sum()) + self.total - int(lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows that attention sees: the number of each one's request, where it begins, and how
+    many keys it has with its last token's own.
+    """
+
+    numbers: Integers
+    offsets: Integers
+    lengths: Integers
+
+    @classmethod
+    def of_tokens(cls, numbers: Integers, tokens: _Tokens) -> _Rows:
+        """One for each token, of requests with these numbers."""
+        return cls(numbers[tokens.rows], np.arange(tokens.total + 1), tokens.positions + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
@@ -368,35 +408,35 @@ def _wanted(columns: _Columns, offsets: Integers) -> _Wanted:
         return _Wanted(last[columns.samples], None, _NONE)
     # Of each row the first so many tokens, and then its last where it samples.
     first = columns.scores + columns.verified
-    places = np.cumsum(first + columns.samples) - first - columns.samples
-    logit_rows = [
-        np.append(np.arange(start, start + count), [end] * samples)
-        for start, count, end, samples in zip(
-            offsets.tolist(), first.tolist(), last.tolist(), columns.samples.tolist(), strict=False
-        )
-    ]
-    hidden_rows = [
-        np.arange(end - count, end)
-        for end, count in zip(offsets[1:].tolist(), columns.pooled.tolist(), strict=True)
-    ]
+    counts = first + columns.samples
+    places = np.cumsum(counts) - counts
+    logit_rows = _runs(offsets[:-1], counts)
+    logit_rows[(places + first)[columns.samples]] = last[columns.samples]
 
     def with_places(counts: Integers) -> tuple[tuple[Piece, int], ...]:
         return tuple((columns.piece(i), int(places[i])) for i in np.flatnonzero(counts).tolist())
 
     return _Wanted(
-        logit_rows=np.concatenate(logit_rows).astype(np.int64),
+        logit_rows=logit_rows,
         sampled_logits=(places + first)[columns.samples] if first.any() else None,
-        hidden_rows=np.concatenate(hidden_rows),
+        hidden_rows=_runs(offsets[1:] - columns.pooled, columns.pooled),
         scored=with_places(columns.scores),
         drafted=with_places(columns.verified),
         pooled=tuple(columns.piece(i) for i in np.flatnonzero(columns.pooled).tolist()),
     )
 
 
+def _runs(starts: Integers, counts: Integers) -> Integers:
+    """Of each start so many numbers from it on, one after the other."""
+    begins = np.cumsum(counts) - counts
+    numbers: Integers = np.repeat(starts - begins, counts)
+    return numbers + np.arange(len(numbers))
+
+
 def _adapters(columns: _Columns, tokens: _Tokens) -> Integers:
-    """The slot of each token's adapter; none at all where no row has one."""
-    slots = _numbers("adapter_slot", columns.requests)
-    return slots[tokens.rows] if slots.any() else _NONE
+    """The index of each token's adapter; none at all where no row has one."""
+    index = _column("adapter_index", columns.requests)
+    return index[tokens.rows] if index.any() else _NONE
 
 
 def _gaps(columns: _Columns, lengths: Integers) -> Integers:
@@ -427,22 +467,24 @@ def _token_ids(columns: _Columns, tokens: _Tokens) -> Integers | list[int]:
 
 
 def _sampled(
-    columns: _Columns, slots: Integers, lengths: Integers, device_slots: Tensor
+    columns: _Columns, numbers: Integers, lengths: Integers, device_numbers: Tensor
 ) -> Sampled | None:
-    if not len(device_slots):
+    if not len(device_numbers):
         return None
-    positions = lengths - _numbers("num_prompt_tokens", columns.requests)
-    if len(device_slots) == len(slots):
-        return Sampled(columns.requests, positions, slots, device_slots, columns.rows)
+    positions = lengths - _column("num_prompt_tokens", columns.requests)
+    if len(device_numbers) == len(numbers):
+        return Sampled(columns.requests, positions, numbers, device_numbers, columns.rows)
     chosen = np.flatnonzero(columns.samples)
     requests = [columns.requests[i] for i in chosen.tolist()]
-    return Sampled(requests, positions[chosen], slots[chosen], device_slots, columns.rows[chosen])
+    return Sampled(
+        requests, positions[chosen], numbers[chosen], device_numbers, columns.rows[chosen]
+    )
 
 
 def _columns(plan: StepPlan) -> _Columns:
     rows = plan.rows
     requests = [row.request for row in rows]
-    counts = _numbers("count", rows)
+    counts = _column("count", rows)
     samples = np.fromiter(map(attrgetter("samples"), rows), np.bool_, len(rows))
     drafts = np.fromiter(map(len, map(attrgetter("drafts"), rows)), np.int64, len(rows))
     verified = np.where(drafts > 0, counts, 0)
@@ -455,10 +497,10 @@ def _columns(plan: StepPlan) -> _Columns:
         pieces=rows,
         requests=requests,
         rows=np.arange(len(rows)),
-        starts=_numbers("start", rows),
+        starts=_column("start", rows),
         counts=counts,
         samples=samples & (drafts == 0),
-        scores=_numbers("num_prompt_logprobs", rows),
+        scores=_column("num_prompt_logprobs", rows),
         verified=verified,
         pooled=pooled,
     )
@@ -468,17 +510,17 @@ def _columns_of_pieces(pieces: Sequence[Piece]) -> _Columns:
     return _Columns(
         pieces=pieces,
         requests=[piece.scheduled.request for piece in pieces],
-        rows=_numbers("row", pieces),
-        starts=_numbers("start", pieces),
-        counts=_numbers("count", pieces),
+        rows=_column("row", pieces),
+        starts=_column("start", pieces),
+        counts=_column("count", pieces),
         samples=np.fromiter(map(attrgetter("samples"), pieces), np.bool_, len(pieces)),
-        scores=_numbers("num_prompt_logprobs", pieces),
-        verified=_numbers("num_verified", pieces),
-        pooled=_numbers("num_pooled", pieces),
+        scores=_column("num_prompt_logprobs", pieces),
+        verified=_column("num_verified", pieces),
+        pooled=_column("num_pooled", pieces),
     )
 
 
-def _numbers(name: str, rows: Sequence[object]) -> Integers:
+def _column(name: str, rows: Sequence[object]) -> Integers:
     """An attribute of all, int64."""
     return np.fromiter(map(attrgetter(name), rows), np.int64, len(rows))
 

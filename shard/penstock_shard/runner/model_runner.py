@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
+from penstock_shard.models.device_memory import empty_caches
 from penstock_shard.models.errors import first_line, is_out_of_memory
 from penstock_shard.request import CONSTRAINT_KINDS, Request
 from penstock_shard.runner.base import (
@@ -28,11 +29,12 @@ from penstock_shard.runner.base import (
     StepPlan,
 )
 from penstock_shard.runner.batch import BatchBuilder, Gaps, Piece, StepBatch
-from penstock_shard.runner.device import empty_caches, mark, to_device, to_host
+from penstock_shard.runner.device import mark, to_device, to_host
 from penstock_shard.runner.pooling import Pooler
+from penstock_shard.runner.request_numbers import RequestNumbers
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
-from penstock_shard.runner.slots import RequestSlots
 from penstock_shard.runner.speculation import Draft, Verification
+from penstock_shard.runner.token_state import needs_state
 
 CAPABILITIES = frozenset(
     {
@@ -135,11 +137,12 @@ class ModelRunner:
         """
         self.model = model
         self._adapters = adapters
+        self._has_graphs = graphs is not None
         self._info = info
         self._launched: deque[_Step] = deque()
-        self._slots = RequestSlots()
-        self._batches = BatchBuilder(info.block_size, model.device, self._slots, graphs)
-        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads), self._slots)
+        self._numbers = RequestNumbers()
+        self._batches = BatchBuilder(info.block_size, model.device, self._numbers, graphs)
+        self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads), self._numbers)
         self._pooler = Pooler()
         # The token each request sampled last, under its number; the host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
@@ -159,12 +162,13 @@ class ModelRunner:
         # Its last tokens are needed now, so it is sampled now.
         self._sample_deferred(len(self._launched))
         failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
-        self._launched.append(step)
         if failure:
             # Tokens that it needs were never sampled.
             step.failure = failure
         else:
             self._guarded(step, partial(self._launch, step, plan))
+        # Not before: of a step that could not be launched nothing is collected.
+        self._launched.append(step)
 
     def collect(self) -> Sequence[RowResult]:
         step = self._launched[0]
@@ -182,7 +186,7 @@ class ModelRunner:
     def release(self, request: Request) -> None:
         self._sampler.forget(request)
         self._pooler.forget(request)
-        self._slots.forget(request)
+        self._numbers.forget(request)
 
     # ---- the device's part of a step ----
 
@@ -220,8 +224,7 @@ class ModelRunner:
 
     def _defers(self, batch: StepBatch) -> bool:
         """Whether what a row draws from depends on tokens that are not on the host yet."""
-        *earlier, _ = self._launched
-        if batch.sampled is None or all(step.results is not None for step in earlier):
+        if batch.sampled is None or all(step.results is not None for step in self._launched):
             return False
         return self._sampler.needs_tokens(_sample_rows(batch))
 
@@ -255,10 +258,10 @@ class ModelRunner:
     def _fill(self, batch: StepBatch, gaps: Gaps) -> None:
         """Put in the tokens that the step before samples."""
         if gaps.places is None:
-            ids = batch.input_ids[: len(gaps.slots)]
-            torch.index_select(self._last_tokens, 0, gaps.slots, out=ids)
+            ids = batch.input_ids[: len(gaps.numbers)]
+            torch.index_select(self._last_tokens, 0, gaps.numbers, out=ids)
         else:
-            last = self._last_tokens.index_select(0, gaps.slots)
+            last = self._last_tokens.index_select(0, gaps.numbers)
             batch.input_ids.index_copy_(0, gaps.places, last)
 
     def _sample(self, one: _Pass) -> None:
@@ -268,17 +271,20 @@ class ModelRunner:
             return
         assert logits is not None
         one.enqueued = self._sampler.enqueue(logits, _sample_rows(one.batch))
-        missing = self._slots.capacity - len(self._last_tokens)
+        missing = self._numbers.capacity - len(self._last_tokens)
         if missing > 0:
             self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing)])
-        self._last_tokens.index_copy_(0, sampled.device_slots, one.enqueued.tokens)
+        self._last_tokens.index_copy_(0, sampled.device_numbers, one.enqueued.tokens)
 
     def _verify(self, one: _Pass) -> None:
         """Nothing that drafts need is still to be sampled: see `ScheduledRequest`."""
         assert one.all_logits is not None
         drafts = [_draft(piece, place) for piece, place in one.batch.drafted]
-        one.verification = Verification(self._sampler, one.all_logits, drafts)
-        one.all_logits = None
+        logits, one.all_logits = one.all_logits, None
+        if self._has_graphs and any(needs_state(draft.request) for draft in drafts):
+            # Some tokens are drawn later: a graph of the next step may write where these lie.
+            logits = logits.clone()
+        one.verification = Verification(self._sampler, logits, drafts)
 
     def _sample_deferred(self, count: int) -> None:
         """Sample what was not of the first `count` steps, one after the other."""
@@ -298,6 +304,7 @@ class ModelRunner:
     # ---- the host's part ----
 
     def _finish_before(self, step: _Step) -> None:
+        """All that were launched before it, which is all there are while it is being launched."""
         for earlier in self._launched:
             if earlier is step:
                 return
@@ -355,7 +362,7 @@ def _draft(piece: Piece, place: int) -> Draft:
 def _sample_rows(batch: StepBatch) -> SampleRows:
     sampled = batch.sampled
     assert sampled is not None
-    return SampleRows(sampled.requests, sampled.positions, sampled.slots)
+    return SampleRows(sampled.requests, sampled.positions, sampled.numbers)
 
 
 def _score_prompt(logits: Tensor, piece: Piece) -> _PromptScores:

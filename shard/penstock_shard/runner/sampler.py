@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.request import Request
@@ -47,7 +48,7 @@ from penstock_shard.runner.base import Logprobs, RowResult
 from penstock_shard.runner.device import is_host, mark, to_device, to_host
 from penstock_shard.runner.draw import Columns, draw, ordered_topk
 from penstock_shard.runner.philox import uniforms
-from penstock_shard.runner.slots import Integers, RequestSlots, grown
+from penstock_shard.runner.request_numbers import Integers, RequestNumbers, grown
 from penstock_shard.runner.token_state import TokenState, needs_state
 
 # Raised when the same logits give other tokens than before.
@@ -74,11 +75,11 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The same of many rows, in columns; `slots` are the numbers of the requests."""
+    """The same of many rows, in columns; `numbers` are those of the requests."""
 
     requests: Sequence[Request]
     positions: Integers
-    slots: Integers
+    numbers: Integers
 
 
 class Sampler:
@@ -90,23 +91,25 @@ class Sampler:
     are filled meanwhile.
     """
 
-    def __init__(self, masks: MaskFiller | None = None, slots: RequestSlots | None = None) -> None:
+    def __init__(
+        self, masks: MaskFiller | None = None, numbers: RequestNumbers | None = None
+    ) -> None:
         """Without `masks` no request may have a constraint."""
         self._states: dict[Request, TokenState] = {}
         self._masks = masks
-        self._slots = slots or RequestSlots()
-        self._known = _Known(self._slots)
+        self._numbers = numbers or RequestNumbers()
+        self._known = _Known(self._numbers)
         self._prepared: _Prepared | None = None
 
     def needs_tokens(self, rows: SampleRows) -> bool:
         """Whether all that was enqueued before must be finished before these are prepared."""
         self._known.update(rows)
-        return bool(self._known.stateful[rows.slots].any())
+        return bool(self._known.stateful[rows.numbers].any())
 
     def prepare(self, rows: SampleRows) -> None:
         """These are enqueued next: begin with what needs no logits."""
         self._known.update(rows)
-        stateful = np.flatnonzero(self._known.stateful[rows.slots])
+        stateful = np.flatnonzero(self._known.stateful[rows.numbers])
         states = [self._state(rows.requests[i], int(rows.positions[i])) for i in stateful.tolist()]
         constraints = [state.constraint for state in states if state.constraint]
         finish_masks = None
@@ -152,7 +155,7 @@ class Sampler:
         """The rows in columns; a request may be there several times, if it has no state."""
         requests = [row.request for row in rows]
         positions = np.array([row.position for row in rows], dtype=np.int64)
-        return SampleRows(requests, positions, self._slots.of(requests))
+        return SampleRows(requests, positions, self._numbers.of(requests))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
         """Both halves at once: logits [N, V] -> one result a row.
@@ -202,7 +205,7 @@ class Sampler:
         codes: Tensor,
     ) -> None:
         """Put the tokens of rows that are not greedy over those that are there."""
-        is_random = self._known.temperature[rows.slots] != 0.0
+        is_random = self._known.temperature[rows.numbers] != 0.0
         if not is_random.any():
             return
         chosen = np.flatnonzero(is_random)
@@ -229,7 +232,7 @@ class Sampler:
             codes.index_copy_(0, places_there, torch.where(before < 0, before, drawn))
 
     def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> _Scored | None:
-        wanted = np.flatnonzero(self._known.scored[rows.slots])
+        wanted = np.flatnonzero(self._known.scored[rows.numbers])
         if not len(wanted):
             return None
         requests = [rows.requests[i] for i in wanted.tolist()]
@@ -287,8 +290,10 @@ class Enqueued:
         """One result a row. What was enqueued must have come to the host; once only."""
         codes: list[int] = self._codes.tolist()
         for i, state in zip(self._prepared.rows.tolist(), self._prepared.states, strict=True):
-            # Also after an error: a step that was launched ahead may still ask for what follows.
-            state.append(max(0, codes[i]))
+            if codes[i] < 0:
+                state.skip()
+            else:
+                state.append(codes[i])
         results = list(map(RowResult, codes))
         if min(codes) < 0:
             for i, code in enumerate(codes):
@@ -323,8 +328,8 @@ def _problems(prepared: _Prepared) -> dict[int, str]:
 class _Known:
     """What requests ask for, under their numbers."""
 
-    def __init__(self, slots: RequestSlots) -> None:
-        self._slots = slots
+    def __init__(self, numbers: RequestNumbers) -> None:
+        self._numbers = numbers
         self._serials: Integers = np.zeros(0, dtype=np.int64)
         # The parameters of `draw`, but for the last, which are made here from these seeds.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
@@ -342,49 +347,49 @@ class _Known:
 
     def update(self, rows: SampleRows) -> None:
         """Take in the requests that are new."""
-        if len(self._serials) < self._slots.capacity:
-            self._grow(self._slots.capacity)
-        new = self._serials[rows.slots] != self._slots.serials[rows.slots]
+        if len(self._serials) < self._numbers.capacity:
+            self._grow(self._numbers.capacity)
+        new = self._serials[rows.numbers] != self._numbers.serials[rows.numbers]
         for i in np.flatnonzero(new).tolist():
-            self._read(rows.requests[i], int(rows.slots[i]))
+            self._read(rows.requests[i], int(rows.numbers[i]))
 
     def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
         """Of some of the rows."""
-        slots, positions = rows.slots[chosen], rows.positions[chosen]
-        temperature, top_k, top_p, min_p, typical_p = self._parameters[slots].T
-        uniform = self._uniform(slots, positions)
+        numbers, positions = rows.numbers[chosen], rows.positions[chosen]
+        temperature, top_k, top_p, min_p, typical_p = self._parameters[numbers].T
+        uniform = self._uniform(numbers, positions)
         return Columns(temperature, top_k, top_p, min_p, typical_p, uniform)
 
-    def _uniform(self, slots: Integers, positions: Integers) -> NDArray[np.float64]:
+    def _uniform(self, numbers: Integers, positions: Integers) -> NDArray[np.float64]:
         runs = positions // _POSITIONS
-        missing = np.flatnonzero(self._runs[slots] != runs + 1)
+        missing = np.flatnonzero(self._runs[numbers] != runs + 1)
         if len(missing):
-            new = slots[missing]
+            new = numbers[missing]
             wanted = runs[missing, None] * _POSITIONS + np.arange(_POSITIONS)
             seeds = np.repeat(self._seeds[new], _POSITIONS)
             made = uniforms(seeds, wanted.ravel())
             self._uniforms[new] = made.reshape(-1, _POSITIONS)
             self._runs[new] = runs[missing] + 1
-        found = self._uniforms[slots, positions % _POSITIONS]
+        found = self._uniforms[numbers, positions % _POSITIONS]
         # A request may be there twice, at positions of two runs.
-        for i in np.flatnonzero(self._runs[slots] != runs + 1).tolist():
-            found[i] = uniforms([int(self._seeds[slots[i]])], [int(positions[i])])[0]
+        for i in np.flatnonzero(self._runs[numbers] != runs + 1).tolist():
+            found[i] = uniforms([int(self._seeds[numbers[i]])], [int(positions[i])])[0]
         return found
 
-    def _read(self, request: Request, slot: int) -> None:
+    def _read(self, request: Request, number: int) -> None:
         sampling = request.sampling
-        self._serials[slot] = self._slots.serials[slot]
-        self._parameters[slot] = (
+        self._serials[number] = self._numbers.serials[number]
+        self._parameters[number] = (
             sampling.temperature,
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
             sampling.typical_p,
         )
-        self._seeds[slot] = sampling.seed
-        self.stateful[slot] = needs_state(request)
-        self.scored[slot] = request.logprobs is not None
-        self._runs[slot] = 0
+        self._seeds[number] = sampling.seed
+        self.stateful[number] = needs_state(request)
+        self.scored[number] = request.logprobs is not None
+        self._runs[number] = 0
 
     def _grow(self, capacity: int) -> None:
         self._serials = grown(self._serials, capacity)
@@ -459,14 +464,15 @@ def score_tokens(
     """
     logits = logits.float()
     vocabulary = logits.shape[1]
-    scores = torch.log_softmax(logits, dim=1)
+    scores = torch.log_softmax(_with_aligned_rows(logits), dim=1)
     place = tokens.unsqueeze(1)
     ranks = (logits > logits.gather(1, place)).sum(dim=1, dtype=torch.int32) + 1
     top_ids = torch.empty((len(counts), 0), dtype=torch.int64, device=logits.device)
     if most := min(max(counts), vocabulary):
         # Only what equals the largest logit is 0 here.
         top_ids = ordered_topk(logits - logits.amax(dim=1, keepdim=True), most)
-    wanted = [row * vocabulary + token for row, ids in enumerate(asked) for token in ids]
+    width = scores.shape[1]
+    wanted = [row * width + token for row, ids in enumerate(asked) for token in ids]
     requested = scores.view(-1)[to_device(np.array(wanted, dtype=np.int64), logits.device)]
     return TokenScores(
         to_host(scores.gather(1, place).squeeze(1)),
@@ -478,3 +484,13 @@ def score_tokens(
         asked,
         vocabulary,
     )
+
+
+def _with_aligned_rows(logits: Tensor) -> Tensor:
+    """float32 [n, V] with as many impossible tokens more as let all rows begin at a multiple of 16
+    bytes: where a row begins tells CUDA's torch in which order to sum it up, and so its last bit.
+    """
+    spare = -logits.shape[1] % 4
+    if is_host(logits) or not spare:
+        return logits
+    return functional.pad(logits, (0, spare), value=float("-inf"))

@@ -27,9 +27,9 @@ from penstock_shard.runner.token_state import needs_state
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guesses at tokens of a request. `position` is that of the first token to be sampled, before
-    any of the guesses, counted in its output; its logits are row `place`, those after each guess
-    the rows behind that.
+    """Drafted tokens of a request. `position` is that of the first token to be sampled, before any
+    of the drafted ones, counted in its output; its logits are row `place`, those after each of
+    these the rows behind that.
     """
 
     request: Request
@@ -52,12 +52,12 @@ class _Answer:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the last token that was sampled is the one that was guessed, and not the end."""
+        """Whether the last token that was sampled is the one that was drafted, and not the end."""
         number = len(self.results) - 1
         if number == len(self.draft.token_ids):
             return False
-        guess = self.draft.token_ids[number]
-        return self.results[-1].token_id == guess and not self.draft.request.ends_with(guess)
+        drafted = self.draft.token_ids[number]
+        return self.results[-1].token_id == drafted and not self.draft.request.ends_with(drafted)
 
     def take(self, results: Sequence[RowResult]) -> None:
         """What was sampled at the positions that follow, as far as it counts."""
@@ -109,7 +109,7 @@ class Verification:
         return [answer.merged() for answer in self._answers]
 
     def _draw_next(self, alive: Sequence[_Answer]) -> list[_Answer]:
-        """One more token of each; those whose next guess was right too."""
+        """One more token of each; those whose next draft was right too."""
         counts = [1] * len(alive)
         before = [len(answer.results) for answer in alive]
         rows, wanted = _next_rows(alive, counts)

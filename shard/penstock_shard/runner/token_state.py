@@ -18,7 +18,7 @@ from penstock_shard.request import Request, SamplingParams, ThinkingBudget
 
 TokenIds = NDArray[np.int64]
 
-_SPARE_SLOTS = 64
+_SPARE_PLACES = 64
 
 
 def needs_state(request: Request) -> bool:
@@ -53,12 +53,12 @@ class TokenCounts:
         generated = np.array(output, dtype=np.int64)
         known = np.unique(np.concatenate([np.array(prompt, dtype=np.int64), generated]))
         self._num_sorted = self._size = len(known)
-        spare = np.zeros(_SPARE_SLOTS, dtype=np.int64)
+        spare = np.zeros(_SPARE_PLACES, dtype=np.int64)
         self._ids = np.concatenate([known, spare])
         self._counts = np.bincount(
-            np.searchsorted(known, generated), minlength=len(known) + _SPARE_SLOTS
+            np.searchsorted(known, generated), minlength=len(known) + _SPARE_PLACES
         )
-        self._slots: dict[int, int] = {}
+        self._places: dict[int, int] = {}
 
     @property
     def ids(self) -> TokenIds:
@@ -71,16 +71,16 @@ class TokenCounts:
 
     def add(self, token_id: int) -> None:
         """Count one more token of the output."""
-        slot = self._slots.get(token_id)
-        if slot is None:
-            slot = self._slots[token_id] = self._find_or_append(token_id)
-        self._counts[slot] += 1
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._places[token_id] = self._find_or_append(token_id)
+        self._counts[place] += 1
 
     def _find_or_append(self, token_id: int) -> int:
         known = self._ids[: self._num_sorted]
-        slot = int(np.searchsorted(known, token_id))
-        if slot < len(known) and known[slot] == token_id:
-            return slot
+        place = int(np.searchsorted(known, token_id))
+        if place < len(known) and known[place] == token_id:
+            return place
         if self._size == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
@@ -214,6 +214,14 @@ class TokenState:
         if self._thinking is not None:
             self._thinking.append(token_id)
         self._tail.append(token_id)
+        self._num_output_tokens += 1
+
+    def skip(self) -> None:
+        """None could be drawn at the position it stands at. A step that was launched ahead may
+        still ask for what follows, and is thrown away.
+        """
+        if self.constraint is not None:
+            self.constraint.skip()
         self._num_output_tokens += 1
 
     def _output(self, position: int) -> list[int]:

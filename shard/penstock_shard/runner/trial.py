@@ -73,7 +73,11 @@ class TrialSteps:
         )
         (batch,) = self._batches.build(StepPlan(tuple(rows)), 1)
         forwarded = self.model.forward(
-            batch.input_ids, batch.positions, batch.attention, batch.logit_rows
+            batch.input_ids,
+            batch.positions,
+            batch.attention,
+            batch.logit_rows,
+            adapters=batch.adapters,
         )
         return forwarded.logits.clone()
 

@@ -19,14 +19,14 @@ Item = TypeVar("Item", bound=np.generic)
 _FIRST_CAPACITY = 64
 
 
-class RequestSlots:
+class RequestNumbers:
     """Gives out numbers, low ones first. Whoever keeps something under numbers looks at `serials`
     to see whose it is: a number that was given out anew has another serial, never 0.
     """
 
     def __init__(self) -> None:
         self.serials: Integers = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
-        self._slots: dict[Request, int] = {}
+        self._numbers: dict[Request, int] = {}
         self._free = list(range(_FIRST_CAPACITY - 1, -1, -1))
         self._given = 0
 
@@ -37,28 +37,28 @@ class RequestSlots:
 
     def of(self, requests: Sequence[Request]) -> Integers:
         """The number of each; those that are new get one."""
-        numbers = map(self._slots.__getitem__, requests)
+        numbers = map(self._numbers.__getitem__, requests)
         try:
             return np.fromiter(numbers, dtype=np.int64, count=len(requests))
         except KeyError:
-            return np.array([self._slot(request) for request in requests], dtype=np.int64)
+            return np.array([self._number(request) for request in requests], dtype=np.int64)
 
     def forget(self, request: Request) -> int | None:
         """The request is over; the number it had."""
-        slot = self._slots.pop(request, None)
-        if slot is not None:
-            self._free.append(slot)
-        return slot
+        number = self._numbers.pop(request, None)
+        if number is not None:
+            self._free.append(number)
+        return number
 
-    def _slot(self, request: Request) -> int:
-        slot = self._slots.get(request)
-        if slot is None:
+    def _number(self, request: Request) -> int:
+        number = self._numbers.get(request)
+        if number is None:
             if not self._free:
                 self._grow()
-            slot = self._slots[request] = self._free.pop()
+            number = self._numbers[request] = self._free.pop()
             self._given += 1
-            self.serials[slot] = self._given
-        return slot
+            self.serials[number] = self._given
+        return number
 
     def _grow(self) -> None:
         before = self.capacity

@@ -1,0 +1,288 @@
+"""Steps with drafts and with adapters that are replayed, as those of plain decodes are."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from models.driver import Driver, load, make_request
+from models.mixed_requests import mixed_requests, serve
+from models.no_looks import NoLooks
+from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, capture_all, graphed
+from support.adapters import make_adapter
+from support.budget import seeded
+from support.drafters import FickleOracle, named
+
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.cuda_graphs import (
+    GraphedModel,
+    StaticInputs,
+)
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.lora import LoraBank, LoraLimits
+from penstock_shard.models.lora_places import make_adaptable
+from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.models.parallel import mirrored
+from penstock_shard.models.parallel.messages import ToRank
+from penstock_shard.models.parallel.mirrored import MirroredModel
+from penstock_shard.models.parallel.ranks import Ranks
+from penstock_shard.models.step_inputs import InputLayout
+from penstock_shard.models.transformers_model import TransformersModel
+from penstock_shard.request import Request, SamplingParams
+from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.batch import BatchBuilder, StepBatch
+from penstock_shard.runner.model_runner import ModelRunner
+
+Directory = Callable[[str], Path]
+
+
+# ---- steps with drafts ----
+
+
+@contextmanager
+def _drafts_replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each pass with drafts was computed token by token, as only graphs do."""
+    seen: list[bool] = []
+    verify = ModelRunner._verify
+
+    def spy(runner: ModelRunner, one: Any) -> None:
+        seen.append(one.batch.attention.num_decodes >= len(one.batch.logit_rows))
+        verify(runner, one)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_verify", spy)
+        yield seen
+
+
+@pytest.mark.parametrize(("family", "max_steps_ahead"), [("llama", 1), ("gemma2", 0)])
+def test_replayed_drafts_give_what_the_model_gives(
+    family: str, max_steps_ahead: int, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right drafts and wrong ones, also of rows whose later tokens are drawn after the next
+    forward.
+    """
+    loaded = load(model_dir(family), kv_blocks=NUM_BLOCKS, max_model_len=120)
+    info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
+    plain, _ = serve(ModelRunner(loaded.model, info), mixed_requests(3), num_blocks=NUM_BLOCKS)
+    tokens: dict[str, Any] = {str(number): found[0] for number, found in enumerate(plain)}
+    seed = seeded("replayed drafts").getrandbits(32)
+
+    def drafter() -> FickleOracle:
+        return FickleOracle(4, named(tokens), random.Random(seed), 384)
+
+    expected, _ = serve(
+        ModelRunner(loaded.model, info),
+        mixed_requests(3),
+        num_blocks=NUM_BLOCKS,
+        drafter=drafter(),
+    )
+    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    # As many rows as seven sequences and as many drafts may have.
+    graphs = graphed(loaded.model, Pool(), max_rows=14)
+    capture_all(graphs)
+    with _drafts_replayed(monkeypatch) as replayed:
+        found, _ = serve(
+            ModelRunner(graphs, info, graphs=graphs),
+            mixed_requests(3),
+            num_blocks=NUM_BLOCKS,
+            drafter=drafter(),
+        )
+    assert found == expected
+    assert [own[0] for own in found] == [own[0] for own in plain]
+    assert replayed.count(True) > 5
+
+
+def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
+    model_dir: Directory,
+) -> None:
+    """Those of a request whose draws depend on the tokens before, while another's step runs."""
+    loaded = load(model_dir("llama"), kv_blocks=NUM_BLOCKS, max_model_len=120)
+    info = dataclasses.replace(loaded.info, max_steps_ahead=1)
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    request = make_request([5, 6, 7], sampling)
+    driver = Driver(ModelRunner(loaded.model, info))
+    expected = [driver.step([(request, count)])[0].token_id for count in (3, 1, 1, 1)]
+    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    pool = Pool()
+    graphs = graphed(loaded.model, pool)
+    capture_all(graphs)
+    runner = ModelRunner(graphs, info, graphs=graphs)
+    request, other = make_request([5, 6, 7], sampling), make_request([9])
+    Driver(runner).step([(request, 3), (other, 1)])
+    drafts = [token for token in expected[1:3] if token is not None]
+    runner.launch(StepPlan((ScheduledRequest(request, 3, 3, True, drafts=drafts),)))
+    runner.launch(StepPlan((ScheduledRequest(other, 1, 1, True),)))
+    (result,) = runner.collect()
+    assert [result.token_id, *result.more_token_ids] == expected[1:]
+    assert pool.num_replays == 2
+    runner.collect()
+
+
+def _drafted_batch(graphs: GraphedModel | None) -> StepBatch:
+    """Of a decode whose token is not known yet, and of two rows with drafts."""
+    requests = [make_request([1] * length) for length in (20, 33, 40)]
+    for number, request in enumerate(requests):
+        request.block_ids = [3 * number, 3 * number + 1, 3 * number + 2]
+    rows = (
+        ScheduledRequest(requests[0], 20, 1, True),
+        ScheduledRequest(requests[1], 32, 3, True, drafts=(7, 8)),
+        ScheduledRequest(requests[2], 39, 2, True, drafts=(9,)),
+    )
+    builder = BatchBuilder(16, torch.device("cpu"), graphs=graphs)
+    with torch.inference_mode():
+        (batch,) = builder.build(StepPlan(rows), 16)
+    return batch
+
+
+def test_a_step_with_drafts_has_a_row_for_each_token_and_is_else_the_same(
+    model_dir: Directory,
+) -> None:
+    loaded = load(model_dir("llama"), max_model_len=120)
+    graphs = graphed(loaded.model, Pool())
+    capture_all(graphs)
+    batch, plain = _drafted_batch(graphs), _drafted_batch(None)
+    count = len(plain.input_ids)
+    assert count == 6
+    assert plain.attention.seq_lens == [21, 35, 41]
+    assert batch.attention.seq_lens_tensor.tolist() == [21, 33, 34, 35, 40, 41, 1, 1]
+    assert batch.attention.cu_queries.tolist() == list(range(9))
+    assert batch.attention.cu_keys.tolist() == [0, 21, 54, 88, 123, 163, 204, 205, 206]
+    tables = plain.attention.block_table[[0, 1, 1, 1, 2, 2]]
+    assert torch.equal(batch.attention.block_table[:count, : tables.shape[1]], tables)
+    assert torch.equal(batch.input_ids[:count], plain.input_ids)
+    assert torch.equal(batch.positions[:count], plain.positions)
+    assert torch.equal(batch.attention.slots[:count], plain.attention.slots)
+    assert torch.equal(batch.logit_rows, plain.logit_rows)
+    assert [place for _, place in batch.drafted] == [place for _, place in plain.drafted] == [1, 4]
+    assert batch.sampled_logits is not None
+    assert batch.sampled_logits.tolist() == [0]
+    assert batch.gaps is not None
+    assert batch.gaps.places is not None
+    assert batch.gaps.places.tolist() == [0]
+
+
+def test_drafts_that_would_read_too_much_again_are_not_replayed(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(model_dir("llama"), max_model_len=120)
+    graphs = graphed(loaded.model, Pool())
+    capture_all(graphs)
+    # 33 and 34 keys of the first row with drafts, 40 of the other.
+    for most, is_replayed in ((107, True), (106, False)):
+        monkeypatch.setattr("penstock_shard.runner.batch._MOST_KEYS_AGAIN", most)
+        assert (_drafted_batch(graphs).attention.num_decodes == 8) is is_replayed
+
+
+# ---- steps with adapters ----
+
+
+@pytest.mark.parametrize(("family", "max_steps_ahead"), [("llama", 0), ("olmo", 1)])
+def test_replayed_decodes_with_adapters_give_what_the_model_gives(
+    family: str, max_steps_ahead: int, model_dir: Directory, tmp_path: Path
+) -> None:
+    """Beside rows without any, in our decoder and in transformers' code."""
+    settings: dict[str, Any] = {"kv_blocks": NUM_BLOCKS, "max_model_len": 120}
+    loaded = load(model_dir(family), enable_lora=True, **settings)
+    assert loaded.adapters is not None
+    for index in (1, 2):
+        path = make_adapter(tmp_path / str(index), seed=index, size=1.0)
+        loaded.adapters.place(index, loaded.adapters.read(str(path)))
+    info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
+
+    def requests() -> list[Request]:
+        # The last ones have none, and steps of theirs alone are replayed without.
+        indices = [0 if number > 16 else number % 3 for number in range(24)]
+        return [
+            dataclasses.replace(request, adapter_index=index)
+            for request, index in zip(mixed_requests(3), indices, strict=True)
+        ]
+
+    def tokens(runner: ModelRunner, requests: list[Request]) -> list[Any]:
+        return [own[0] for own in serve(runner, requests, num_blocks=NUM_BLOCKS)[0]]
+
+    expected = tokens(ModelRunner(loaded.model, info), requests())
+    assert expected != tokens(ModelRunner(loaded.model, info), mixed_requests(3))
+    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    pool = Pool()
+    graphs = GraphedModel(loaded.model, 7, 120, lambda: pool, serves_adapters=True)
+    capture_all(graphs)
+    kinds = []
+    inputs = graphs.inputs
+
+    def spy(num_rows: int, num_blocks: int, has_adapters: bool = False) -> StaticInputs | None:
+        found = inputs(num_rows, num_blocks, has_adapters)
+        assert found is not None
+        assert found.layout.has_adapters is has_adapters
+        kinds.append(has_adapters)
+        return found
+
+    graphs.inputs = spy  # type: ignore[method-assign]
+    assert tokens(ModelRunner(graphs, info, graphs=graphs), requests()) == expected
+    assert pool.num_replays == len(kinds)
+    assert min(kinds.count(False), kinds.count(True)) > 5
+
+
+def test_rows_of_nobody_have_no_adapter() -> None:
+    graphs = GraphedModel(NoModel(), 8, 120, Pool)  # type: ignore[arg-type]
+    layout = InputLayout(8, 8, 5, 0, has_adapters=True)
+    arrays = layout.arrays(np.full(layout.num_bytes, 77, dtype=np.uint8))
+    graphs.pad(arrays, 3)
+    assert (arrays.adapters[:3] != 0).all()
+    assert (arrays.adapters[3:] == 0).all()
+
+
+@pytest.mark.parametrize("max_rows", [1, 100, 256, 512])
+def test_graphs_with_adapters_are_fewer_and_only_where_some_are_served(max_rows: int) -> None:
+    without, both = (
+        GraphedModel(NoModel(), max_rows, 131_072, serves_adapters=serves).shapes(16)  # type: ignore[arg-type]
+        for serves in (False, True)
+    )
+    own = [shape for shape in both if shape.has_adapters]
+    assert [shape for shape in both if not shape.has_adapters] == without
+    assert len(own) <= 30
+    if max_rows >= 256:
+        assert len(own) < 0.6 * len(without)
+    most_rows = max(shape.num_rows for shape in without)
+    for rows in range(1, max_rows + 1):
+        fitting = min(s for s in own if s.num_rows >= rows and s.num_blocks >= 131_072 // 16)
+        assert fitting.num_rows < 2 * rows or fitting.num_rows == most_rows
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo"])
+def test_a_step_with_adapters_as_devices_compute_them_waits_for_nothing(
+    family: str, model_dir: Directory
+) -> None:
+    """As what is recorded must not."""
+    loaded = load(model_dir(family), attention_backend="sdpa")
+    assert isinstance(loaded.model, Decoder | TransformersModel)
+    ops = TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())
+    make_adaptable(loaded.model, LoraBank(LoraLimits(2, 8), ops, stacked=True))
+    graphs = GraphedModel(loaded.model, 2, 120, Pool, serves_adapters=True)
+    loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
+    shapes = [shape for shape in graphs.shapes(16) if shape.has_adapters]
+    with NoLooks():
+        graphs.capture(shapes, 16, NUM_BLOCKS)
+    assert graphs.num_graphs == len(shapes) == 2
+
+
+def test_ranks_record_the_shapes_that_they_are_told() -> None:
+    shapes = GraphedModel(NoModel(), 8, 120, serves_adapters=True).shapes(16)  # type: ignore[arg-type]
+    told: list[Any] = []
+    recorded = [MagicMock(spec=GraphedModel, device="cpu") for _ in range(2)]
+    followers: Any = SimpleNamespace(tell=told.append)
+    MirroredModel(recorded[0], Ranks(0, 2), followers).capture(shapes, 16, 33)
+    body = msgspec.msgpack.decode(msgspec.msgpack.encode(told[0]), type=ToRank)
+    block_size, pad_block, *numbers = body.arguments
+    mirrored._capture(recorded[1], numbers, block_size, pad_block)
+    for model in recorded:
+        model.capture.assert_called_once_with(shapes, 16, 33)
