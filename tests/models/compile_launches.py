@@ -1,10 +1,11 @@
 """Compiles for a card, and without one, all that our Triton ops would launch on tensors of the
-host: what the interpreter runs need not compile.
+host: what the interpreter runs need not compile, nor fit into a card's shared memory.
 
-    python tests/models/compile_launches.py
+    python tests/models/compile_launches.py [80 | 89 | 90 | 100 | 120]
 
-Run as a process of its own, since it puts a card that is not there in Triton's driver's place.
-Prints a line for each launch that does not compile, then how many did.
+for a compute capability, 9.0 where none is named. Run as a process of its own, since it puts a card
+that is not there in Triton's driver's place. Prints a line for each launch that does not compile,
+then how many did.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from triton.runtime import driver, jit
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.models.attention.triton import TritonBackend
-from penstock_shard.models.kernels.triton_draw import draw_unsettled
+from penstock_shard.models.kernels.triton_draw import draw_by_id, draw_unsettled
 from penstock_shard.models.kernels.triton_quantize import round_rows
 from penstock_shard.models.ops.base import HeadNorm, Rope, WeightKind
 from penstock_shard.models.ops.triton_ops import TritonOps
 
 _HOST = torch.device("cpu")
 _HEADS, _KV_HEADS, _DIM, _HIDDEN = 32, 8, 128, 4096
-# What a multiprocessor of the H100 and the H200 has for one program, in bytes.
-_MOST_SHARED_BYTES = 227 << 10
+# Shared memory for one program, in bytes, by compute capability: A100, L4 and RTX 4090, H100 and
+# H200, B200, RTX 5090. From the CUDA C++ programming guide, "Technical Specifications per Compute
+# Capability".
+_SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+_HAS_FP8 = 89
+# Query heads, KV heads and their size: of Llama 3, of Gemma 2, and many on one.
+_ATTENTION = ((_HEADS, _KV_HEADS, _DIM), (16, 8, 256), (71, 1, 64))
 _DTYPES: dict[WeightKind, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 # What would be launched, in words and as a call.
@@ -37,10 +43,17 @@ Launch = tuple[str, Callable[[], object]]
 
 
 class _Card:
-    """As much of a driver as compiling asks for."""
+    """As much of a driver as compiling asks for, and its `utils`."""
+
+    def __init__(self, capability: int) -> None:
+        self.utils = self
+        self._capability = capability
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": _SHARED_BYTES[self._capability]}
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -53,23 +66,25 @@ class _Card:
 
 
 def main() -> int:
-    compiled = _only_compile()
+    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    compiled = _only_compile(capability)
     failed = 0
-    for name, launch in _launches():
+    for name, launch in _launches(has_fp8=capability >= _HAS_FP8):
         try:
             launch()
         # Whatever the compiler raises is what is looked for.
         except Exception as error:  # noqa: BLE001
             failed += 1
             print(f"{name}: {type(error).__name__}: {str(error)[-600:]}")
-    too_large = [name for name, shared_bytes in compiled if shared_bytes > _MOST_SHARED_BYTES]
+    room = _SHARED_BYTES[capability]
+    too_large = [found for found in compiled if found[1] > room]
     print(f"{len(compiled)} compiled, {failed} did not, too large: {too_large}")
     return 1 if failed or too_large else 0
 
 
-def _only_compile() -> list[tuple[str, int]]:
+def _only_compile(capability: int) -> list[tuple[str, int]]:
     """From here on a launch is compiled and not run; its kernel and shared memory are listed."""
-    driver.set_active(_Card())
+    driver.set_active(_Card(capability))
     run: Any = jit.JITFunction.run
     compiled: list[tuple[str, int]] = []
 
@@ -82,17 +97,21 @@ def _only_compile() -> list[tuple[str, int]]:
     return compiled
 
 
-def _launches() -> Iterator[Launch]:
+def _launches(*, has_fp8: bool) -> Iterator[Launch]:
     for (kind, dtype), exact in itertools.product(_DTYPES.items(), (False, True)):
         backend = TritonBackend(exact=exact)
         ops = TritonOps(_HOST, dtype, kind, backend, exact=exact)
         how = f"{kind}{' exact' if exact else ''}"
         yield from _of_layers(ops, how)
         yield from _of_products(ops, how)
-        cached = [dtype, torch.float8_e4m3fn] if dtype is torch.bfloat16 else [dtype]
-        for cache_dtype in cached:
+        fp8_too = has_fp8 and dtype is torch.bfloat16
+        for cache_dtype in [dtype, torch.float8_e4m3fn] if fp8_too else [dtype]:
             yield from _of_attention(ops, backend, cache_dtype, f"{how}, cached as {cache_dtype}")
-    yield "rounding", lambda: round_rows(torch.zeros(3, _HIDDEN, dtype=torch.bfloat16))
+        for heads in _ATTENTION[1:]:
+            yield _of_heads(backend, dtype, heads, [1, 20], None, f"{how}, {heads}")
+        yield f"drawing by id, {how}", partial(_draw_by_id, dtype)
+    if has_fp8:
+        yield "rounding", lambda: round_rows(torch.zeros(3, _HIDDEN, dtype=torch.bfloat16))
     yield "drawing", _draw
 
 
@@ -124,29 +143,10 @@ def _of_products(ops: TritonOps, how: str) -> Iterator[Launch]:
 def _of_attention(
     ops: TritonOps, backend: TritonBackend, cache_dtype: torch.dtype, how: str
 ) -> Iterator[Launch]:
+    for counts, window in (([1, 1, 1], None), ([1, 20], None), ([1, 1, 1], 100), ([1, 20], 100)):
+        yield _of_heads(backend, ops.dtype, _ATTENTION[0], counts, window, how, cache_dtype)
     spec = LayerSpec(0, _HEADS, _KV_HEADS, _DIM, _DIM, 1.0)
     cache = backend.make_cache(spec, 4, 16, cache_dtype, _HOST)
-    sinks = torch.zeros(_HEADS, dtype=ops.dtype)
-    for counts, window, softcap, own in (
-        ([1, 1, 1], None, None, None),
-        ([1, 20], None, None, sinks),
-        ([1, 1, 1], 100, 50.0, None),
-        ([1, 20], 100, 50.0, sinks),
-    ):
-        query = torch.zeros(sum(counts), _HEADS, _DIM, dtype=ops.dtype)
-        yield (
-            f"attention of {counts}, window {window}, {how}",
-            partial(
-                backend.attend,
-                cache,
-                query,
-                _batch(counts),
-                scale=0.1,
-                window=window,
-                softcap=softcap,
-                sinks=own,
-            ),
-        )
     places = torch.zeros(3, dtype=torch.int64)
     qkv = torch.zeros(3, (_HEADS + 2 * _KV_HEADS) * _DIM, dtype=ops.dtype)
     rope = Rope(torch.zeros(64, _DIM // 2), torch.zeros(64, _DIM // 2))
@@ -158,6 +158,31 @@ def _of_attention(
         )
     heads = torch.zeros(3, _KV_HEADS, _DIM, dtype=ops.dtype)
     yield f"writing, {how}", lambda: backend.write(cache, heads, heads, places)
+
+
+def _of_heads(
+    backend: TritonBackend,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    counts: list[int],
+    window: int | None,
+    how: str,
+    cache_dtype: torch.dtype | None = None,
+) -> Launch:
+    """With sinks where a row has several tokens, and a cap beside a window."""
+    num_heads, kv_heads, dim = heads
+    spec = LayerSpec(0, num_heads, kv_heads, dim, dim, 1.0)
+    attend = partial(
+        backend.attend,
+        backend.make_cache(spec, 4, 16, cache_dtype or dtype, _HOST),
+        torch.zeros(sum(counts), num_heads, dim, dtype=dtype),
+        _batch(counts),
+        scale=0.1,
+        window=window,
+        softcap=None if window is None else 50.0,
+        sinks=torch.zeros(num_heads, dtype=dtype) if max(counts) > 1 else None,
+    )
+    return f"attention of {counts}, window {window}, {how}", attend
 
 
 def _batch(counts: list[int]) -> AttentionBatch:
@@ -174,6 +199,13 @@ def _batch(counts: list[int]) -> AttentionBatch:
         seq_lens_tensor=torch.tensor(lengths, dtype=torch.int32),
         block_table=torch.zeros(len(counts), 4, dtype=torch.int32),
     )
+
+
+def _draw_by_id(dtype: torch.dtype) -> None:
+    """From several chunks of a vocabulary, and from one."""
+    for vocabulary in (128_256, 5):
+        logits = torch.zeros(2, vocabulary, dtype=dtype)
+        draw_by_id(logits, logits[:, 0], torch.zeros(2, 4, dtype=torch.float64), 2.0**42)
 
 
 def _draw() -> None:

@@ -1,4 +1,4 @@
-"""Rows that no window holds get the same tokens from the kernel as from sorting all of them."""
+"""Kernels draw what plain torch draws: by id, and of rows that no window holds."""
 
 from __future__ import annotations
 
@@ -63,15 +63,96 @@ def test_rows_that_are_settled_are_left_alone() -> None:
     assert tokens.tolist() == [77, 4]
 
 
-def test_nothing_is_launched_where_kernels_were_found_wrong(
+def only_temperature(temperature: list[float], min_p: list[float], share: list[float]) -> Columns:
+    ones = np.ones(len(share))
+    return Columns(np.array(temperature), 0 * ones, ones, np.array(min_p), ones, np.array(share))
+
+
+def drawn_there(
+    monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, index: list[int], columns: Columns
+) -> torch.Tensor:
+    """By the kernels that are used on a device."""
+    with monkeypatch.context() as patch:
+        patch.setattr(drawing, "is_host", lambda _: False)
+        patch.setattr(drawing, "_Rows", None)
+        return draw(logits, logits.amax(dim=1), np.array(index), columns)
+
+
+def test_by_id_the_kernels_draw_what_plain_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save where a share ends so near to a token's that the last bits of a weight decide."""
+    rng = seeded("draws by id")
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    for vocabulary in rng.choices([1, 2, 4095, 4096, 4097, 9001], k=budget(6, 120)):
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+        logits = (torch.randn(5, vocabulary, generator=generator) * rng.choice([0.1, 3, 30])).to(
+            dtype
+        )
+        index = sorted(rng.sample(range(5), rng.randint(1, 5)))
+        columns = only_temperature(
+            [rng.choice([1e-9, 0.5, 1.0, 5.0]) for _ in index],
+            [rng.choice([0.0, 0.0, 1e-3, 0.5, 1.0]) for _ in index],
+            [rng.choice([0.0, rng.random(), 1 - 2.0**-53]) for _ in index],
+        )
+        expected = draw(logits, logits.amax(dim=1), np.array(index), columns)
+        found = drawn_there(monkeypatch, logits, index, columns)
+        for i in (found != expected).nonzero().flatten().tolist():
+            scaled = logits[index[i]].double()
+            weights = ((scaled - scaled.max()) / max(columns.temperature[i], 1e-6)).exp()
+            cumulative = (weights * (weights >= columns.min_p[i])).cumsum(0)
+            first, last = sorted((int(found[i]), int(expected[i])))
+            between = cumulative[first:last] / cumulative[-1] - columns.uniform[i]
+            assert between.abs().max() < 1e-6, (vocabulary, i)
+
+
+def test_by_id_equals_share_alike_and_a_row_is_the_same_in_any_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    rng = seeded("draws by id alike")
+    logits = torch.randn(4, 9001, generator=torch.Generator().manual_seed(rng.randrange(2**32)))
+    logits[2] = 7.0
+    shares = [0.25, rng.random(), rng.random(), 0.5]
+    columns = only_temperature([1.0, 0.7, 3.0, 1e-9], [0.1, 1.0, 0.0, 0.0], shares)
+    tokens = drawn_there(monkeypatch, logits, [0, 1, 2, 3], columns)
+    assert tokens[2] == int(shares[2] * 9001)
+    # One that is as likely as the likeliest is kept by any min-p.
+    assert tokens[1] == logits[1].argmax()
+    assert tokens[3] == logits[3].argmax()
+    for i in range(4):
+        alone = columns.only(np.array([i]))
+        assert drawn_there(monkeypatch, logits, [i], alone) == tokens[i]
+        # However the logits lie in memory.
+        assert drawn_there(monkeypatch, logits.T.contiguous().T, [i], alone) == tokens[i]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 3, 4096, 5000])
+def test_by_id_a_row_that_has_one_token_gets_it_and_one_without_numbers_any(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.full((4, vocabulary), float("-inf"))
+    logits[0, -1] = -3.0
+    logits[1, vocabulary // 2] = float("nan")
+    logits[2, 0] = float("inf")
+    columns = only_temperature([1.0] * 4, [0.0, 0.0, 0.1, 0.0], [0.0, 0.5, 0.9, 1 - 2.0**-53])
+    tokens = drawn_there(monkeypatch, logits, [0, 1, 2, 3], columns)
+    assert tokens[0] == vocabulary - 1
+    assert ((tokens >= 0) & (tokens < vocabulary)).all()
+
+
+@pytest.mark.parametrize(("kernel", "top_p"), [("draw_unsettled", 0.9), ("draw_by_id", 1.0)])
+def test_nothing_is_launched_where_kernels_were_found_wrong(
+    kernel: str, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = list[bool]()
-    monkeypatch.setattr(triton_draw, "draw_unsettled", lambda *arguments: launched.append(True))
+
+    def launch(*arguments: torch.Tensor) -> torch.Tensor:
+        launched.append(True)
+        return torch.zeros(1, dtype=torch.int64)
+
+    monkeypatch.setattr(triton_draw, kernel, launch)
     monkeypatch.setattr(drawing, "is_host", lambda _: False)
     monkeypatch.setattr(drawing, "_WINDOW", 8)
     one = np.ones(1)
-    columns = Columns(one, 0 * one, 0.9 * one, 0 * one, one, 0.5 * one)
+    columns = Columns(one, 0 * one, top_p * one, 0 * one, one, 0.5 * one)
     logits = torch.zeros(1, VOCABULARY)
     try:
         triton_here.remember("cpu", "they are wrong")

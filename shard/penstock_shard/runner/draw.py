@@ -70,8 +70,13 @@ class Columns(NamedTuple):
     typical_p: Floats
     uniform: Floats
 
-    def only(self, index: NDArray[np.intp]) -> Columns:
+    def only(self, index: NDArray[np.intp] | slice) -> Columns:
         return Columns(*(column[index] for column in self))
+
+
+# logits [N, V], the largest of each row [N], some of the rows, and their parameters -> a token for
+# each of these, int64 [n].
+_Route = Callable[[Tensor, Tensor, NDArray[np.intp], Columns], Tensor]
 
 
 def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns) -> Tensor:
@@ -85,27 +90,61 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     columns = columns._replace(top_k=np.where(columns.top_k < vocabulary, columns.top_k, 0.0))
     ranked = (columns.top_k > 0) | (columns.top_p < 1.0)
     typical = columns.typical_p < 1.0
-    routes: list[tuple[NDArray[np.bool_], Callable[[_Rows], Tensor]]] = [
-        (~typical & ~ranked, _draw_by_id),
+    routes: list[tuple[NDArray[np.bool_], _Route]] = [
+        (
+            ~typical & ~ranked,
+            _draw_by_id_there if _has_kernels(logits) else partial(_in_parts, _draw_by_id),
+        ),
         # Apart, as what follows is known of these beforehand.
-        (~typical & (columns.top_k > 0), _draw_by_rank),
-        (~typical & ranked & (columns.top_k == 0), _draw_by_rank),
-        (typical, _draw_typical),
+        (~typical & (columns.top_k > 0), partial(_in_parts, _draw_by_rank)),
+        (~typical & ranked & (columns.top_k == 0), partial(_in_parts, _draw_by_rank)),
+        (typical, partial(_in_parts, _draw_typical)),
     ]
-    most = _CHUNK_LOGITS_CPU if is_host(logits) else _CHUNK_LOGITS_DEVICE
-    step = max(1, most // vocabulary)
     parts: list[tuple[NDArray[np.intp], Tensor]] = []
     for chosen, route in routes:
-        places = np.flatnonzero(chosen)
-        for start in range(0, len(places), step):
-            chunk = places[start : start + step]
-            rows = _Rows(logits, best, index[chunk], columns.only(chunk))
-            parts.append((chunk, route(rows)))
+        if chosen.any():
+            places = np.flatnonzero(chosen)
+            parts.append((places, route(logits, best, index[places], columns.only(places))))
     if len(parts) == 1:
         return parts[0][1]
-    order = np.argsort(np.concatenate([chunk for chunk, _ in parts]))
+    order = np.argsort(np.concatenate([places for places, _ in parts]))
     tokens = torch.cat([drawn for _, drawn in parts])
     return tokens.index_select(0, to_device(order, tokens.device))
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    """Whether they are where Triton may be launched."""
+    return not is_host(logits) and fault_on(logits.device.type) is None
+
+
+def _in_parts(
+    route: Callable[[_Rows], Tensor],
+    logits: Tensor,
+    best: Tensor,
+    index: NDArray[np.intp],
+    columns: Columns,
+) -> Tensor:
+    """A `_Route` that copies no more than so many logits at once."""
+    most = _CHUNK_LOGITS_CPU if is_host(logits) else _CHUNK_LOGITS_DEVICE
+    step = max(1, most // logits.shape[1])
+    parts = [slice(start, start + step) for start in range(0, len(index), step)]
+    drawn = [route(_Rows(logits, best, index[part], columns.only(part))) for part in parts]
+    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def _draw_by_id_there(
+    logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
+) -> Tensor:
+    """A `_Route` without a copy of logits: what `_draw_by_id` gives, up to the last bits of an
+    exponential.
+    """
+    # Here: Triton is not everywhere, and takes long to import.
+    from penstock_shard.models.kernels.triton_draw import draw_by_id
+
+    temperature = np.maximum(columns.temperature, _MIN_TEMPERATURE)
+    floor = np.ceil(columns.min_p * _ONE)
+    settings = np.stack((index, temperature, floor, columns.uniform), axis=1)
+    return draw_by_id(logits, best, to_device(settings, logits.device), _ONE)
 
 
 class _Rows:
@@ -163,8 +202,7 @@ def _draw_by_id(rows: _Rows) -> Tensor:
 def _draw_by_rank(rows: _Rows) -> Tensor:
     everyone = range(len(rows.scaled))
     is_unsure = rows.vocabulary > _WINDOW and not rows.columns.top_k.any()
-    device = rows.scaled.device
-    if is_unsure and not is_host(rows.scaled) and fault_on(device.type) is None:
+    if is_unsure and _has_kernels(rows.scaled):
         return _draw_without_a_look(rows)
     return _draw_kept(rows, _most_likely(rows, everyone))
 

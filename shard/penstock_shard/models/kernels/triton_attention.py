@@ -1,7 +1,6 @@
 """Attention over paged keys and values: Triton kernels.
 
-Checked in Triton's interpreter only, and compiled for compute capability 9.0; they never ran on
-hardware.
+Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware.
 
 Two ways. By splits (flash-decoding, Dao et al., 2023): a program takes a few queries of one
 sequence and one KV head, and one split of the keys; a second kernel puts the splits together in

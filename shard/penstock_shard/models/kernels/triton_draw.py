@@ -1,9 +1,15 @@
-"""One Triton kernel that draws tokens of rows whose filters keep more than their window showed.
+"""Tokens drawn in Triton, so that nobody has to look at what was computed.
 
-What it gives is what sorting the whole row would give: two places in the order of the row, largest
-logit first and lower id among equals, are found by halving the range of the logits' bits. Rows that
-are settled cost nothing, so that it can always be launched and nobody has to look whether any is
-not. Knows tensors and nothing else.
+`draw_by_id` is for rows with a temperature and at most a floor under what is kept: logits are read
+once, by a program for each chunk of a row, and a program for each row finds the chunk, then the
+token in it. A weight is what plain torch makes of a logit, up to the last bits of the exponential.
+
+`draw_unsettled` is for rows whose filters keep more than their window showed. What it gives is what
+sorting the whole row would give: two places in the order of the row, largest logit first and lower
+id among equals, are found by halving the range of the logits' bits. Rows that are settled cost
+nothing, so that it can always be launched.
+
+Knows tensors and nothing else.
 """
 
 # Kernels are no Python: Triton reads annotations of their arguments as code.
@@ -20,6 +26,88 @@ from torch import Tensor
 _BLOCK = 4096
 # The bits of infinity: no logit below the largest has more.
 _MOST_BITS = tl.constexpr(0x7F800000)
+
+
+def draw_by_id(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Tensor:
+    """A token for each row of settings float64 [n, 4], int64 [n]: the first id at which weights,
+    summed up from id 0 on, exceed a share of all.
+
+    A row of settings is the number of a row of logits [N, V], of any float type; its temperature,
+    in the range of float32; the least weight that counts; and that share. The largest logit, `best`
+    [N], weighs `one`, and weights are whole numbers. Where it is not finite the token is any.
+    """
+    columns = logits.shape[1]
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, chunks = len(settings), triton.cdiv(columns, _BLOCK)
+    sums = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    given = (logits, best, settings, sums)
+    sizes = (logits.stride(0), columns, chunks, one, _BLOCK)
+    _sum_kernel[(rows, chunks)](*given, *sizes, num_warps=8)
+    padded = triton.next_power_of_2(chunks)
+    _find_kernel[(rows,)](tokens, *given, *sizes, padded, num_warps=8)
+    return tokens
+
+
+@triton.jit
+def _weights_of_chunk(
+    logits, best, settings, row, chunk, row_stride, columns, one, block: tl.constexpr
+):
+    """Weights int64 [block] of a chunk of a row's columns; 0 past the last."""
+    place = tl.load(settings + row * 4).to(tl.int64)
+    temperature = tl.load(settings + row * 4 + 1).to(tl.float32)
+    floor = tl.load(settings + row * 4 + 2).to(tl.int64)
+    largest = tl.load(best + place).to(tl.float32)
+    offsets = chunk * block + tl.arange(0, block)
+    values = tl.load(
+        logits + place * row_stride + offsets, mask=offsets < columns, other=float("-inf")
+    )
+    # Divided as IEEE says and as torch does; the plain division of Triton is not.
+    scaled = tl.div_rn(values.to(tl.float32) - largest, tl.zeros([block], tl.float32) + temperature)
+    # What is no number has no whole one either: compilers may make of it what they like.
+    shares = tl.where(scaled <= 0.0, tl.exp(scaled), 0.0)
+    weights = (shares * one).to(tl.int64)
+    return tl.where(weights >= floor, weights, 0)
+
+
+@triton.jit
+def _sum_kernel(
+    logits, best, settings, sums, row_stride, columns, chunks, one, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    weights = _weights_of_chunk(logits, best, settings, row, chunk, row_stride, columns, one, block)
+    tl.store(sums + row * chunks + chunk, tl.sum(weights, axis=0))
+
+
+@triton.jit
+def _find_kernel(
+    tokens,
+    logits,
+    best,
+    settings,
+    sums,
+    row_stride,
+    columns,
+    chunks,
+    one,
+    block: tl.constexpr,
+    padded: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    order = tl.arange(0, padded)
+    parts = tl.load(sums + row * chunks + order, mask=order < chunks, other=0)
+    share = tl.load(settings + row * 4 + 3)
+    place = (share * tl.sum(parts, axis=0).to(tl.float64)).to(tl.int64)
+    passed = (order < chunks) & (tl.cumsum(parts, axis=0) <= place)
+    # All are passed only where nothing has a weight.
+    chunk = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), chunks - 1)
+    before = tl.sum(tl.where(order < chunk, parts, 0), axis=0)
+    weights = _weights_of_chunk(logits, best, settings, row, chunk, row_stride, columns, one, block)
+    passed = before + tl.cumsum(weights, axis=0) <= place
+    token = chunk * block + tl.sum(passed.to(tl.int32), axis=0)
+    tl.store(tokens + row, tl.minimum(token, columns - 1).to(tl.int64))
 
 
 def draw_unsettled(
@@ -39,8 +127,8 @@ def draw_unsettled(
     """
     rows, columns = scaled.shape
     _draw_kernel[(rows,)](
-        scaled,
-        weights,
+        scaled.contiguous(),
+        weights.contiguous(),
         goal,
         floor,
         uniform,

@@ -1,7 +1,7 @@
 """What a layer computes besides products and attention, in Triton: norms, activation, rotation.
 
-Checked in Triton's interpreter only, and compiled for compute capability 9.0; they never ran on
-hardware. Each row is computed by itself, sums in one order, and in float32 on the way.
+Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware. Each
+row is computed by itself, sums in one order, and in float32 on the way.
 
 Knows shapes and memory. Knows nothing of layers, models or requests.
 """

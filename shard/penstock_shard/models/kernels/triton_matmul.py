@@ -1,12 +1,11 @@
 """Products with tiles of one shape, in Triton: a row's bits are the same whatever rows it is among.
 
-Checked in Triton's interpreter only, and compiled for compute capability 9.0; they never ran on
-hardware.
+Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware.
 
 Sums run over K from its start, without a split, in float32. A tile has 64 rows, or 128 where there
-are more: on Hopper both are the same instructions over 64 rows, in the same order, so a row's bits
-do not tell which; nor do those of a product of experts. The other sizes follow from the weight
-alone. Nothing is tuned at run time.
+are more: both are the same instructions, on Hopper over 64 rows and before it over 16, in the same
+order, so a row's bits do not tell which; nor do those of a product of experts. The other sizes
+follow from the weight alone, stages from the device too. Nothing is tuned at run time.
 
 Knows shapes and memory. Knows nothing of layers, models or requests.
 """
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from penstock_shard.models.kernels.triton_device import shared_bytes
 
 # Tiles of rows whose programs run one after the other, so that they find the weights of one another
 # in the second level of cache.
@@ -160,11 +161,12 @@ class Tiling:
 
 
 @functools.cache
-def tiling(num_columns: int, depth: int, itemsize: int, *, rows: int) -> Tiling:
+def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: int) -> Tiling:
     """Tiles of so many rows (16, 64 or 128) of a product with a weight [num_columns, depth].
 
     Columns are few where more would leave processors without a program, and many where each value
-    of x is then read less often. Stages are as many as let weights keep coming from memory.
+    of x is then read less often. Stages are as many as let weights keep coming from memory, and fit
+    into `shared` bytes; no bit of a product tells how many they were.
     """
     num_warps = 4 if rows <= 64 else 8
     if itemsize == 4:
@@ -175,7 +177,7 @@ def tiling(num_columns: int, depth: int, itemsize: int, *, rows: int) -> Tiling:
     narrow = rows == 16 or columns == 32
     step = 128 if narrow and depth % 128 == 0 else 64
     # Of a multiprocessor's 227 kB: alone where columns are few, else with another program.
-    room = 176 << 10 if columns == 32 else 112 << 10
+    room = min(shared, 176 << 10 if columns == 32 else 112 << 10)
     return Tiling(rows, columns, step, num_warps, min(8, room // ((rows + columns) * step * 2)))
 
 
@@ -188,7 +190,8 @@ def fixed_linear(
     out = x.new_empty(num_rows, num_columns) if out is None else out
     if num_rows:
         rows = 64 if num_rows <= 64 else 128
-        shape = tiling(num_columns, depth, x.element_size(), rows=rows)
+        shared = shared_bytes(x.device)
+        shape = tiling(num_columns, depth, x.element_size(), shared, rows=rows)
         grid = triton.cdiv(num_rows, shape.rows) * triton.cdiv(num_columns, shape.columns)
         _linear_kernel[(grid,)](
             out,
@@ -222,7 +225,8 @@ def grouped_linear(x: Tensor, weights: Tensor, offsets: Tensor, *, exact: bool =
         few = num_rows <= 16 * experts and not exact
         # As if so many experts were at work.
         columns = num_columns * min(experts, _BUSY_EXPERTS)
-        shape = tiling(columns, depth, x.element_size(), rows=16 if few else 64)
+        shared = shared_bytes(x.device)
+        shape = tiling(columns, depth, x.element_size(), shared, rows=16 if few else 64)
         tiles = num_rows // shape.rows + experts
         _grouped_kernel[(tiles * triton.cdiv(num_columns, shape.columns),)](
             out,

@@ -102,6 +102,8 @@ class Ops(Protocol):
     dtype: torch.dtype
     # What `pack` makes of a weight.
     weights: WeightKind
+    # What layers attend with, kept here alone. Exact ops come with theirs; others have the
+    # reference until a model's layers are known, and what serves these from then on.
     backend: AttentionBackend
 
     @property

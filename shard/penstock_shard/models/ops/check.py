@@ -87,6 +87,7 @@ def _results(ops: Ops, *, exact: bool, in_torch: bool) -> Iterator[_Result]:
         values, scales = _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
         yield "rounding", values.float() * scales, _FP8_STEP
     yield "drawing", _drawn(noise, ops.device, in_torch), None
+    yield "drawing by id", _drawn_by_id(noise, ops, in_torch), None
 
 
 def _of_rows(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
@@ -162,6 +163,31 @@ def _drawn(noise: _Noise, device: torch.device, in_torch: bool) -> Tensor:
 
     draw_unsettled(scaled, weights, goal, floor, uniform, settled, tokens)
     return tokens
+
+
+def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
+    """Tokens of rows in another order than that of the logits; of two only the largest logits
+    count. So few have any weight that none depends on the last bits of one.
+    """
+    logits = torch.full((4, _VOCABULARY), float("-inf"), dtype=ops.dtype, device=ops.device)
+    logits[:, :: _VOCABULARY // 9] = noise.rows(4, 10)
+    best = logits.amax(dim=1)
+    one, rows = 2.0**42, [2, 0, 3, 1]
+    settings = torch.tensor(
+        [[2, 1.0, 0, 0.1], [0, 0.5, 0, 0.9], [3, 4.0, one, 0.02], [1, 4.0, one, 0.98]],
+        dtype=torch.float64,
+        device=ops.device,
+    )
+    if not in_torch:
+        from penstock_shard.models.kernels.triton_draw import draw_by_id
+
+        return draw_by_id(logits, best, settings, one)
+    _, temperature, floor, share = settings.unsqueeze(2).unbind(1)
+    scaled = (logits[rows].float() - best[rows].float().unsqueeze(1)) / temperature.float()
+    weights = (scaled.exp() * one).long()
+    cumulative = (weights * (weights >= floor)).cumsum(1)
+    goal = (share * cumulative[:, -1:]).long()
+    return torch.searchsorted(cumulative, goal, right=True).squeeze(1)
 
 
 def _drawn_by_sorting(

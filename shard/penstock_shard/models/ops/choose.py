@@ -1,6 +1,7 @@
 """Which ops compute a model here: decided once, from the flags and what this machine has.
 
-Knows which ops and backends exist, not how they work.
+Knows which ops there are, not how they work. Which attention serves a model is decided when its
+layers are known: see `attention.choose`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,21 @@ import torch
 from transformers import PreTrainedConfig
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.attention import READS_ANY_CACHE, choose_backend
+from penstock_shard.models.attention import READS_ANY_CACHE, make_backend
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.kernels.build import KernelBuildError
 from penstock_shard.models.kernels.cpu import CpuKernels, load_kernels
 from penstock_shard.models.ops.base import Ops, WeightKind
 from penstock_shard.models.ops.check import triton_fault
 from penstock_shard.models.ops.cpu_ops import CpuOps
-from penstock_shard.models.ops.quantized import FP8, has_torchao, multiplies_fp8
+from penstock_shard.models.ops.quantized import (
+    FP8,
+    has_torchao,
+    multiplies_fp8,
+    multiplies_int4,
+)
 from penstock_shard.models.ops.torch_ops import TorchOps, packs_half
 from penstock_shard.models.quantized_checkpoint import scheme_of
 from penstock_shard.models.transformers_loader import resolve_dtype
@@ -40,6 +48,19 @@ def choose_ops(
 
     Raises ModelError where the flags ask for what cannot be had.
     """
+    ops = _choose(config, hf_config, device, progress)
+    if config.attention_backend != "auto" and not ops.exact:
+        # One that cannot be made here is refused now, not after the weights were read.
+        make_backend(config.attention_backend, ops.device, ops.dtype)
+    return ops
+
+
+def _choose(
+    config: ShardConfig,
+    hf_config: PreTrainedConfig,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> Ops:
     weights = choose_weights(config, hf_config, device)
     if config.exact:
         _check_exact_backend(config, device)
@@ -63,7 +84,7 @@ def choose_ops(
     if weights is not None:
         return _device_ops(config, device, torch.bfloat16, weights, progress)
     dtype = resolve_dtype(config.dtype, hf_config)
-    return _device_ops(config, device, dtype, _name(dtype), progress)
+    return _device_ops(config, device, dtype, _kind(dtype), progress)
 
 
 def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
@@ -102,15 +123,13 @@ def _device_ops(
         if config.exact:
             raise ModelError(f"--exact: {fault}")
         progress(f"without Triton kernels ({fault}): slower")
-        backend = choose_backend(config.attention_backend, device, dtype)
-        return TorchOps(device, dtype, weights, backend)
+        return TorchOps(device, dtype, weights, SdpaBackend())
     from penstock_shard.models.attention.triton import TritonBackend
     from penstock_shard.models.ops.triton_ops import TritonOps
 
     if config.exact:
         return TritonOps(device, dtype, weights, TritonBackend(exact=True), exact=True)
-    backend = choose_backend(config.attention_backend, device, dtype)
-    return TritonOps(device, dtype, weights, backend)
+    return TritonOps(device, dtype, weights, SdpaBackend())
 
 
 def choose_weights(
@@ -139,15 +158,17 @@ def choose_weights(
         return "fp8"
     if device.type != "cuda":
         raise ModelError(f"{flag}: needs a GPU; on a cpu int8 is served")
+    if not multiplies_int4(device):
+        raise ModelError(f"{flag}: needs a GPU of compute capability 8.0 or later")
     if not has_torchao():
         raise ModelError(f"{flag}: needs torchao; install penstock[int4]")
     return "int4"
 
 
 def kv_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
-    """The dtype of cached keys and values. Raises ModelError for one the backend cannot read."""
+    """The dtype of cached keys and values. Raises ModelError for one that cannot be read here."""
     wanted = _KV_DTYPES.get(config.kv_cache_dtype)
-    if ops.backend.name == "cpu":
+    if isinstance(ops, CpuOps):
         if wanted is FP8:
             raise ModelError(
                 "--kv-cache-dtype fp8: the cpu kernels keep keys and values in float32 or "
@@ -156,12 +177,12 @@ def kv_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
         return wanted or (torch.float32 if ops.weights == "float32" else torch.float16)
     if wanted is FP8 and ops.device.type == "cuda" and not multiplies_fp8(ops.device):
         raise ModelError("--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or later")
-    # What "auto" stands for is settled when the model is known, with this in mind.
+    # What "auto" stands for is chosen when the layers are known, with this in mind.
     named = config.attention_backend
     if wanted not in (None, ops.dtype) and named != "auto" and named not in READS_ANY_CACHE:
         raise ModelError(
             f"--kv-cache-dtype {config.kv_cache_dtype}: attention backend {named} "
-            f"keeps keys and values as {_name(ops.dtype)}; use --attention-backend triton"
+            f"keeps keys and values as {dtype_name(ops.dtype)}; use --attention-backend triton"
         )
     return wanted or ops.dtype
 
@@ -196,13 +217,13 @@ def _torch_on_cpu(
     """Plain torch: float16 weights where this torch packs them, bfloat16 as torch computes it."""
     device = torch.device("cpu")
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    backend = choose_backend(config.attention_backend, device, dtype)
     if weights is not None:
         progress(f"products in {weights} are emulated on cpu: for trying out, they are slow")
-        return TorchOps(device, dtype, weights, backend)
-    half = config.dtype in ("auto", "float16") and packs_half()
-    return TorchOps(device, dtype, "float16" if half else _name(dtype), backend)
+    else:
+        half = config.dtype in ("auto", "float16") and packs_half()
+        weights = "float16" if half else _kind(dtype)
+    return TorchOps(device, dtype, weights, SdpaBackend())
 
 
-def _name(dtype: torch.dtype) -> WeightKind:
-    return cast(WeightKind, str(dtype).removeprefix("torch."))
+def _kind(dtype: torch.dtype) -> WeightKind:
+    return cast(WeightKind, dtype_name(dtype))

@@ -22,8 +22,9 @@ from penstock_shard.models.triton_here import fault_on
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# Of a CUDA device, for products of fp8.
+# Of a CUDA device, for products of fp8, and of torch's kernel for 4 bits.
 _FP8_CAPABILITY = (8, 9)
+_INT4_CAPABILITY = (8, 0)
 # What both sizes of an fp8 matrix must be multiples of for `torch._scaled_mm`.
 FP8_MULTIPLE = 16
 INT4_GROUP = 128
@@ -49,6 +50,24 @@ def multiplies_fp8_groups(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def captures_fp8(device: torch.device) -> bool:
+    """Whether its products of fp8 may run on any stream, and so be part of a CUDA graph.
+
+    On compute capability 8.9 torch launched them on the default one, before 2.12: elsewhere they
+    may never end (pytorch issue 177651).
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _FP8_CAPABILITY:
+        return True
+    return torch.__version__ >= "2.12"
+
+
+def multiplies_int4(device: torch.device) -> bool:
+    """Whether the device has products with weights of 4 bits."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= _INT4_CAPABILITY
 
 
 def has_torchao() -> bool:
@@ -238,6 +257,9 @@ def _scaled_mm(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
+    # Of any number of tokens: on compute capability 9 this is cuBLASLt's, from CUDA 12.9 on. Where
+    # it is CUTLASS's, that reads scales past their end unless tokens are a multiple of 256 (pytorch
+    # issue 133334), so torch first copies them to where there is room.
     # Fast accumulation keeps 14 bits of a sum.
     product: Tensor = torch._scaled_mm(
         x,
