@@ -34,8 +34,8 @@ from penstock_shard.models.parallel.processes import RankPlace
 from penstock_shard.models.source import resolve_model
 
 if TYPE_CHECKING:
+    from penstock_shard.models.loaded_model import LoadedModel
     from penstock_shard.models.parallel.ranks import Ranks
-    from penstock_shard.runner.create import RankStack
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _serve(
     from penstock_shard.models.parallel.mirrored import follow
 
     try:
-        stack, ranks = _load(line, join, place, address)
+        loaded, ranks = _load(line, join, place, address)
     except ModelError as error:
         # Rank 0 has to hear it before it hears that we are gone. It listens while it loads: an
         # error after that has to look like the end that it is.
@@ -103,31 +103,31 @@ def _serve(
             line.send(Failed(str(error)))
         return 1
     with out_of_memory_told("in what rank 0 asked for"):
-        follow(stack.served, stack.model, ranks, inbox.get, line.send)
+        follow(loaded, ranks, inbox.get, line.send)
     return 0
 
 
 @out_of_memory_told("at load")
 def _load(
     line: Line[ToRank], join: Join, place: RankPlace, address: str
-) -> tuple[RankStack, Ranks]:
+) -> tuple[LoadedModel, Ranks]:
     """This rank's part of the model, of which rank 0 is told."""
     from penstock_shard.models.parallel.ranks import join as meet
     from penstock_shard.models.weights_hash import hash_weights
-    from penstock_shard.runner.create import load_stack, rank_device
+    from penstock_shard.runner.load import load_part, rank_device
 
     config = join.config
     model_dir = _model_dir(join)
     device = rank_device(config, place.device_index)
     line.send(Arrived())
     ranks = meet(device, place.rank, place.size, address, join.store_port)
-    stack = load_stack(config, model_dir, ranks, _say_nothing)
+    loaded = load_part(config, model_dir, ranks, _say_nothing)
     weights_hash = ""
     if place.is_elsewhere and place.device_index == 0:
         dummy, with_code = config.load_format == "dummy", config.trust_remote_code
         weights_hash = hash_weights(model_dir, config_only=dummy, with_code=with_code)
-    line.send(Loaded(stack.ops.backend.name, weights_hash))
-    return stack, ranks
+    line.send(Loaded(loaded.ops.backend.name, weights_hash))
+    return loaded, ranks
 
 
 def _model_dir(join: Join) -> Path:

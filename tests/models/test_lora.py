@@ -15,7 +15,6 @@ from support.adapters import make_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock_shard.models.adapt import make_adaptable
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.errors import ModelError
@@ -29,6 +28,7 @@ from penstock_shard.models.lora import (
     TokenAdapters,
 )
 from penstock_shard.models.lora_files import read_adapter_files
+from penstock_shard.models.lora_places import make_adaptable
 from penstock_shard.models.ops.torch_ops import TorchOps
 from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.request import Request
@@ -94,31 +94,33 @@ def merged_logits(model_dir: Path, adapter: Path | None, token_ids: list[int]) -
 
 
 class Adapted:
-    """A runner with adapters in its slots 1, 2, ..., and steps over its model."""
+    """A runner with adapters at its indices 1, 2, ..., and steps over its model."""
 
     def __init__(self, model_dir: Path, *adapters: Path, **settings: Any) -> None:
         self.runner = load(model_dir, enable_lora=True, **settings)
         store = self.runner.adapters
         assert store is not None
-        for slot, adapter in enumerate(adapters, 1):
-            store.place(slot, store.read(str(adapter)))
+        for index, adapter in enumerate(adapters, 1):
+            store.place(index, store.read(str(adapter)))
 
-    def request(self, prompt: list[int], slot: int, max_tokens: int = 12) -> Request:
+    def request(self, prompt: list[int], index: int, max_tokens: int = 12) -> Request:
         request = make_request(prompt, max_tokens=max_tokens)
-        request.adapter_slot = slot
+        request.adapter_index = index
         return request
 
     def logits(self, *rows: tuple[int, int]) -> list[tuple[list[int], Tensor]]:
-        """Of sequences of so many tokens with these slots, in two steps; their token ids."""
+        """Of sequences of so many tokens, each with the adapter of an index, in two steps; their
+        token ids.
+        """
         info = self.runner.info
         kv_dtype = getattr(torch, info.kv_dtype)
         with trial_steps(
             self.runner.model, info.vocab_size, info.block_size, 32, kv_dtype
         ) as steps:
             sequences = []
-            for length, slot in rows:
+            for length, index in rows:
                 sequence = steps.sequence(length)
-                sequence.adapter_slot = slot
+                sequence.adapter_index = index
                 sequences.append((sequence, length // 2, length))
             first: list[Row] = [(sequence, 0, half) for sequence, half, _ in sequences]
             second: list[Row] = [(s, half, length - half) for s, half, length in sequences]
@@ -150,7 +152,7 @@ def test_logits_are_those_of_peft(
     ):
         expected = merged_logits(directory, path, token_ids)
         error = float(((logits - expected) / expected.std()).abs().max())
-        assert error < 1e-4, f"slot of {path}: {error:g}"
+        assert error < 1e-4, f"index of {path}: {error:g}"
 
 
 def test_greedy_tokens_are_those_of_the_merged_model(model_dir: Directory, tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_greedy_tokens_are_those_of_the_merged_model(model_dir: Directory, tmp_p
     requests = [adapted.request(prompt, row % 4) for row, prompt in enumerate(prompts)]
     Driver(adapted.runner, seed=3).generate(requests, max_chunk=2)
     for request in requests:
-        path = None if request.adapter_slot == 0 else adapters[request.adapter_slot - 1]
+        path = None if request.adapter_index == 0 else adapters[request.adapter_index - 1]
         best = merged_logits(directory, path, request.token_ids).argmax(-1).tolist()
         start = request.num_prompt_tokens
         assert request.token_ids[start:] == best[start - 1 : -1]
@@ -180,23 +182,23 @@ def test_a_token_has_the_same_bits_alone_and_beside_other_adapters(
     for row, (token_ids, logits) in zip(rows, together, strict=True):
         alone = _logits_of(adapted, token_ids, row[1])
         assert torch.equal(alone, logits), row
-    # In other slots, too.
+    # At other indices, too.
     swapped = Adapted(directory, *reversed(adapters), dtype=dtype)
     token_ids, logits = together[0]
     assert torch.equal(_logits_of(swapped, token_ids, 2), logits)
 
 
-def _logits_of(adapted: Adapted, token_ids: list[int], slot: int) -> Tensor:
+def _logits_of(adapted: Adapted, token_ids: list[int], index: int) -> Tensor:
     info = adapted.runner.info
     kv_dtype = getattr(torch, info.kv_dtype)
     with trial_steps(adapted.runner.model, info.vocab_size, info.block_size, 32, kv_dtype) as steps:
         sequence = steps.sequence(len(token_ids))
         sequence.token_ids[:] = token_ids
-        sequence.adapter_slot = slot
+        sequence.adapter_index = index
         return steps.run([(sequence, 0, len(token_ids))])
 
 
-def test_an_empty_slot_adds_nothing(model_dir: Directory, tmp_path: Path) -> None:
+def test_an_adapter_that_was_dropped_adds_nothing(model_dir: Directory, tmp_path: Path) -> None:
     directory = model_dir("llama")
     adapter = make_peft(directory, tmp_path / "a", ALL, 1)
     adapted = Adapted(directory, adapter)
@@ -224,14 +226,14 @@ def test_stacked_adapters_add_what_looped_ones_do(dtype: torch.dtype) -> None:
     looped = LoopedDelta(parts, ops)
     stacked = StackedDelta(parts, 20, LoraLimits(5, 9), ops)
     ranks = {1: 3, 2: 9, 4: 5}
-    for slot, rank in ranks.items():
+    for index, rank in ranks.items():
         pairs = {
             part.module: _pair(rank, 20, part.end - part.start)
             for part in parts
-            if (slot, part.module) != (2, "k")
+            if (index, part.module) != (2, "k")
         }
-        looped.place(slot, pairs)
-        stacked.place(slot, pairs)
+        looped.place(index, pairs)
+        stacked.place(index, pairs)
     tokens = TokenAdapters(torch.tensor([0, 1, 2, 2, 4, 1, 0, 4, 3]))
     x = torch.randn(9, 20).to(dtype)
     base = torch.randn(9, 40).to(dtype)
@@ -241,7 +243,7 @@ def test_stacked_adapters_add_what_looped_ones_do(dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 0.02
     error = (found[0] - found[1]).abs().max() / found[0].abs().max()
     assert float(error) < tolerance
-    # Tokens without an adapter, and those of a slot that is empty, keep their bits.
+    # Tokens without an adapter, and those of an index that is empty, keep their bits.
     for row in (0, 6, 8):
         assert torch.equal(found[1][row], base[row])
     assert not torch.equal(found[1][1], base[1])
@@ -268,10 +270,10 @@ def test_stacked_adapters_in_a_model_are_those_of_peft(
     token_ids = list(range(5, 40))
     adapted = Adapted.__new__(Adapted)
     adapted.runner = runner
-    for slot, path in ((2, adapter), (0, None), (1, None)):
+    for index, path in ((2, adapter), (0, None), (1, None)):
         expected = merged_logits(directory, path, token_ids)
-        error = (_logits_of(adapted, token_ids, slot) - expected) / expected.std()
-        assert float(error.abs().max()) < 1e-4, slot
+        error = (_logits_of(adapted, token_ids, index) - expected) / expected.std()
+        assert float(error.abs().max()) < 1e-4, index
 
 
 @pytest.mark.parametrize(
@@ -302,24 +304,47 @@ def test_an_adapter_of_no_numbers_is_refused(model_dir: Directory, tmp_path: Pat
         runner.adapters.read(str(broken))
 
 
-def test_values_must_be_numbers_in_the_dtype_that_all_slots_share(tmp_path: Path) -> None:
-    files = read_adapter_files(make_adapter(tmp_path / "a", size=1e6))
+def test_an_adapter_of_experts_is_refused_in_one_line(model_dir: Directory, tmp_path: Path) -> None:
+    runner = load(model_dir("qwen3_moe"), enable_lora=True)
+    assert runner.adapters is not None
+    adapter = make_adapter(tmp_path / "a", {"model.layers.0.mlp.experts.3.gate_proj": (32, 24)})
+    with pytest.raises(
+        ModelError, match=r"experts\.3\.gate_proj: adapters of experts are not served"
+    ):
+        runner.adapters.read(str(adapter))
+
+
+def test_tensors_that_lie_elsewhere_than_their_shapes_say_are_refused(
+    model_dir: Directory, tmp_path: Path
+) -> None:
+    runner = load(model_dir("llama"), enable_lora=True)
+    assert runner.adapters is not None
+    path = make_adapter(tmp_path / "a")
+    weights = path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"[0, 512]", b"[0, 510]"))
+    with pytest.raises(ModelError, match="cannot read the weights"):
+        runner.adapters.read(str(path))
+
+
+def test_values_must_be_numbers_in_the_dtype_that_all_adapters_share(tmp_path: Path) -> None:
+    files = read_adapter_files(make_adapter(tmp_path / "of torch.mine", size=1e6))
     read_weights(files, torch.bfloat16)
-    with pytest.raises(ModelError, match="values that are no numbers in float16"):
+    words = r"of torch\.mine: .* values that are no numbers in float16$"
+    with pytest.raises(ModelError, match=words):
         read_weights(files, torch.float16)
 
 
 def test_memory_is_measured_with_what_adapters_take(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots: set[int] = set()
+    found: set[int] = set()
 
     def add(delta: LoopedDelta, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
-        slots.update(tokens.slots.tolist())
+        found.update(tokens.indices.tolist())
 
     monkeypatch.setattr(LoopedDelta, "add", add)
     load(model_dir("llama"), enable_lora=True)
-    assert slots == {1}
+    assert found == {1}
 
 
 def test_a_model_without_linear_layers_takes_no_adapters(model_dir: Directory) -> None:
@@ -327,7 +352,7 @@ def test_a_model_without_linear_layers_takes_no_adapters(model_dir: Directory) -
         load(model_dir("gpt2"), enable_lora=True)
 
 
-def test_numbers_of_other_slots_do_not_matter() -> None:
+def test_numbers_of_other_adapters_do_not_matter() -> None:
     ops = TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())
     stacked = StackedDelta([Part("q", 0, 8)], 6, LoraLimits(2, 4), ops)
     stacked.place(1, {"q": _pair(4, 6, 8)})

@@ -1,11 +1,14 @@
 """Adapters beside a model's products: what each adds to a product's outputs, token by token.
 
-An adapter has a slot, from 1 on, and each token of a step the slot of its adapter, or 0. Two ways
+An adapter has an index, from 1 on, and each token of a step that of its adapter, or 0. Two ways
 compute the same. `LoopedDelta` goes through the adapters that are in the step, each on its own
 tokens alone, with the products of the ops: where those give a row the same bits in any batch, so
-does this. `StackedDelta` keeps all slots in two tensors and computes all of them for every token,
+does this. `StackedDelta` keeps all adapters in two tensors and computes them all for every token,
 of which it keeps the token's own: shapes depend on no adapter, so nothing is looked at on the host,
-which never waits for the device. It costs `slots * rank` more columns a product.
+which never waits for the device. It costs `adapters * rank` more columns a product.
+
+Where a model is divided, a rank that has some rows of a weight adds with the same rows of B, and
+one that has some columns with the same columns of A: what it adds is its part of a sum.
 
 Knows matrices. Knows nothing of which model they are of, files, or requests.
 """
@@ -13,7 +16,7 @@ Knows matrices. Knows nothing of which model they are of, files, or requests.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -49,30 +52,54 @@ class LowRank:
 AdapterWeights = Mapping[str, LowRank]
 
 
-class TokenAdapters:
-    """Which slot each token of a step has: int64 [T], 0 for none. Made once a step."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank has of a weight [N, K]: rows, range after range, of these columns."""
 
-    def __init__(self, slots: Tensor) -> None:
-        self.slots = slots
+    # N and K of the whole.
+    shape: tuple[int, int]
+    rows: tuple[slice, ...] = (slice(None),)
+    columns: slice = field(default_factory=lambda: slice(None))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Of the whole weight, or of its bias [N]."""
+        parts = [tensor[rows] for rows in self.rows]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return part[:, self.columns] if part.dim() == 2 else part
+
+    def of_pair(self, pair: LowRank) -> LowRank:
+        """What of an adapter of the whole goes with it."""
+        return LowRank(pair.a[:, self.columns], Share(self.shape, self.rows).of(pair.b))
+
+
+# By the modules' names; of others a rank has the whole.
+Shares = Mapping[str, Share]
+
+
+class TokenAdapters:
+    """Which adapter's index each token of a step has: int64 [T], 0 for none. Made once a step."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """Slots that occur, and the tokens of each. Waits for the device."""
-        present = [slot for slot in torch.unique(self.slots).tolist() if slot]
-        return [(slot, (self.slots == slot).nonzero().squeeze(1)) for slot in present]
+        """Those that occur, and the tokens of each. Waits for the device."""
+        present = [index for index in torch.unique(self.indices).tolist() if index]
+        return [(index, (self.indices == index).nonzero().squeeze(1)) for index in present]
 
-    def mask(self, num_slots: int, rank: int) -> Tensor:
-        """bool [T, num_slots * rank]: whether a column is of another slot than the token's."""
-        mask = self._masks.get((num_slots, rank))
+    def mask(self, num_adapters: int, rank: int) -> Tensor:
+        """bool [T, num_adapters * rank]: whether a column is another adapter's than the token's."""
+        mask = self._masks.get((num_adapters, rank))
         if mask is None:
-            columns = torch.arange(num_slots * rank, device=self.slots.device) // rank + 1
-            mask = self._masks[num_slots, rank] = self.slots.unsqueeze(1) != columns
+            columns = torch.arange(num_adapters * rank, device=self.indices.device) // rank + 1
+            mask = self._masks[num_adapters, rank] = self.indices.unsqueeze(1) != columns
         return mask
 
     def of(self, rows: Tensor) -> TokenAdapters:
         """Those of some of the tokens."""
-        return TokenAdapters(self.slots[rows])
+        return TokenAdapters(self.indices[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +117,11 @@ class Delta(Protocol):
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
         """Add to y [T, N] what the adapters of its tokens make of x [T, K]."""
 
-    def place(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
-        """Of the product's modules; a slot without any adds nothing."""
+    def place(self, index: int, pairs: Mapping[str, LowRank]) -> None:
+        """Of the product's modules; an adapter without any adds nothing."""
 
-    def drop(self, slot: int) -> None:
-        """The slot adds nothing any more. No token has it."""
+    def drop(self, index: int) -> None:
+        """It adds nothing any more. No token has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +142,8 @@ class LoopedDelta:
         self._placed: dict[int, _Placed] = {}
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
-        for slot, rows in tokens.groups:
-            placed = self._placed.get(slot)
+        for index, rows in tokens.groups:
+            placed = self._placed.get(index)
             if placed is None:
                 continue
             down = placed.down.linear(x[rows])
@@ -124,10 +151,10 @@ class LoopedDelta:
                 added = up.linear(down[:, columns].contiguous())
                 y[:, part.start : part.end].index_add_(0, rows, added.to(y.dtype))
 
-    def place(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
+    def place(self, index: int, pairs: Mapping[str, LowRank]) -> None:
         held = [(part, pairs[part.module]) for part in self._parts if part.module in pairs]
         if not held:
-            self._placed.pop(slot, None)
+            self._placed.pop(index, None)
             return
         ups = []
         start = 0
@@ -136,10 +163,10 @@ class LoopedDelta:
             ups.append((part, slice(start, end), self._ops.pack([pair.b], exact=True)))
             start = end
         down = self._ops.pack([pair.a for _, pair in held], exact=True)
-        self._placed[slot] = _Placed(down, tuple(ups))
+        self._placed[index] = _Placed(down, tuple(ups))
 
-    def drop(self, slot: int) -> None:
-        self._placed.pop(slot, None)
+    def drop(self, index: int) -> None:
+        self._placed.pop(index, None)
 
 
 class StackedDelta:
@@ -151,9 +178,9 @@ class StackedDelta:
         self._parts = parts
         # Where a row's bits may depend on that row alone, products are of the ops' own kind.
         self._exact = ops.exact
-        self._num_slots = limits.max_adapters
+        self._num_adapters = limits.max_adapters
         self._rank = padded_rank(limits.max_rank)
-        self._width = self._num_slots * self._rank
+        self._width = self._num_adapters * self._rank
 
         def zeros(rows: int, columns: int) -> Tensor:
             return torch.zeros(rows, columns, device=ops.device, dtype=ops.dtype)
@@ -167,13 +194,13 @@ class StackedDelta:
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
         down = self._product(x, self._a).view(len(x), len(self._parts), self._width)
-        # Not multiplied: another slot's numbers may be no numbers.
-        down = down.masked_fill(tokens.mask(self._num_slots, self._rank).unsqueeze(1), 0.0)
-        for index, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
+        # Not multiplied: another adapter's numbers may be no numbers.
+        down = down.masked_fill(tokens.mask(self._num_adapters, self._rank).unsqueeze(1), 0.0)
+        for number, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
             if self._exact:
-                y[:, part.start : part.end] += self._product(down[:, index], up)
+                y[:, part.start : part.end] += self._product(down[:, number], up)
             else:
-                y[:, part.start : part.end].addmm_(down[:, index], up.T)
+                y[:, part.start : part.end].addmm_(down[:, number], up.T)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self._exact:
@@ -184,10 +211,10 @@ class StackedDelta:
         return fixed_linear(x, weight)
 
     @torch.no_grad()
-    def place(self, slot: int, pairs: Mapping[str, LowRank]) -> None:
-        for index, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
-            columns = self._columns(slot)
-            a = self._a[index * self._width :][columns]
+    def place(self, index: int, pairs: Mapping[str, LowRank]) -> None:
+        columns = self._columns(index)
+        for number, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
+            a = self._a[number * self._width :][columns]
             a.zero_()
             up[:, columns].zero_()
             pair = pairs.get(part.module)
@@ -196,11 +223,11 @@ class StackedDelta:
                 a[:rank].copy_(pair.a)
                 up[:, columns][:, :rank].copy_(pair.b)
 
-    def drop(self, slot: int) -> None:
-        self.place(slot, {})
+    def drop(self, index: int) -> None:
+        self.place(index, {})
 
-    def _columns(self, slot: int) -> slice:
-        return slice((slot - 1) * self._rank, slot * self._rank)
+    def _columns(self, index: int) -> slice:
+        return slice((index - 1) * self._rank, index * self._rank)
 
 
 def padded_rank(rank: int) -> int:
@@ -211,25 +238,30 @@ def padded_rank(rank: int) -> int:
 class LoraBank:
     """All places of a model that take adapters, and the adapters in them."""
 
-    def __init__(self, limits: LoraLimits, ops: Ops, *, stacked: bool) -> None:
-        """`stacked` says which of the two ways computes them."""
+    def __init__(
+        self, limits: LoraLimits, ops: Ops, *, stacked: bool, shares: Shares | None = None
+    ) -> None:
+        """`stacked` says which of the two ways computes them; `shares` what this rank has of the
+        modules of a model that is divided.
+        """
         self.limits = limits
+        self._shares = shares or {}
         self._ops = ops
         self._stacked = stacked
-        # Adapters' values must be numbers in this: another slot's tokens meet them, times zero.
+        # Adapters' values must be numbers in this: another adapter's tokens meet them, times zero.
         self.dtype = ops.dtype if stacked else torch.float32
         self._deltas: list[Delta] = []
-        # in_features and out_features of each module that takes adapters.
-        self._shapes: dict[str, tuple[int, int]] = {}
+        # What is here of each module that takes adapters.
+        self._open: dict[str, Share] = {}
         self.nbytes = 0
 
     def open(self, modules: Sequence[tuple[str, int]], in_features: int) -> Delta:
-        """A place for adapters of a product: its modules and how many outputs each has."""
+        """A place for adapters of a product: its modules and how many outputs each has here."""
         parts = []
         start = 0
         for module, size in modules:
             parts.append(Part(module, start, start + size))
-            self._shapes[module] = (in_features, size)
+            self._open[module] = self._shares.get(module, Share((size, in_features)))
             start += size
         delta: Delta
         if self._stacked:
@@ -242,30 +274,38 @@ class LoraBank:
 
     @property
     def modules(self) -> Mapping[str, tuple[int, int]]:
-        """Names of modules that take adapters, and their in_features and out_features."""
-        return self._shapes
+        """Names of modules that take adapters, and their in_features and out_features, whole."""
+        return {module: share.shape[::-1] for module, share in self._open.items()}
 
-    def place(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter, which `check_fit` let pass, into a slot that no token has."""
+    def place(self, index: int, weights: AdapterWeights) -> None:
+        """Put an adapter of the whole model, which `check_fit` let pass, where no token has its
+        index.
+        """
+        own = {module: self._open[module].of_pair(pair) for module, pair in weights.items()}
         for delta in self._deltas:
-            delta.place(slot, weights)
+            delta.place(index, own)
 
-    def drop(self, slot: int) -> None:
-        """Empty a slot that no token has any more."""
+    def drop(self, index: int) -> None:
+        """Empty a place whose index no token has any more."""
         for delta in self._deltas:
-            delta.drop(slot)
+            delta.drop(index)
 
 
 def check_fit(bank: LoraBank, files: AdapterFiles) -> None:
     """Raises ModelError for modules that the model has not, or has of another shape, and for ranks
     that are too high.
     """
-    limit = bank.limits.max_rank
+    limit, modules = bank.limits.max_rank, bank.modules
     trained_on = repr(files.base_model[:80]) if files.base_model else "another model"
     for pair in files.pairs:
-        module, shape = pair.module, bank.modules.get(pair.module)
+        module, shape = pair.module, modules.get(pair.module)
+        if shape is None and "experts" in module.split("."):
+            raise ModelError(
+                f"{module}: adapters of experts are not served; train one without target_modules "
+                "in experts"
+            )
         if shape is None:
-            kinds = sorted({name.rpartition(".")[2] for name in bank.modules})
+            kinds = sorted({name.rpartition(".")[2] for name in modules})
             raise ModelError(
                 f"{module}: this model has no such module that takes adapters "
                 f"(it has {', '.join(kinds)}); is it an adapter of {trained_on}?"

@@ -10,16 +10,17 @@ Knows files. Knows nothing of models, and imports no torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from penstock_shard.models.errors import ModelError
+import msgspec
+
+from penstock_shard.models.errors import ModelError, first_line
 from penstock_shard.models.weight_files import read_object
 
 CONFIG = "adapter_config.json"
@@ -28,6 +29,10 @@ WEIGHTS = "adapter_model.safetensors"
 # What a tensor's name is made of, around the module's own.
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _HASHED_BYTES = 1 << 24
+# Of a tensor, in characters: messages have it.
+_LONGEST_NAME = 400
+# No rank and no lora_alpha is as much, and no more than this is a float.
+_MOST = 1e300
 _DTYPES = {"F32", "F16", "BF16"}
 # How training began, which leaves the model's own weights as they are; others change them too.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -63,6 +68,17 @@ _KNOWN = {
     "qalora_group_size",
 }
 _WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _StoredTensor(msgspec.Struct):
+    """What a safetensors header says of one."""
+
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +121,14 @@ def read_adapter_files(path: Path) -> AdapterFiles:
         told = read_object(config)
         shapes = _read_shapes(weights)
         content_hash = _hash_of(config, weights)
+        _check_config(config, told)
+        pairs = _pairs(config, weights, told, shapes)
+        base_model = str(told.get("base_model_name_or_path") or "")
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    _check_config(config, told)
-    pairs = _pairs(config, weights, told, shapes)
-    return AdapterFiles(path, content_hash, str(told.get("base_model_name_or_path") or ""), pairs)
+    except RecursionError as error:
+        raise ModelError(f"{path}: what its files say is nested too deeply") from error
+    return AdapterFiles(path, content_hash, base_model, pairs)
 
 
 def _check_there(path: Path) -> None:
@@ -127,14 +146,15 @@ def _check_config(path: Path, told: Mapping[str, Any]) -> None:
     """Raises ModelError for what would change results and is not served."""
     kind = told.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"{path}: peft_type: {kind!r} is not served; only LORA is")
+        raise ModelError(f"{path}: peft_type: {str(kind)[:80]!r} is not served; only LORA is")
     if told.get("bias", "none") != "none":
-        raise ModelError(f"{path}: bias: {told['bias']!r} is not served; only 'none' is")
+        raise ModelError(f"{path}: bias: {str(told['bias'])[:80]!r} is not served; only 'none' is")
     beginning = told.get("init_lora_weights")
     if beginning not in _PLAIN_BEGINNINGS:
         raise ModelError(
-            f"{path}: init_lora_weights: {beginning!r} changes the model's own weights, which is "
-            "not served; convert the adapter to an ordinary one, as peft's save_pretrained can"
+            f"{path}: init_lora_weights: {str(beginning)[:80]!r} changes the model's own weights, "
+            "which is not served; convert the adapter to an ordinary one, as peft's "
+            "save_pretrained can"
         )
     for name, value in told.items():
         if name not in _KNOWN and value not in _WITHOUT_MEANING:
@@ -150,19 +170,27 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         if 8 + length > size:
             raise ModelError(f"{path}: is cut short or is no safetensors file")
         try:
-            header = json.loads(file.read(length))
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
-            shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
-            ends = [tensor["data_offsets"][1] for tensor in header.values()]
-            dtypes = {tensor["dtype"] for tensor in header.values()}
-        except (ValueError, AttributeError, TypeError, LookupError) as error:
-            raise ModelError(f"{path}: is no safetensors file") from error
-    if size < (expected := 8 + length + max(ends, default=0)):
+            tensors = {
+                name: msgspec.json.decode(stated, type=_StoredTensor)
+                for name, stated in header.items()
+            }
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            why = first_line(error)[:80]
+            raise ModelError(f"{path}: is no safetensors file: {why}") from error
+    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    if size < (expected := 8 + length + end):
         raise ModelError(f"{path}: is cut short: {size} of {expected} bytes")
-    if not dtypes <= _DTYPES:
-        odd = ", ".join(sorted(dtypes - _DTYPES))
-        raise ModelError(f"{path}: has tensors of {odd}; an adapter's are {', '.join(_DTYPES)}")
-    return shapes
+    for name, tensor in tensors.items():
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise ModelError(
+                f"{path}: {name[:80]!r}: names have printable characters, {_LONGEST_NAME} at most"
+            )
+        if tensor.dtype not in _DTYPES:
+            odd, served = tensor.dtype[:80], ", ".join(sorted(_DTYPES))
+            raise ModelError(f"{path}: {name} is of {odd!r}; an adapter's tensors are {served}")
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _hash_of(*paths: Path) -> str:
@@ -226,8 +254,8 @@ def _told_of(path: Path, told: Mapping[str, Any], module: str, name: str, patter
             if re.match(rf"(.*\.)?({key})$", module):
                 value = other
                 break
-    except (AttributeError, re.error) as error:
-        raise ModelError(f"{path}: {pattern}: cannot be read: {error}") from error
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    except (AttributeError, re.error, OverflowError) as error:
+        raise ModelError(f"{path}: {pattern}: cannot be read: {first_line(error)[:80]}") from error
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
         return float(value)
-    raise ModelError(f"{path}: {name}: {str(value)[:80]!r} is no number")
+    raise ModelError(f"{path}: {name}: {str(value)[:80]!r} is no number that is served")

@@ -1,4 +1,4 @@
-"""The adapters of a model that computes: found, read, checked against the model, put into slots.
+"""The adapters of a model that computes: found, read, checked against the model, put in place.
 
 Knows files, and the model's places for adapters. Knows nothing of requests or names.
 """
@@ -12,25 +12,31 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.adapt import make_adaptable
 from penstock_shard.models.base import CausalModel
-from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.load import ModelPart
 from penstock_shard.models.lora import LoraBank, LoraLimits, LowRank, check_fit
 from penstock_shard.models.lora_files import WEIGHTS, AdapterFiles, read_adapter_files
+from penstock_shard.models.lora_places import make_adaptable
 from penstock_shard.models.ops.base import Ops
+from penstock_shard.models.parallel.mirrored import MirroredModel
 from penstock_shard.models.source import resolve_adapter
-from penstock_shard.models.transformers_model import TransformersModel
 from penstock_shard.runner.base import ReadAdapter
 
 
 class ModelAdapters:
     """An `AdapterStore`: see `penstock_shard.runner.base`."""
 
-    def __init__(self, bank: LoraBank, find: Callable[[str], Path]) -> None:
-        """`find` gives the directory of a source."""
+    def __init__(
+        self, bank: LoraBank, find: Callable[[str], Path], whole: MirroredModel | None = None
+    ) -> None:
+        """`find` gives the directory of a source. Of several ranks `bank` is this one's, and
+        `whole` tells the others.
+        """
         self._bank = bank
         self._find = find
+        self._whole = whole
 
     def read(self, source: str) -> ReadAdapter:
         files = read_adapter_files(self._find(source))
@@ -38,31 +44,43 @@ class ModelAdapters:
         weights = read_weights(files, self._bank.dtype)
         return ReadAdapter(files.content_hash, files.rank, weights)
 
-    def place(self, slot: int, adapter: ReadAdapter) -> None:
+    def place(self, index: int, adapter: ReadAdapter) -> None:
         assert isinstance(adapter.weights, dict)
-        self._bank.place(slot, adapter.weights)
+        if self._whole is not None:
+            self._whole.place_adapter(index, adapter.weights)
+        self._bank.place(index, adapter.weights)
 
-    def drop(self, slot: int) -> None:
-        self._bank.drop(slot)
+    def drop(self, index: int) -> None:
+        if self._whole is not None:
+            self._whole.drop_adapter(index)
+        self._bank.drop(index)
 
 
-def adapter_store(
-    config: ShardConfig, model: CausalModel, ops: Ops, progress: Callable[[str], None]
-) -> ModelAdapters | None:
+def open_bank(
+    config: ShardConfig, loaded: ModelPart, ops: Ops, progress: Callable[[str], None]
+) -> LoraBank | None:
     """Let a model that was just loaded have adapters; None where none are to be served.
 
     Raises ModelError if it can have none.
     """
     if not config.serves_adapters:
         return None
-    if not isinstance(model, Decoder | TransformersModel):
-        raise ModelError(f"adapters are not served for {type(model).__name__}; leave --lora out")
     limits = LoraLimits(config.max_loras, config.max_lora_rank)
-    bank = LoraBank(limits, ops, stacked=ops.device.type != "cpu")
-    make_adaptable(model, bank)
+    bank = LoraBank(limits, ops, stacked=ops.device.type != "cpu", shares=loaded.shares)
+    make_adaptable(loaded.model, bank)
     if bank.nbytes:
         progress(f"adapters: {bank.nbytes / 1e6:.0f} MB set aside for {config.max_loras}")
-    return ModelAdapters(bank, lambda source: resolve_adapter(source, config))
+    return bank
+
+
+def adapter_store(
+    config: ShardConfig, bank: LoraBank | None, model: CausalModel
+) -> ModelAdapters | None:
+    """The adapters of a model, over all its ranks; None where none are to be served."""
+    if bank is None:
+        return None
+    whole = model if isinstance(model, MirroredModel) else None
+    return ModelAdapters(bank, lambda source: resolve_adapter(source, config), whole)
 
 
 def read_weights(files: AdapterFiles, dtype: torch.dtype = torch.float32) -> dict[str, LowRank]:
@@ -80,6 +98,7 @@ def read_weights(files: AdapterFiles, dtype: torch.dtype = torch.float32) -> dic
         raise ModelError(f"{files.path}: cannot read the weights: {error}") from error
     for module, pair in weights.items():
         if not all(bool(torch.isfinite(half.to(dtype)).all()) for half in (pair.a, pair.b)):
-            text = f"{files.path}: {module} has values that are no numbers in {dtype}"
-            raise ModelError(text.replace("torch.", ""))
+            raise ModelError(
+                f"{files.path}: {module} has values that are no numbers in {dtype_name(dtype)}"
+            )
     return weights

@@ -13,7 +13,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
@@ -49,6 +50,11 @@ class _Follower:
     name: str
     line: Line[FromRank]
     answers: queue.SimpleQueue[FromRank] = field(default_factory=queue.SimpleQueue)
+    failed: Failed | None = None
+
+    def check(self) -> None:
+        if self.failed is not None:
+            raise ModelError(f"rank {self.rank}: {self.failed.message}")
 
 
 class Followers:
@@ -63,6 +69,7 @@ class Followers:
         """`on_lost` is told which rank is gone; without it that ends this process."""
         self._processes = processes
         self._on_lost = on_lost or self._end
+        self._nobody_asks = False
         self._followers = [
             _Follower(rank, f"rank {rank} (process {hello.pid} on {hello.host})", line)
             for rank, (hello, line) in sorted(lines.items())
@@ -79,25 +86,43 @@ class Followers:
                 # Its thread finds out too, and knows what it said last.
                 self._missed(follower)
 
+    def check(self) -> None:
+        """Raises ModelError if one has said that it cannot load its part."""
+        for follower in self._followers:
+            follower.check()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While it lasts this rank waits for the others where it hears nothing: one that says that
+        it cannot load its part counts as gone. Raises ModelError if one has said so already.
+        """
+        self._nobody_asks = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._nobody_asks = False
+
     def answers(self, kind: type[Answer]) -> list[Answer]:
         """The next answer of every one, in order. Raises ModelError if one cannot load its part."""
         found = []
         for follower in self._followers:
             answer = follower.answers.get()
-            if isinstance(answer, Failed):
-                raise ModelError(f"rank {follower.rank}: {answer.message}")
+            follower.check()
             assert isinstance(answer, kind), f"{follower.name} said {answer}"
             found.append(answer)
         return found
 
     def _hear(self, follower: _Follower) -> None:
-        answer = None
         while (heard := follower.line.receive()) is not None:
-            answer = heard
+            if isinstance(heard, Failed):
+                follower.failed = heard
             follower.answers.put(heard)
         follower.line.close()
-        if not isinstance(answer, Failed):
+        if follower.failed is None:
             self._on_lost(f"{follower.name} ended; without it nothing can be computed")
+        elif self._nobody_asks:
+            self._on_lost(f"{follower.name}: {follower.failed.message}")
 
     def _missed(self, follower: _Follower) -> None:
         """Wait for the thread that hears it to say so."""

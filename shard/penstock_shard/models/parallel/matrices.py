@@ -17,26 +17,6 @@ from penstock_shard.models.ops.base import Matrix
 from penstock_shard.models.parallel.ranks import Ranks
 
 
-class ReducedMatrix:
-    """Of a weight [N, K] the columns whose inputs this rank has; the products are added up."""
-
-    has_rows = False
-
-    def __init__(self, part: Matrix, ranks: Ranks) -> None:
-        self._part = part
-        self._ranks = ranks
-        self.out_features, self.in_features = part.out_features, part.in_features
-        self.nbytes = part.nbytes
-
-    def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        product = self._ranks.add_up(self._part.linear(x, None, out))
-        # Once, and not by every rank.
-        return product if bias is None else product.add_(bias)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError("each rank has some columns only")
-
-
 class GatheredMatrix:
     """Of a weight [N, K] some rows, the same number for each rank; outputs past N are left out."""
 
@@ -101,4 +81,4 @@ def _parallel_feed_forward(whole: FeedForward, ranks: Ranks) -> FeedForward:
 
 
 def _reduced(linear: Linear, ranks: Ranks) -> Linear:
-    return dataclasses.replace(linear, matrix=ReducedMatrix(linear.matrix, ranks))
+    return dataclasses.replace(linear, add_up=ranks.add_up)

@@ -17,7 +17,7 @@ from penstock_shard.config import ShardConfig
 
 _LENGTH = struct.Struct("<I")
 # Ranks of another release may not mean the same by a message: they do not join.
-REVISION = 1
+REVISION = 2
 
 
 # ---- from rank 0 ----
@@ -52,6 +52,22 @@ class Step(msgspec.Struct, array_like=True, tag="step"):
 
     tensors: list[TensorShape]
     values: dict[str, int | list[int]]
+
+
+class PairShape(msgspec.Struct, array_like=True):
+    """What an adapter has for a module: A [rank, in_features] and B [out_features, rank]."""
+
+    module: str
+    rank: int
+    in_features: int
+    out_features: int
+
+
+class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
+    """An adapter of the whole model; its numbers follow from device to device, in this order."""
+
+    index: int
+    pairs: list[PairShape]
 
 
 # ---- to rank 0 ----
@@ -90,7 +106,7 @@ class FreeMemory(msgspec.Struct, array_like=True, tag="free_memory"):
     num_bytes: int
 
 
-ToRank = Join | Call | Step
+ToRank = Join | Call | Step | PlaceAdapter
 FromRank = Hello | Arrived | Loaded | Failed | FreeMemory
 
 Received = TypeVar("Received")
@@ -109,9 +125,7 @@ class Line(Generic[Received]):
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(receives)
         self._lock = threading.Lock()
 
-    def send(
-        self, message: Join | Call | Step | Hello | Arrived | Loaded | Failed | FreeMemory
-    ) -> None:
+    def send(self, message: ToRank | FromRank) -> None:
         """Raises OSError where the other end is gone."""
         body = self._encoder.encode(message)
         with self._lock:

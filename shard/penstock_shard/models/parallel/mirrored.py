@@ -21,10 +21,22 @@ from torch import Tensor
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.models.base import CausalModel, Forwarded
 from penstock_shard.models.cuda_graphs import GraphedModel, GraphShape, StaticInputs
+from penstock_shard.models.device_memory import PeakMemory, free_bytes
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.models.lora import AdapterWeights, LoraBank, LowRank
 from penstock_shard.models.parallel.division_check import own_logits
 from penstock_shard.models.parallel.followers import Followers
-from penstock_shard.models.parallel.messages import Call, FreeMemory, Step, TensorShape, ToRank
+from penstock_shard.models.parallel.messages import (
+    Call,
+    FreeMemory,
+    PairShape,
+    PlaceAdapter,
+    Step,
+    TensorShape,
+    ToRank,
+)
 from penstock_shard.models.parallel.ranks import Ranks
 from penstock_shard.models.step_inputs import StepInputs
 from penstock_shard.models.transformers_model import TransformersModel
@@ -61,7 +73,7 @@ class MirroredModel:
         return self.model.hidden_size
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        arguments: list[int | str] = [num_blocks, block_size, _name(dtype)]
+        arguments: list[int | str] = [num_blocks, block_size, dtype_name(dtype)]
         self._followers.tell(Call("allocate", arguments))
         self.model.allocate(num_blocks, block_size, dtype)
 
@@ -117,7 +129,7 @@ class MirroredModel:
         return self._graphs.shapes(block_size)
 
     def capture(self, shapes: Sequence[GraphShape], block_size: int, pad_block: int) -> None:
-        numbers = [number for shape in shapes for number in shape]
+        numbers = [int(number) for shape in shapes for number in shape]
         self._followers.tell(Call("capture", [block_size, pad_block, *numbers]))
         try:
             self._graphs.capture(shapes, block_size, pad_block)
@@ -132,8 +144,10 @@ class MirroredModel:
         self._followers.tell(Call("drop", []))
         self._graphs.drop()
 
-    def inputs(self, num_rows: int, num_blocks: int) -> StaticInputs | None:
-        return self._graphs.inputs(num_rows, num_blocks)
+    def inputs(
+        self, num_rows: int, num_blocks: int, has_adapters: bool = False
+    ) -> StaticInputs | None:
+        return self._graphs.inputs(num_rows, num_blocks, has_adapters)
 
     def pad(self, arrays: StepInputs[NDArray[Any]], num_rows: int) -> None:
         self._graphs.pad(arrays, num_rows)
@@ -144,6 +158,23 @@ class MirroredModel:
         return self.model
 
     # ---- what a whole model is not asked ----
+
+    def place_adapter(self, index: int, weights: AdapterWeights) -> None:
+        """Have the other ranks put it in place too. It goes module by module: all of it may be more
+        than devices have left.
+        """
+        pairs = [
+            PairShape(module, len(pair.a), pair.a.shape[1], len(pair.b))
+            for module, pair in weights.items()
+        ]
+        self._followers.tell(PlaceAdapter(index, pairs))
+        for pair in weights.values():
+            numbers = torch.cat([pair.a.flatten(), pair.b.flatten()])
+            self._ranks.from_first(numbers.to(self.device))
+
+    def drop_adapter(self, index: int) -> None:
+        """Have the other ranks drop it too."""
+        self._followers.tell(Call("drop_adapter", [index]))
 
     def compute_own(self, token_ids: Tensor) -> None:
         """Have the other ranks run token_ids [B, L] through transformers' modules as they are, with
@@ -168,17 +199,14 @@ class MirroredModel:
 
 
 def follow(
-    model: CausalModel,
-    part: CausalModel,
+    loaded: LoadedModel,
     ranks: Ranks,
     hear: Callable[[], ToRank],
     answer: Callable[[FreeMemory], None],
 ) -> None:
-    """Do what rank 0 says: `hear` gives the next message, and ends all in the end.
-
-    `model` computes steps; `part` is what it wraps, or itself.
-    """
-    memory = _Memory(model.device)
+    """Do what rank 0 says: `hear` gives the next message, and ends all in the end."""
+    model = loaded.model
+    peak = PeakMemory(model.device)
     with ExitStack() as shortened:
         while True:
             match hear():
@@ -194,7 +222,11 @@ def follow(
                 case Call("check"):
                     # Rank 0 computes the same, and says so.
                     with suppress(ModelError):
-                        ranks.check()
+                        loaded.check()
+                case PlaceAdapter() as adapter:
+                    _place(_bank(loaded), ranks, model.device, adapter)
+                case Call("drop_adapter", [int(index)]):
+                    _bank(loaded).drop(index)
                 case Call("free"):
                     model.free()
                 case Call("shorten"):
@@ -202,13 +234,32 @@ def follow(
                 case Call("restore"):
                     shortened.pop_all().close()
                 case Call("compute_own", [int(count), *numbers]):
-                    _compute_own(part, torch.tensor(numbers).view(count, -1))
+                    _compute_own(loaded.part, torch.tensor(numbers).view(count, -1))
                 case Call("watch_memory"):
-                    memory.watch()
+                    peak = PeakMemory(model.device)
                 case Call("free_memory", [str(share)]):
-                    answer(FreeMemory(memory.num_free(float(share))))
+                    extra = peak.extra_bytes()
+                    answer(FreeMemory(free_bytes(model.device, float(share)) - extra))
                 case message:
                     raise RankFailed(f"rank 0 asks for {message}, which is not known here")
+
+
+def _bank(loaded: LoadedModel) -> LoraBank:
+    assert loaded.bank is not None, "ranks without adapters"
+    return loaded.bank
+
+
+def _place(bank: LoraBank, ranks: Ranks, device: torch.device, adapter: PlaceAdapter) -> None:
+    weights = {}
+    for pair in adapter.pairs:
+        size_a, size_b = pair.rank * pair.in_features, pair.out_features * pair.rank
+        numbers = torch.empty(size_a + size_b, device=device)
+        ranks.from_first(numbers)
+        # All of it may be more than the device has left.
+        numbers = numbers.cpu()
+        a, b = numbers[:size_a], numbers[size_a:]
+        weights[pair.module] = LowRank(a.view(pair.rank, -1), b.view(-1, pair.rank))
+    bank.place(adapter.index, weights)
 
 
 def _compute_own(part: CausalModel, token_ids: Tensor) -> None:
@@ -218,7 +269,8 @@ def _compute_own(part: CausalModel, token_ids: Tensor) -> None:
 
 def _capture(model: CausalModel, numbers: Sequence[int], block_size: int, pad_block: int) -> None:
     assert isinstance(model, GraphedModel)
-    shapes = [GraphShape(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+    columns = zip(numbers[::3], numbers[1::3], map(bool, numbers[2::3]), strict=True)
+    shapes = [GraphShape(*shape) for shape in columns]
     try:
         model.capture(shapes, block_size, pad_block)
     except torch.OutOfMemoryError:
@@ -249,7 +301,7 @@ def _pack(tensors: dict[str, Tensor | None], batch: AttentionBatch) -> tuple[Ste
         else:
             values[name] = value if isinstance(value, int) else list(value)
     shapes = [
-        TensorShape(name, _name(tensor.dtype), list(tensor.shape))
+        TensorShape(name, dtype_name(tensor.dtype), list(tensor.shape))
         for name, tensor in present.items()
     ]
     return Step(shapes, values), torch.cat([_bytes(tensor) for tensor in present.values()])
@@ -279,29 +331,3 @@ def _packed_size(shapes: list[TensorShape]) -> int:
 def _size(shape: TensorShape) -> int:
     dtype: torch.dtype = getattr(torch, shape.dtype)
     return torch.Size(shape.shape).numel() * dtype.itemsize
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class _Memory:
-    """What a follower's device has left after its largest step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = 0
-
-    def watch(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
-
-    def num_free(self, share: float) -> int:
-        """Bytes for keys and values, as rank 0 counts its own."""
-        torch.cuda.synchronize(self._device)
-        extra = torch.cuda.max_memory_allocated(self._device) - self._before
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(total * share) - (total - free) - extra

@@ -1,11 +1,12 @@
 """Sums and gatherings of tensors over the ranks of one model.
 
-Knows torch.distributed. Knows nothing of models.
+Knows torch.distributed, and what it says where ranks cannot meet. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_MEET_S = timedelta(seconds=120)
+from penstock_shard.models.errors import ModelError, first_line, is_out_of_memory
+
+# A rank tries twice as long as this to find where ranks meet; rank 0 awaits it there for longer,
+# so that who cannot come can say why.
+_FIND_S = timedelta(seconds=60)
+_MEET_S = 180.0
+_POLL_S = 0.02
 # A rank that computes a long step on a slow processor is late, not gone; that it is gone is known
 # by its connection.
 _LATEST_S = timedelta(hours=2)
@@ -31,15 +38,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.in_order = in_order
-        # What all ranks try out together once each has its part. Raises ModelError.
-        self.checks: list[Callable[[], None]] = []
         self._is_apart = False
-
-    def check(self) -> None:
-        """Try out what was left for when all ranks have loaded. Raises ModelError."""
-        for check in self.checks:
-            check()
-        self.checks.clear()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -77,48 +76,101 @@ class Ranks:
 
 
 def join(device: torch.device, rank: int, size: int, address: str, port: int) -> Ranks:
-    """Meet the others: over NCCL on cuda, over gloo on cpu."""
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, size, is_master=False, timeout=_MEET_S
-    )
+    """Meet the others: over NCCL on cuda, over gloo on cpu.
+
+    Raises ModelError if that cannot be; the message leaves it to rank 0 to say which rank it was.
+    """
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, size, is_master=False, timeout=_FIND_S
+        )
+        store.set(_arrival(rank), "")
+    except RuntimeError as error:
+        raise ModelError(
+            f"cannot reach where the {size} ranks meet, {address}:{port}: {_what(error)}; machines "
+            "must reach the first one at any port, and --master-addr be its address for them"
+        ) from error
     return _meet(store, device, rank, size)
 
 
 class MeetingPoint:
-    """Where ranks find each other, open as long as this object lives."""
+    """Where ranks find each other: open as long as this object lives, or torch after `join`."""
 
     def __init__(self, size: int, *, alone: bool) -> None:
-        """`alone`: all ranks are on this machine."""
+        """`alone`: all ranks are on this machine. Raises ModelError where no port can be had."""
         self._size = size
-        # Else torch would listen on every interface.
-        listener = socket.create_server(("127.0.0.1" if alone else "", 0))
-        self.port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1",
-            self.port,
-            size,
-            is_master=True,
-            timeout=_MEET_S,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            # Else torch would listen on every interface.
+            listener = socket.create_server(("127.0.0.1" if alone else "", 0))
+            self.port = int(listener.getsockname()[1])
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1",
+                self.port,
+                size,
+                is_master=True,
+                timeout=_FIND_S,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except (OSError, RuntimeError) as error:
+            raise ModelError(
+                f"rank 0 of {size} cannot open a port where ranks meet: {_what(error)}"
+            ) from error
+
+    def await_others(self, check_others: Callable[[], None]) -> None:
+        """`check_others` raises ModelError if one says that it cannot come; so does this if one
+        just does not.
+        """
+        deadline_s = time.monotonic() + _MEET_S
+        for rank in range(1, self._size):
+            while not self._store.check([_arrival(rank)]):
+                check_others()
+                if time.monotonic() >= deadline_s:
+                    raise ModelError(
+                        f"rank {rank} of {self._size} did not come to where ranks meet, port "
+                        f"{self.port} of rank 0's machine, within {_MEET_S:g} s; its machine must "
+                        "reach this one at any port"
+                    )
+                time.sleep(_POLL_S)
 
     def join(self, device: torch.device) -> Ranks:
         """Meet the others as rank 0."""
         return _meet(self._store, device, 0, self._size)
 
 
+def _arrival(rank: int) -> str:
+    return f"arrived/{rank}"
+
+
 def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
     on_cuda = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=_LATEST_S,
-        device_id=device if on_cuda else None,
-    )
+    backend = "nccl" if on_cuda else "gloo"
+    # Who came first waits for all others, one of which may have to fetch the model before it comes.
+    store.set_timeout(_LATEST_S)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=_LATEST_S,
+            device_id=device if on_cuda else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            raise
+        who = "rank 0 " if rank == 0 else ""
+        more = "; NCCL_DEBUG=INFO says more" if on_cuda else ""
+        raise ModelError(
+            f"{who}cannot exchange tensors with the {size - 1} other ranks over {backend}: "
+            f"{_what(error)}; {backend.upper()}_SOCKET_IFNAME names the network{more}"
+        ) from error
     return Ranks(rank, size)
+
+
+def _what(error: Exception) -> str:
+    """Without where in torch's code it happened."""
+    return first_line(error).rstrip(". ")
 
 
 def _gather_into(everything: Tensor, part: Tensor) -> None:

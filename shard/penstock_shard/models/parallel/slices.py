@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.attention.base import LayerSpec
-from penstock_shard.models.decoder_spec import DecoderSpec
+from penstock_shard.models.decoder_spec import DecoderSpec, tensor_shapes
 from penstock_shard.models.decoder_weights import TensorSource
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.lora import Share, Shares
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The last part of a module's name -> how its weight is divided. Of Mixtral's experts w1 is the gate
@@ -38,7 +39,7 @@ def divided_by(leaf: str) -> str | None:
     return "columns" if leaf in _BY_COLUMNS else None
 
 
-def check_division(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
+def check_divisible(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
     """Raises ModelError unless `size` ranks can share a model of these sizes, by name."""
     for name, value in sizes.items():
         if value % size:
@@ -64,7 +65,7 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
     Keys and values of fewer heads than ranks are kept by several ranks each.
     """
     first = spec.layers[0]
-    check_division(
+    check_divisible(
         size, {"num_attention_heads": first.num_heads, **_inner_sizes(spec)}, first.num_kv_heads
     )
     experts = spec.experts
@@ -99,57 +100,74 @@ def _local_layer(layer: LayerSpec, size: int) -> LayerSpec:
     )
 
 
+def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
+    """What a rank has of each matrix that is divided, by its module's name; `spec` is that of the
+    whole model.
+    """
+    shares = {}
+    for name, shape in tensor_shapes(spec).items():
+        module = name.removesuffix(".weight")
+        leaf = module.rpartition(".")[2]
+        side = divided_by(leaf)
+        if len(shape) != 2 or side is None:
+            continue
+        rows, columns = shape
+        if side == "columns":
+            shares[module] = Share((rows, columns), columns=even_part(columns, rank, size))
+        elif side == "heads":
+            shares[module] = Share((rows, columns), _heads(leaf, spec.layers[0], rank, size))
+        else:
+            count = 2 if leaf == "gate_up_proj" else 1
+            part = even_part(rows // count, rank, size)
+            shares[module] = Share(
+                (rows, columns), tuple(_moved(part, i * rows // count) for i in range(count))
+            )
+    return shares
+
+
+def _heads(leaf: str, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
+    """Rows of a rank's heads; those of keys or values it may share with its neighbours."""
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    query = even_part(queries, rank, size)
+    first = rank * layer.num_kv_heads // size * layer.head_dim
+    key = slice(first, first + max(1, layer.num_kv_heads // size) * layer.head_dim)
+    if leaf == "qkv_proj":
+        return query, _moved(key, queries), _moved(key, queries + keys)
+    return (query,) if leaf == "q_proj" else (key,)
+
+
+def even_part(length: int, rank: int, size: int) -> slice:
+    """A rank's of so many rows or columns, which `size` ranks have as many of each."""
+    count = length // size
+    return slice(rank * count, (rank + 1) * count)
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
 class SlicedTensors:
     """A `TensorSource` of one rank's part: slices of another's tensors."""
 
     def __init__(self, source: TensorSource, spec: DecoderSpec, rank: int, size: int) -> None:
         """`spec` is that of the whole model."""
         self._source = source
-        self._spec = spec
+        self._tied = spec.tied
         self._rank = rank
         self._size = size
+        self._shares = rank_shares(spec, rank, size)
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        stored = [EMBEDDING if name == HEAD and self._spec.tied else name for name in names]
+        stored = [EMBEDDING if name == HEAD and self._tied else name for name in names]
         with self._source.read(stored) as tensors:
             yield [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name == HEAD:
             return vocabulary_part(tensor, self._rank, self._size)
-        module, _, parameter = name.rpartition(".")
-        leaf = module.rpartition(".")[2]
-        side = divided_by(leaf)
-        if side == "heads":
-            return self._heads(leaf, tensor)
-        if side == "columns" and parameter == "weight":
-            count = tensor.shape[1] // self._size
-            return tensor.narrow(1, self._rank * count, count)
-        if side == "rows":
-            halves = tensor.chunk(2) if leaf == "gate_up_proj" else [tensor]
-            parts = [self._rows(half) for half in halves]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        return tensor
-
-    def _heads(self, leaf: str, tensor: Tensor) -> Tensor:
-        layer = self._spec.layers[0]
-        queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        if leaf == "qkv_proj":
-            query, key, value = torch.split(tensor, [queries, keys, keys])
-            return torch.cat([self._rows(query), self._kv(key), self._kv(value)])
-        return self._rows(tensor) if leaf == "q_proj" else self._kv(tensor)
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        count = len(tensor) // self._size
-        return tensor.narrow(0, self._rank * count, count)
-
-    def _kv(self, tensor: Tensor) -> Tensor:
-        """Rows of this rank's key or value heads, which it may share with its neighbours."""
-        layer = self._spec.layers[0]
-        count = max(1, layer.num_kv_heads // self._size)
-        first = self._rank * layer.num_kv_heads // self._size
-        return tensor.narrow(0, first * layer.head_dim, count * layer.head_dim)
+        share = self._shares.get(name.rpartition(".")[0])
+        return tensor if share is None else share.of(tensor)
 
 
 def vocabulary_part(head: Tensor, rank: int, size: int) -> Tensor:

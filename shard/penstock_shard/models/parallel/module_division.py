@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.lora import Share, Shares
 from penstock_shard.models.parallel.matrices import gathered
 from penstock_shard.models.parallel.ranks import Ranks
-from penstock_shard.models.parallel.slices import check_division, vocabulary_part
+from penstock_shard.models.parallel.slices import check_divisible, even_part, vocabulary_part
 
 # The last are the names that releases before 5.10 have.
 _ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}
@@ -32,9 +33,10 @@ _PACKED = "packed_colwise"
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 
 
-def divide_module(module: PreTrainedModel, ranks: Ranks) -> None:
-    """Cut the module's weights down to those of this rank. Raises ModelError if there is no plan
-    for it, or one that says something not known here.
+def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
+    """Cut the module's weights down to those of this rank: what it has of each linear layer that is
+    divided within. Raises ModelError if there is no plan for it, or one that says something not
+    known here.
     """
     name = type(module).__name__
     plan: dict[str, str] = (
@@ -46,9 +48,13 @@ def divide_module(module: PreTrainedModel, ranks: Ranks) -> None:
             "how to divide it; only 1 is served"
         )
     _check_sizes(module, ranks.size)
+    shares = {}
     for path, style in _planned(module, plan):
-        _divide(path, module, style, ranks)
+        share = _divide(path, module, style, ranks)
+        if share is not None:
+            shares[path] = share
     _divide_head(module, ranks)
+    return shares
 
 
 def _check_sizes(module: PreTrainedModel, count: int) -> None:
@@ -56,7 +62,7 @@ def _check_sizes(module: PreTrainedModel, count: int) -> None:
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     # One that differs from layer to layer is a list: each weight is looked at when it is cut.
     sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
-    check_division(count, sizes, count)
+    check_divisible(count, sizes, count)
 
 
 def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -70,15 +76,16 @@ def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[st
         yield from ((path, style) for path in found)
 
 
-def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> None:
+def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Share | None:
+    """Of a linear layer what this rank has of it."""
     parent, _, leaf = path.rpartition(".")
     holder = module.get_submodule(parent)
     part = getattr(holder, leaf)
     if isinstance(part, nn.Linear) and style in _ROWS | _COLUMNS:
-        _divide_linear(path, part, style, ranks)
         if style == "colwise":
             _fewer_heads(holder, ranks.size)
-    elif isinstance(part, nn.Parameter) and style == "colwise" and part.dim() == 1:
+        return _divide_linear(path, part, style, ranks)
+    if isinstance(part, nn.Parameter) and style == "colwise" and part.dim() == 1:
         # A number for each head, as attention sinks are.
         _cut(path, holder, leaf, 0, ranks)
     elif isinstance(part, nn.Parameter) and style in {_PACKED, "colwise", "rowwise"}:
@@ -90,9 +97,11 @@ def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Non
             f"--tensor-parallel-size {ranks.size}: the plan of {type(module).__name__} in "
             f"transformers has {path} as {style}, which is not known here; only 1 is served"
         )
+    return None
 
 
-def _divide_linear(path: str, linear: nn.Linear, style: str, ranks: Ranks) -> None:
+def _divide_linear(path: str, linear: nn.Linear, style: str, ranks: Ranks) -> Share:
+    shape = (linear.out_features, linear.in_features)
     if style in _ROWS:
         _cut(path, linear, "weight", 0, ranks)
         if linear.bias is not None:
@@ -100,7 +109,7 @@ def _divide_linear(path: str, linear: nn.Linear, style: str, ranks: Ranks) -> No
         if style in _GATHERED:
             linear.register_forward_hook(_gathering(ranks, linear.out_features))
         linear.out_features = len(linear.weight)
-        return
+        return Share(shape, rows=(even_part(shape[0], ranks.rank, ranks.size),))
     _cut(path, linear, "weight", 1, ranks)
     linear.in_features = linear.weight.shape[1]
     # Added once, to the sum.
@@ -110,14 +119,15 @@ def _divide_linear(path: str, linear: nn.Linear, style: str, ranks: Ranks) -> No
     if style in _SPLIT:
         linear.register_forward_pre_hook(_splitting(ranks))
     linear.register_forward_hook(_adding(ranks))
+    return Share(shape, columns=even_part(shape[1], ranks.rank, ranks.size))
 
 
 def _cut(path: str, holder: nn.Module, name: str, dim: int, ranks: Ranks) -> None:
     parameter = holder.get_parameter(name)
-    _replace(holder, name, _share(path, parameter.data, dim, ranks))
+    _replace(holder, name, _part(path, parameter.data, dim, ranks))
 
 
-def _share(path: str, whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def _part(path: str, whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
     length = whole.shape[dim]
     if length % ranks.size:
         raise ModelError(
@@ -144,9 +154,9 @@ def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks:
     rows, columns = (2, 1) if getattr(experts, "is_transposed", False) else (1, 2)
     if style == _PACKED:
         halves = whole.chunk(2, dim=rows)
-        part = torch.cat([_share(path, half, rows, ranks) for half in halves], dim=rows)
+        part = torch.cat([_part(path, half, rows, ranks) for half in halves], dim=rows)
     else:
-        part = _share(path, whole, columns if style == "rowwise" else rows, ranks)
+        part = _part(path, whole, columns if style == "rowwise" else rows, ranks)
     _replace(experts, name, part)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.base import CausalModel
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.parallel.followers import Followers, await_ranks
 from penstock_shard.models.parallel.messages import Arrived, Call, Join, Loaded
 from penstock_shard.models.parallel.mirrored import MirroredModel
@@ -23,18 +23,17 @@ from penstock_shard.models.parallel.ranks import MeetingPoint, Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class RankGroup:
     """All ranks, met."""
 
     ranks: Ranks
     followers: Followers
-    # Kept open: ranks look there for each other when they first exchange tensors.
-    _meeting_point: MeetingPoint
 
-    def whole(self, part: CausalModel, attention_backend: str, weights_hash: str) -> MirroredModel:
+    def whole(self, own: LoadedModel, attention_backend: str, weights_hash: str) -> MirroredModel:
         """The model of which rank 0 has this part, when the others have theirs.
 
-        Raises ModelError if one cannot load its part, or has loaded another.
+        Raises ModelError if one cannot load its part, or has loaded another, or if together they do
+        not compute what the whole does.
         """
         for rank, loaded in enumerate(self.followers.answers(Loaded), start=1):
             if loaded.attention_backend != attention_backend:
@@ -48,13 +47,13 @@ class Crew:
                     "same model"
                 )
         self.followers.tell(Call("check", []))
-        self.ranks.check()
-        return MirroredModel(part, self.ranks, self.followers)
+        own.check()
+        return MirroredModel(own.model, self.ranks, self.followers)
 
 
-def gather_crew(
+def gather_group(
     config: ShardConfig, model_dir: Path, device: torch.device, progress: Callable[[str], None]
-) -> Crew:
+) -> RankGroup:
     """Start the other ranks of this machine, await those of others, and have all of them load.
 
     Raises ModelError if that cannot be.
@@ -76,4 +75,7 @@ def gather_crew(
     followers.tell(Join(config, str(model_dir), meeting_point.port))
     # To meet is to wait for everyone: who cannot come says so first.
     followers.answers(Arrived)
-    return Crew(meeting_point.join(device), followers, meeting_point)
+    meeting_point.await_others(followers.check)
+    with followers.watched():
+        ranks = meeting_point.join(device)
+    return RankGroup(ranks, followers)

@@ -87,7 +87,8 @@ def _hook_products(model: TransformersModel, bank: LoraBank) -> None:
             if isinstance(module, nn.Linear) and not _CLOSED & set(name.split(".")):
                 out_features, in_features = module.weight.shape
                 delta = bank.open([(f"{prefix}.{name}", out_features)], in_features)
-                module.register_forward_hook(_adding(model, delta))
+                # Before those of a model that is divided, which make the ranks' parts whole.
+                module.register_forward_hook(_adding(model, delta), prepend=True)
 
 
 def _adding(
@@ -102,8 +103,8 @@ def _adding(
         x = arguments[0].reshape(-1, arguments[0].shape[-1]).contiguous()
         # A view: what is added shows in the product.
         y = product.view(-1, product.shape[-1])
-        if len(y) != len(tokens.slots):
-            raise RuntimeError(f"a product of {len(y)} rows in a step of {len(tokens.slots)}")
+        if len(y) != len(tokens.indices):
+            raise RuntimeError(f"a product of {len(y)} rows in a step of {len(tokens.indices)}")
         delta.add(x, y, tokens)
 
     return add
