@@ -9,10 +9,15 @@ import os
 import socket
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.models.lora import LoraBank, LoraLimits, Shares
+from penstock_shard.models.ops.base import Ops
 from penstock_shard.models.parallel.messages import (
     REVISION,
     Failed,
@@ -23,8 +28,24 @@ from penstock_shard.models.parallel.messages import (
     ToRank,
 )
 from penstock_shard.models.parallel.mirrored import follow
-from penstock_shard.models.parallel.ranks import join
-from penstock_shard.runner.create import load_stack
+from penstock_shard.models.parallel.ranks import Ranks, join
+from penstock_shard.runner import adapters
+from penstock_shard.runner.load import load_part
+
+# In the place of a port, which these ranks do not need: adapters as they are on devices.
+STACKED = 1
+
+
+def load_as_told(
+    config: ShardConfig, directory: Path, ranks: Ranks | None, *, stacked: bool
+) -> LoadedModel:
+    """`load_part`; `stacked` says how adapters are computed, whatever the device."""
+
+    def make_bank(limits: LoraLimits, ops: Ops, *, shares: Shares, **_: bool) -> LoraBank:
+        return LoraBank(limits, ops, stacked=stacked, shares=shares)
+
+    with patch.object(adapters, "LoraBank", make_bank):
+        return load_part(config, directory, ranks, lambda text: None)
 
 
 class NextModel(Exception):
@@ -49,14 +70,19 @@ def main() -> None:
 
     while isinstance(message := joining.pop(), Join):
         try:
-            stack = load_stack(message.config, Path(message.model_dir), ranks, lambda text: None)
+            loaded = load_as_told(
+                message.config,
+                Path(message.model_dir),
+                ranks,
+                stacked=message.store_port == STACKED,
+            )
         except ModelError as error:
             line.send(Failed(str(error)))
             joining.append(line.receive())
             continue
-        line.send(Loaded(stack.ops.backend.name, ""))
+        line.send(Loaded(loaded.ops.backend.name, ""))
         try:
-            follow(stack.served, stack.model, ranks, hear, line.send)
+            follow(loaded, ranks, hear, line.send)
         except NextModel:
             continue
 

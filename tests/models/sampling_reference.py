@@ -88,7 +88,7 @@ def distribution(logits: NDArray[np.float32], request: Request) -> dict[int, flo
     """Of the next token: its probabilities, in the order in which tokens are drawn."""
     params = request.sampling
     scores = adjusted_scores(logits, request)
-    if params.is_greedy:
+    if params.temperature == 0.0:
         return {int(np.argmax(scores)): 1.0}
     # A token that is 29 below the best is never drawn.
     exponents = (scores - scores.max()) / params.temperature

@@ -16,22 +16,25 @@ from models import library_stand_ins
 from models.driver import load
 from torch import Tensor
 
+from penstock_shard.config import ShardConfig
 from penstock_shard.models.attention import (
     RAN_ON_HARDWARE,
     Candidate,
     candidates,
-    check,
-    choose_backend,
+    choose,
     described,
     flash_attn,
+    make_backend,
 )
 from penstock_shard.models.attention.base import AttentionBackend, LayerSpec, NotHere, Unusable
-from penstock_shard.models.attention.check import AttentionWish, settle_backend
+from penstock_shard.models.attention.choose import AttentionWish, choose_backend
 from penstock_shard.models.attention.flash_attn import make_flash_attention_3
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.attention.torch_varlen import make_torch_varlen
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.runner.create import create_runner
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -57,12 +60,11 @@ def install(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
 
 
 def make_ops(dtype: torch.dtype = F32, backend: AttentionBackend | None = None) -> TorchOps:
-    name = str(dtype).removeprefix("torch.")
-    return TorchOps(CPU, dtype, name, backend or SdpaBackend())  # type: ignore[arg-type]
+    return TorchOps(CPU, dtype, dtype_name(dtype), backend or SdpaBackend())  # type: ignore[arg-type]
 
 
 def test_auto_is_sdpa_on_cpu() -> None:
-    assert choose_backend("auto", CPU, BF16).name == "sdpa"
+    assert make_backend("auto", CPU, BF16).name == "sdpa"
 
 
 def test_auto_tries_libraries_then_our_kernels_then_plain_torch() -> None:
@@ -74,10 +76,10 @@ def test_hopper_gets_flash_attn_3_where_it_is_installed(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, library_stand_ins.flash_attn_2())
-    assert described(choose_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2.8.3 ")
+    assert described(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2.8.3 ")
     install(monkeypatch, library_stand_ins.flash_attn_3())
-    assert described(choose_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
-    assert described(choose_backend("flash_attn", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
+    assert described(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
+    assert described(make_backend("flash_attn", CUDA, BF16), CUDA).startswith("flash_attn 3 ")
 
 
 def test_other_devices_never_get_flash_attn_3(
@@ -87,27 +89,38 @@ def test_other_devices_never_get_flash_attn_3(
     with pytest.raises(NotHere, match=r"capability 9\.0"):
         make_flash_attention_3(CUDA, BF16)
     install(monkeypatch, library_stand_ins.flash_attn_2())
-    assert described(choose_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2")
+    assert described(make_backend("auto", CUDA, BF16), CUDA).startswith("flash_attn 2")
 
 
 def test_float32_passes_the_libraries_over(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, library_stand_ins.flash_attn_2())
     install(monkeypatch, library_stand_ins.flash_attn_3())
-    assert choose_backend("auto", CUDA, F32).name in ("triton", "sdpa")
-    with pytest.raises(ModelError, match=r"float16 and bfloat16, not torch\.float32; .*use sdpa"):
-        choose_backend("flash_attn", CUDA, F32)
+    assert make_backend("auto", CUDA, F32).name in ("triton", "sdpa")
+    with pytest.raises(ModelError, match=r"float16 and bfloat16, not float32; .*use sdpa"):
+        make_backend("flash_attn", CUDA, F32)
 
 
 def test_flash_attn_without_the_library_says_what_to_install() -> None:
     with pytest.raises(ModelError, match=r"not installed; install penstock\[flash\], or use sdpa"):
-        choose_backend("flash_attn", CPU, BF16)
+        make_backend("flash_attn", CPU, BF16)
+
+
+def test_a_named_backend_that_is_not_here_is_refused_before_anything_is_loaded(
+    model_dir: Callable[[str], Path],
+) -> None:
+    lines = list[str]()
+    config = ShardConfig(device="cpu", attention_backend="flash_attn", dtype="bfloat16")
+    line = r"^--attention-backend flash_attn: .* install penstock\[flash\], or use sdpa$"
+    with pytest.raises(ModelError, match=line):
+        create_runner(config, model_dir("llama"), progress=lines.append)
+    assert lines == []
 
 
 @pytest.mark.parametrize("version", ["2.7.4.post1", "1.0.9", "0"])
 def test_an_old_flash_attn_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, library_stand_ins.flash_attn_2(version))
     with pytest.raises(ModelError, match=f"flash_attn {re.escape(version)} is installed, and 2.8"):
-        choose_backend("flash_attn", CPU, BF16)
+        make_backend("flash_attn", CPU, BF16)
 
 
 def test_a_library_that_cannot_be_imported_is_named(
@@ -116,7 +129,7 @@ def test_a_library_that_cannot_be_imported_is_named(
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: x\\nmore')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError, match=r"cannot be imported: undefined symbol: x, or use sdpa$"):
-        choose_backend("flash_attn", CPU, BF16)
+        make_backend("flash_attn", CPU, BF16)
 
 
 def test_varlen_attn_without_a_block_table_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +184,7 @@ class Wrong(SdpaBackend):
         return output
 
 
-def settle(
+def choice(
     layers: list[LayerSpec],
     *backends: AttentionBackend | Exception,
     monkeypatch: pytest.MonkeyPatch,
@@ -189,10 +202,10 @@ def settle(
         return make
 
     found = tuple(Candidate("any", maker(backend)) for backend in backends)
-    monkeypatch.setattr(check, "candidates", lambda name, device: found)
+    monkeypatch.setattr(choose, "candidates", lambda name, device: found)
     ops, lines = make_ops(dtype), list[str]()
-    settle_backend(ops, layers, AttentionWish(**wish), lines.append)
-    return ops.backend.name, lines
+    backend = choose_backend(ops, layers, AttentionWish(**wish), lines.append)
+    return backend.name, lines
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
@@ -200,9 +213,9 @@ def settle(
 def test_a_right_backend_passes_without_a_line(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "READS_ANY_CACHE", {"wrong"})
+    monkeypatch.setattr(choose, "READS_ANY_CACHE", {"wrong"})
     layers = [PLAIN, WINDOW, SOFTCAP, SINKS]
-    found = settle(layers, Wrong(), monkeypatch=monkeypatch, dtype=dtype, kv_dtype=kv_dtype)
+    found = choice(layers, Wrong(), monkeypatch=monkeypatch, dtype=dtype, kv_dtype=kv_dtype)
     assert found == ("wrong", [])
 
 
@@ -226,7 +239,7 @@ def test_a_wrong_backend_is_passed_over_with_one_line(
     fault: str, layer: LayerSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backends = (Wrong(fault), SdpaBackend())
-    name, lines = settle([layer], *backends, monkeypatch=monkeypatch, dtype=dtype)
+    name, lines = choice([layer], *backends, monkeypatch=monkeypatch, dtype=dtype)
     assert name == "sdpa"
     assert len(lines) == 1
     assert lines[0].startswith("attention backend sdpa, because wrong differs from sdpa by ")
@@ -239,13 +252,13 @@ def test_one_key_shows_among_a_thousand_in_bfloat16(
 ) -> None:
     layer = LayerSpec(0, 4, 2, 64, 64, 0.125, window=1000)
     backends = (Wrong(fault), SdpaBackend())
-    assert settle([layer], *backends, monkeypatch=monkeypatch, dtype=BF16)[0] == "sdpa"
-    assert settle([layer], Wrong(), monkeypatch=monkeypatch, dtype=BF16) == ("wrong", [])
+    assert choice([layer], *backends, monkeypatch=monkeypatch, dtype=BF16)[0] == "sdpa"
+    assert choice([layer], Wrong(), monkeypatch=monkeypatch, dtype=BF16) == ("wrong", [])
 
 
 def test_every_kind_of_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [PLAIN, PLAIN, WINDOW, SINKS]
-    name, lines = settle(layers, Wrong("sinks"), SdpaBackend(), monkeypatch=monkeypatch)
+    name, lines = choice(layers, Wrong("sinks"), SdpaBackend(), monkeypatch=monkeypatch)
     assert name == "sdpa"
     assert "layer 3" in lines[0]
 
@@ -254,13 +267,13 @@ def test_memory_that_is_short_does_not_count_against_a_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
-        settle([PLAIN], Wrong("memory"), SdpaBackend(), monkeypatch=monkeypatch)
+        choice([PLAIN], Wrong("memory"), SdpaBackend(), monkeypatch=monkeypatch)
 
 
 def test_all_reasons_are_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = [Wrong(fault) for fault in ("raises", "no compiler", "shape")]
     absent = (NotHere("unremarkable"), Unusable("it is too old"))
-    _, lines = settle([PLAIN], *absent, *faults, SdpaBackend(), monkeypatch=monkeypatch)
+    _, lines = choice([PLAIN], *absent, *faults, SdpaBackend(), monkeypatch=monkeypatch)
     assert len(lines) == 1
     reasons = (
         "attention backend sdpa, because it is too old; ",
@@ -274,18 +287,22 @@ def test_all_reasons_are_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_named_backend_that_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"^--attention-backend any: wrong fails .*; use .* sdpa$"):
-        settle([PLAIN], Wrong("raises"), monkeypatch=monkeypatch, backend="any")
+        choice([PLAIN], Wrong("raises"), monkeypatch=monkeypatch, backend="any")
 
 
-def test_a_backend_that_was_fixed_is_tried_and_kept_or_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wish = AttentionWish(fixed=True)
-    ops = make_ops(backend=Wrong())
-    settle_backend(ops, [PLAIN], wish, lambda line: pytest.fail(line))
-    assert ops.backend.name == "wrong"
+def exact_ops(backend: AttentionBackend) -> TorchOps:
+    """As if what they compute beside attention were exact."""
+    ops = make_ops(backend=backend)
+    ops.exact = True
+    return ops
+
+
+def test_the_backend_of_exact_ops_is_tried_and_kept_or_refused() -> None:
+    right, wish = Wrong(), AttentionWish()
+    chosen = choose_backend(exact_ops(right), [PLAIN], wish, lambda line: pytest.fail(line))
+    assert chosen is right
     with pytest.raises(ModelError, match="wrong differs from sdpa"):
-        settle_backend(make_ops(backend=Wrong("scale")), [PLAIN], wish, print)
+        choose_backend(exact_ops(Wrong("scale")), [PLAIN], wish, print)
 
 
 def test_another_dtype_of_the_cache_or_size_of_blocks_passes_a_library_over(
@@ -293,15 +310,15 @@ def test_another_dtype_of_the_cache_or_size_of_blocks_passes_a_library_over(
 ) -> None:
     flash = flash_attn.FlashAttention2(library_stand_ins.flash_attn_2())
     for wish, reason in (
-        ({"kv_dtype": torch.float8_e4m3fn}, "keeps keys and values as torch.bfloat16, not "),
+        ({"kv_dtype": torch.float8_e4m3fn}, "keeps keys and values as bfloat16, not float8"),
         ({"block_size": 32}, "needs --block-size to be a multiple of 256, not 32"),
     ):
-        name, lines = settle(
+        name, lines = choice(
             [PLAIN], flash, SdpaBackend(), monkeypatch=monkeypatch, dtype=BF16, **wish
         )
         assert name == "sdpa"
         assert reason in lines[0]
-    assert settle([PLAIN], flash, monkeypatch=monkeypatch, dtype=BF16) == ("flash_attn", [])
+    assert choice([PLAIN], flash, monkeypatch=monkeypatch, dtype=BF16) == ("flash_attn", [])
 
 
 @pytest.mark.parametrize("window", [1, 2, 31, 300, 9000])
@@ -315,7 +332,7 @@ def test_the_libraries_pass_for_windows_of_any_length(
     }
     backend = version[library](getattr(library_stand_ins, library)())
     layer = LayerSpec(0, 4, 2, 16, 16, 0.25, window=window)
-    found = settle([layer], backend, monkeypatch=monkeypatch, dtype=BF16)
+    found = choice([layer], backend, monkeypatch=monkeypatch, dtype=BF16)
     assert found == ("flash_attn", [])
 
 
@@ -326,12 +343,12 @@ def test_a_device_that_faults_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*arguments: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    ops = make_ops(backend=Wrong())
+    ops = exact_ops(Wrong())
     ops.device = CUDA
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(check, "_difference", fails)
+    monkeypatch.setattr(choose, "_difference", fails)
     with pytest.raises(ModelError, match=r"wrong fails .*; use another --attention-backend"):
-        settle_backend(ops, [PLAIN], AttentionWish(fixed=True), print)
+        choose_backend(ops, [PLAIN], AttentionWish(), print)
 
 
 def test_varlen_attn_of_this_torch_fails_on_cpu_in_one_line(

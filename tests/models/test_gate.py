@@ -17,7 +17,12 @@ from transformers import AutoModelForCausalLM
 from penstock_shard.models import gate
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.errors import ModelError
+from penstock_shard.models.ops.torch_ops import TorchOps
 from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
+
+
+def plain_ops() -> TorchOps:
+    return TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,7 @@ def test_heads_that_cannot_be_turned_or_shared_are_refused() -> None:
 def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("mistral"))
     module.set_attn_implementation(ATTENTION_NAME)
-    specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
+    specs = TransformersModel(module, plain_ops()).layers
     gate.check_layers(module, specs, 256)
     lost = [dataclasses.replace(spec, window=None) for spec in specs]
     with pytest.raises(ModelError, match="does not get the sliding window"):
@@ -79,7 +84,7 @@ def test_a_lost_sliding_window_is_refused(model_dir: Callable[[str], Path]) -> N
 def test_a_lost_softcap_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("gemma2"))
     module.set_attn_implementation(ATTENTION_NAME)
-    specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
+    specs = TransformersModel(module, plain_ops()).layers
     gate.check_layers(module, specs, 256)
     lost = [dataclasses.replace(spec, softcap=None) for spec in specs]
     with pytest.raises(ModelError, match="do not get the softcap"):
@@ -89,7 +94,7 @@ def test_a_lost_softcap_is_refused(model_dir: Callable[[str], Path]) -> None:
 def test_a_layer_that_does_not_attend_is_refused(model_dir: Callable[[str], Path]) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir("llama"))
     module.set_attn_implementation(ATTENTION_NAME)
-    specs = TransformersModel(module, SdpaBackend(), torch.device("cpu")).layers
+    specs = TransformersModel(module, plain_ops()).layers
     with pytest.raises(ModelError, match="2 attention calls for 3 layers"):
         gate.check_layers(module, specs[:2], 256)
 

@@ -32,10 +32,12 @@ from penstock_shard.models.errors import ModelError
 from penstock_shard.models.parallel.messages import Join
 from penstock_shard.models.parallel.processes import RankPlace
 from penstock_shard.request import SamplingParams
-from penstock_shard.runner import create, prepare
+from penstock_shard.runner import create, prepare_memory
+from penstock_shard.runner import load as loading
+from penstock_shard.runner.block_count import KVShape, choose_num_blocks
 from penstock_shard.runner.create import create_runner
-from penstock_shard.runner.memory import KVShape, choose_num_blocks, extra_host_bytes
-from penstock_shard.runner.prepare import Preparation
+from penstock_shard.runner.host_memory import extra_host_bytes
+from penstock_shard.runner.prepare_memory import MemoryPreparation
 from penstock_shard.runner.sampler import SampleRow
 
 Directory = Callable[[str], Path]
@@ -155,7 +157,7 @@ def test_a_failed_load_does_not_wait_for_the_hash(
 
     monkeypatch.setattr(weights_hash, "_READ_BYTES", 100)
     monkeypatch.setattr("hashlib.blake2b", lambda **options: SlowDigest())
-    monkeypatch.setattr(create, "load_model", fail)
+    monkeypatch.setattr(loading, "load_model", fail)
     start_s = time.monotonic()
     with pytest.raises(ModelError, match="cannot be loaded"):
         load(directory)
@@ -307,20 +309,20 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
             assert len(rows) == len(logits)
             drawn.extend(row.request.sampling for row in rows)
 
-    monkeypatch.setattr(prepare, "Sampler", Draws)
+    monkeypatch.setattr(prepare_memory, "Sampler", Draws)
     sequence = make_request([1])
     steps: Any = SimpleNamespace(
         sequence=lambda length: sequence,
         run=lambda rows, wanted: torch.empty(len(wanted), 9, device="meta"),
     )
-    nothing: Any = None
     config = ShardConfig(max_num_batched_tokens=4)
-    model: Any = SimpleNamespace(device="cuda")
-    preparation = Preparation(config, model, nothing, torch.float32, 9, 4, print)
-    preparation._largest_step(steps, 4)
+    loaded: Any = SimpleNamespace(model=SimpleNamespace(device="cuda"))
+    MemoryPreparation(config, loaded, 16)._largest_step(steps, 4)
     assert any(p.top_k and p.typical_p < 1 and p.presence_penalty for p in drawn)
-    # What the drawing kernel is for.
+    # What the drawing kernels are for, of rows with logits of their own too.
     assert SamplingParams(top_p=0.9) in drawn
+    assert SamplingParams() in drawn
+    assert SamplingParams(presence_penalty=0.1) in drawn
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -340,7 +342,7 @@ def test_memory_that_work_takes_for_a_while_is_seen() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_the_process_that_started_this_one_is_not_its_own() -> None:
     code = (
-        "from penstock_shard.runner.memory import extra_host_bytes\n"
+        "from penstock_shard.runner.host_memory import extra_host_bytes\n"
         "print(extra_host_bytes(lambda: None))"
     )
     # Written to, so that it is the test's own memory while it starts the other.
@@ -351,7 +353,7 @@ def test_memory_of_the_process_that_started_this_one_is_not_its_own() -> None:
     assert int(result.stdout) < len(ballast) // 8
 
 
-@pytest.mark.parametrize("where", ["load_stack", "adapter_store", "_embedding"])
+@pytest.mark.parametrize("where", ["load_part", "adapter_store", "_embedding"])
 def test_memory_that_ends_anywhere_at_load_is_one_line(
     where: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,7 +372,7 @@ def test_memory_that_ends_while_a_rank_loads_is_one_line(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(create, "rank_device", fail)
+    monkeypatch.setattr(loading, "rank_device", fail)
     join = Join(ShardConfig(device="cpu", tensor_parallel_size=2), str(tmp_path), 0)
     nobody: Any = None
     with pytest.raises(ModelError, match=r"^out of memory at load: Tried .*--max-num-seqs"):

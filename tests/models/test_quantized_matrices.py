@@ -16,6 +16,7 @@ from models.model_steps import own_logits
 from models.quantized_maker import gptq, make_quantized, scaled
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock_shard.config import ShardConfig
@@ -31,6 +32,7 @@ from penstock_shard.models.ops.quantized import (
     Fp8Experts,
     Fp8Matrix,
     Int4Matrix,
+    captures_fp8,
     round_activations,
     round_weight,
 )
@@ -309,7 +311,12 @@ def test_int8_is_the_one_kind_for_the_cpu_kernels(named: str, model_dir: Directo
         ({"quantization": "fp8"}, (8, 6), "--quantization fp8: needs a GPU of compute capability"),
         ({"quantization": "fp8", "dtype": "float16"}, (9, 0), "bfloat16 with it, not --dtype"),
         ({"quantization": "fp8", "exact": True}, (9, 0), "its products are not exact"),
-        ({"quantization": "int4"}, (9, 0), "--quantization int4: needs torchao; install penstock"),
+        ({"quantization": "int4"}, (8, 0), "--quantization int4: needs torchao; install penstock"),
+        (
+            {"quantization": "int4"},
+            (7, 5),
+            r"int4: needs a GPU of compute capability 8\.0 or later",
+        ),
         ({"quantization": "int4", "exact": True}, (9, 0), "its products are not exact"),
     ],
 )
@@ -328,6 +335,24 @@ def test_an_fp8_checkpoint_is_computed_in_fp8_where_the_gpu_has_it(
             choose_weights(ShardConfig(**flags), config, CUDA)
     else:
         assert choose_weights(ShardConfig(**flags), config, CUDA) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "release", "captures"),
+    [
+        ((8, 9), "2.11.0+cu130", False),
+        ((8, 9), "2.12.0+cu130", True),
+        ((8, 9), "2.13.0", True),
+        ((9, 0), "2.11.0+cu130", True),
+        ((12, 0), "2.11.0+cu130", True),
+    ],
+)
+def test_products_in_fp8_are_recorded_where_torch_launches_them_on_any_stream(
+    capability: tuple[int, int], release: str, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(release))
+    assert captures_fp8(CUDA) is captures
 
 
 def test_other_checkpoints_are_not_rounded_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models.sampling_reference import sampling_request
 
+from penstock_shard.runner import sampler
 from penstock_shard.runner.base import Logprobs
 from penstock_shard.runner.sampler import Sampler, SampleRow, score_tokens
 
@@ -41,6 +42,26 @@ def test_they_are_those_of_float64(vocabulary: int, scale: float, offset: float)
         for token, value in zip(ids, values, strict=True):
             # A float32 beyond 1000 has steps of 1e-4.
             assert value == pytest.approx(float(expected[i, token]), abs=1e-4, rel=1e-6)
+
+
+def test_on_a_device_rows_begin_where_sums_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(3, 33, generator=torch.Generator().manual_seed(SEED))
+    tokens, asked = torch.tensor([0, 32, 5]), [[32, 0], [], [7]]
+    expected = token_logprobs(logits, tokens, [33, 2, 0], asked)
+    summed = torch.log_softmax
+
+    def sum_up(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        assert all(row.data_ptr() % 16 == 0 for row in rows)
+        return summed(rows, dim)
+
+    monkeypatch.setattr(torch, "log_softmax", sum_up)
+    monkeypatch.setattr(sampler, "is_host", lambda _: False)
+    for found, same in zip(
+        token_logprobs(logits, tokens, [33, 2, 0], asked), expected, strict=True
+    ):
+        assert (found.ranks, found.top_token_ids) == (same.ranks, same.top_token_ids)
+        for field in ("chosen", "top_logprobs", "requested"):
+            assert getattr(found, field) == pytest.approx(getattr(same, field), abs=1e-6)
 
 
 def test_ranks_and_best_tokens() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models.driver import load, make_request
 from support.budget import budget, seeded
-from support.compilers import VOCAB_SIZE, two_ended_compiler
+from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 
 from penstock_shard.constraints.state import MaskFiller
@@ -64,7 +64,7 @@ def _one_by_one(request: Request, logits: torch.Tensor) -> list[RowResult]:
     return results
 
 
-def _guesses(rng: random.Random, right: Sequence[int], count: int, size: int) -> list[int]:
+def _drafted(rng: random.Random, right: Sequence[int], count: int, size: int) -> list[int]:
     kept = list(right[: rng.randint(0, count)])
     return (kept + [rng.randrange(size) for _ in range(count)])[:count]
 
@@ -85,7 +85,7 @@ def test_what_is_sampled_after_drafts_is_what_is_sampled_without(name: str) -> N
         for request, results in zip(requests, expected, strict=True):
             right = [result.token_id or 0 for result in results]
             count = rng.randint(1, _LENGTH - 1)
-            drafts.append(Draft(request, _guesses(rng, right, count, vocabulary), 0, place))
+            drafts.append(Draft(request, _drafted(rng, right, count, vocabulary), 0, place))
             place += _LENGTH
         found = verify(Sampler(), torch.cat(logits), drafts)
         for draft, result, results in zip(drafts, found, expected, strict=True):
@@ -106,7 +106,7 @@ def _ending(rng: random.Random) -> dict[str, Any]:
 
 
 def _is_beginning(draft: Draft, result: RowResult, expected: Sequence[RowResult]) -> None:
-    """As many tokens as there were right guesses and one; no more than there are, nor less."""
+    """As many tokens as there were right drafts and one; no more than there are, nor less."""
     if expected[0].token_id is None:
         assert result == expected[0]
         return
@@ -140,7 +140,7 @@ def test_a_constraint_is_followed_through_drafts() -> None:
 
         expected = _one_by_one(request(), logits)
         right = [result.token_id or 0 for result in expected]
-        draft = Draft(request(), _guesses(rng, right, 6, VOCAB_SIZE), 0, 0)
+        draft = Draft(request(), _drafted(rng, right, 6, VOCAB_SIZE), 0, 0)
         (found,) = verify(Sampler(MaskFiller(VOCAB_SIZE)), logits, [draft])
         _is_beginning(draft, found, expected)
 
@@ -155,6 +155,22 @@ def test_logits_that_are_no_numbers_are_an_error_when_they_come_first() -> None:
     (result,) = verify(Sampler(), logits[1:], [Draft(request, [5], 0, 0)])
     assert result.token_id is None
     assert result.error == "the model gave no finite logits at output position 0"
+
+
+def test_where_a_constraint_leaves_nothing_behind_right_drafts_the_error_says_so() -> None:
+    constraint = Constraint("regex", "[ab]c[de]f")
+    a, c = (ids_of(two_ended_compiler(), text)[0] for text in "ac")
+    matcher = two_ended_compiler().compile(constraint)
+    sampling = {"temperature": 0.0, "allowed_token_ids": (a, c)}
+    request = _request(sampling, 0, constraint=constraint, matcher=matcher)
+    sampler = Sampler(MaskFiller(VOCAB_SIZE))
+    logits = torch.zeros(4, VOCAB_SIZE)
+    (found,) = verify(sampler, logits, [Draft(request, [a, c, c], 0, 0)])
+    assert (found.token_id, found.more_token_ids, found.error) == (a, [c], None)
+    request.token_ids += [a, c]
+    (found,) = verify(sampler, logits, [Draft(request, [], 2, 0)])
+    assert found.is_callers
+    assert found.error == "the sampling parameters leave no token to draw at output position 2"
 
 
 # ---- through the engine ----
@@ -211,7 +227,7 @@ def _generate(
 
 @pytest.mark.parametrize("max_steps_ahead", [0, 1])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_an_engine_that_guesses_gives_the_tokens_of_one_that_does_not(
+def test_an_engine_with_drafts_gives_the_tokens_of_one_without(
     family: str, max_steps_ahead: int, model_dir: Callable[[str], Path]
 ) -> None:
     loaded = load(model_dir(family), kv_blocks=40, max_model_len=200)
@@ -231,7 +247,7 @@ def test_an_engine_that_guesses_gives_the_tokens_of_one_that_does_not(
 
 
 @pytest.mark.parametrize("max_steps_ahead", [0, 1])
-def test_guesses_under_a_small_cache_give_the_same_tokens(
+def test_drafts_under_a_small_cache_give_the_same_tokens(
     max_steps_ahead: int, model_dir: Callable[[str], Path]
 ) -> None:
     loaded = load(model_dir("llama"), kv_blocks=16, max_model_len=120)

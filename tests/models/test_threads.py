@@ -7,7 +7,7 @@ import os
 import pytest
 
 from penstock_shard.runner import cgroup
-from penstock_shard.runner.create import default_threads
+from penstock_shard.runner.load import default_threads
 
 
 @pytest.mark.parametrize(

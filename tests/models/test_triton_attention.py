@@ -25,7 +25,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock_shard.models.attention import triton as backend_module
-from penstock_shard.models.attention.triton import TritonBackend
+from penstock_shard.models.attention.triton import TritonBackend, _rows_tiling, _split_tiling
 from penstock_shard.models.kernels import triton_attention, triton_layers, triton_matmul
 from penstock_shard.models.kernels.triton_attention import MOST_SPLITS, SPLIT
 
@@ -123,12 +123,35 @@ def test_splits_grow_where_there_would_be_too_many(window: int | None) -> None:
         assert torch.equal(alone[0], got[index])
 
 
+def test_where_programs_have_less_memory_tiles_are_smaller_and_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiles = {
+        card: (_rows_tiling(2, 256, 2, kilobytes << 10), _split_tiling(64, 256, 2, kilobytes << 10))
+        for card, kilobytes in (("H100", 227), ("A100", 163), ("L4", 99))
+    }
+    sizes = {
+        card: [(2 * rows.queries, rows.keys), (64 * split.queries, split.keys)]
+        for card, (rows, split) in tiles.items()
+    }
+    assert sizes == {
+        "H100": [(128, 64), (64, 32)],
+        "A100": [(128, 32), (64, 32)],
+        "L4": [(64, 32), (64, 16)],
+    }
+    monkeypatch.setattr(backend_module, "shared_bytes", lambda device: 99 << 10)
+    sequences = Sequences(LayerSpec(0, 2, 1, 256, 256, 0.06), [70], torch.float16)
+    for rows in ([(0, 0, 70)], [(0, 69, 1)]):
+        got, want = (sequences.attend(b, rows) for b in (TritonBackend(), SdpaBackend()))
+        torch.testing.assert_close(got[0], want[0], atol=2e-3, rtol=2e-3)
+
+
 def test_heads_and_numbers_that_are_not_served_are_refused() -> None:
     backend = TritonBackend()
     refusal = backend.refusal(LayerSpec(0, 1, 1, 320, 16, 1.0), torch.bfloat16)
     assert refusal == "serves heads of at most 256, not 320"
     refusal = backend.refusal(LayerSpec(0, 1, 1, 16, 16, 1.0), torch.float64)
-    assert refusal == "serves float32, float16 and bfloat16, not torch.float64"
+    assert refusal == "serves float32, float16 and bfloat16, not float64"
 
 
 @pytest.mark.parametrize("module", [triton_attention, triton_layers, triton_matmul])

@@ -10,18 +10,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.budget import budget
 
 from penstock_shard.models import kernels
 
+# Where nothing is kept of an earlier run, each takes about a minute.
+CAPABILITIES = ("90", "80", "89", "100", "120")[: budget(1, 5)]
 KERNELS = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
-def test_all_that_the_ops_launch_compiles_for_a_card() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_all_that_the_ops_launch_compiles_for_a_card_and_fits_into_it(capability: str) -> None:
     script = Path(__file__).with_name("compile_launches.py")
     # Other tests have the interpreter run them.
     env = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(script), capability]
     found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert found.returncode == 0, found.stdout + found.stderr[-2000:]
 

@@ -42,7 +42,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from penstock_shard.models.attention.triton import TritonBackend
 from penstock_shard.models.kernels import triton_layers, triton_quantize
-from penstock_shard.models.kernels.triton_draw import draw_unsettled
+from penstock_shard.models.kernels.triton_draw import draw_by_id, draw_unsettled
 from penstock_shard.models.kernels.triton_layers import combine_rows
 from penstock_shard.models.kernels.triton_matmul import fixed_linear, grouped_linear
 from penstock_shard.models.ops.triton_ops import FixedMatrix, TritonOps
@@ -235,6 +235,11 @@ def next_id(*arguments: Tensor) -> None:
     arguments[-1][0] += 1
 
 
+def without_floor(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Tensor:
+    settings[:, 2] = 0
+    return draw_by_id(logits, best, settings, one)
+
+
 def best_first(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
     return combine_rows(rows, places, weights.flip(1), out)
 
@@ -255,6 +260,7 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor]:
         ("kernels.triton_quantize.round_rows", twice, "rounding"),
         ("kernels.triton_draw.draw_unsettled", settled_too, "drawing"),
         ("kernels.triton_draw.draw_unsettled", next_id, "drawing"),
+        ("kernels.triton_draw.draw_by_id", without_floor, "drawing by id"),
     ],
 )
 def test_the_check_finds_any_kernel_that_is_wrong(

@@ -78,10 +78,16 @@ def test_a_row_has_the_same_bits_among_any_others() -> None:
         assert torch.equal(found, by_expert[0])
 
 
+# Bytes of shared memory for one program: of an H100, an A100 and an L4.
+@pytest.mark.parametrize("shared", [227 << 10, 163 << 10, 99 << 10])
 @pytest.mark.parametrize("columns", [1024, 4096, 6144, 28672, 128256])
-def test_a_weight_has_tiles_of_one_width_for_any_number_of_rows(columns: int) -> None:
-    few, many = (tiling(columns, 4096, 2, rows=rows) for rows in (64, 128))
+def test_a_weight_has_tiles_of_one_width_for_any_number_of_rows_and_on_any_card(
+    columns: int, shared: int
+) -> None:
+    few, many = (tiling(columns, 4096, 2, shared, rows=rows) for rows in (64, 128))
     assert (few.columns, few.depth) == (many.columns, many.depth)
     for tile in (few, many):
-        shared = (tile.rows + tile.columns) * tile.depth * 2 * tile.num_stages
-        assert shared <= 227 * 1024
+        assert (tile.rows + tile.columns) * tile.depth * 2 * tile.num_stages <= shared
+        assert tile.num_stages > 1
+        there = tiling(columns, 4096, 2, 227 << 10, rows=tile.rows)
+        assert (tile.columns, tile.depth) == (there.columns, there.depth)

@@ -53,7 +53,7 @@ class CausalModel(Protocol):
         adapters: Tensor | None = None,
     ) -> Forwarded:
         """input_ids and positions int64 [T]; logit_rows int64 [N] and hidden_rows int64 [M], each
-        rising, into T. Where N is T the rows are all in order. `adapters` int64 [T] names the slot
+        rising, into T. Where N is T the rows are all in order. `adapters` int64 [T] names the index
         of each token's adapter, 0 for none; None where no token has any.
         """
 

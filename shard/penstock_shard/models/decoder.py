@@ -52,7 +52,6 @@ class Decoder:
     ) -> None:
         """`ropes` has a table for each of the spec's rope types."""
         self.device = ops.device
-        self.backend = ops.backend
         self._spec = spec
         self._ops = ops
         self._weights = weights
@@ -96,7 +95,7 @@ class Decoder:
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._caches = {}
         for layer in self._running:
-            self._caches[layer.spec.index] = self.backend.make_cache(
+            self._caches[layer.spec.index] = self._ops.backend.make_cache(
                 layer.spec, num_blocks, block_size, dtype, self.device
             )
 
@@ -177,7 +176,7 @@ class Decoder:
             weights.head_norm,
             scratch.query,
         )
-        attended = self.backend.attend(
+        attended = ops.backend.attend(
             cache, query, batch, scale=spec.scale, window=spec.window, softcap=spec.softcap
         )
         return attended.view(len(stream), -1)

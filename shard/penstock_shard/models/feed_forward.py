@@ -6,6 +6,7 @@ attention or the residual stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,14 +23,20 @@ class Linear:
     matrix: Matrix
     bias: Tensor | None
     delta: Delta | None = None
+    # Where this process has some of the matrix's columns: adds up what all processes give.
+    add_up: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, out: Tensor | None = None, adapters: TokenAdapters | None = None
     ) -> Tensor:
-        product = self.matrix.linear(x, self.bias, out)
+        # A bias is added once, to the sum, and not by every process.
+        product = self.matrix.linear(x, self.bias if self.add_up is None else None, out)
         if adapters is not None and self.delta is not None:
             self.delta.add(x, product, adapters)
-        return product
+        if self.add_up is None:
+            return product
+        product = self.add_up(product)
+        return product if self.bias is None else product.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)

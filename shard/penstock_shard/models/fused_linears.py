@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock_shard.models.ops.base import Matrix, Ops
-from penstock_shard.models.weight_stands import WeightStand, product
+from penstock_shard.models.weight_proxies import WeightProxy, product
 
 # Children of one module that get the same input, where a model has them all.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -152,7 +152,7 @@ def _joined(biases: Sequence[Tensor | None], ops: Ops) -> Tensor | None:
     return torch.cat(found) if found else None
 
 
-class FusedPart(WeightStand):
+class FusedPart(WeightProxy):
     """In the place of one layer's weight [N, K]."""
 
     def __init__(self, fused: FusedProduct, index: int, linear: nn.Linear, ops: Ops) -> None:

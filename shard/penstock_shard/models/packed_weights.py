@@ -24,7 +24,7 @@ from penstock_shard.models.embedding import Embedding
 from penstock_shard.models.errors import ModelError, cannot_hold
 from penstock_shard.models.fused_linears import Siblings, find_siblings, put_in_place
 from penstock_shard.models.ops.base import Matrix, Ops
-from penstock_shard.models.weight_stands import WeightStand, product
+from penstock_shard.models.weight_proxies import WeightProxy, product
 
 _REPORT_S = 3.0
 # Names of the small products that choose experts: rounding them would change the choice.
@@ -46,7 +46,7 @@ _SMALLEST = 2.0**-25
 _ROWS = 1024
 
 
-class PackedWeight(WeightStand):
+class PackedWeight(WeightProxy):
     """A matrix [N, K] in the place of a weight; `transposed` if the weight was [K, N]."""
 
     def __init__(self, matrix: Matrix, ops: Ops, *, transposed: bool) -> None:
@@ -57,7 +57,7 @@ class PackedWeight(WeightStand):
         self.transposed = transposed
 
 
-class PackedStack(WeightStand):
+class PackedStack(WeightProxy):
     """The weights of several experts in the place of one tensor."""
 
     def __init__(self, weights: list[PackedWeight], ops: Ops) -> None:
@@ -69,7 +69,7 @@ class PackedStack(WeightStand):
         return self._weights[int(index)]
 
 
-class PackedTable(WeightStand):
+class PackedTable(WeightProxy):
     """An embedding table."""
 
     def __init__(self, embedding: Embedding, ops: Ops) -> None:
@@ -201,7 +201,7 @@ def _is_router(name: str, holder: nn.Module) -> bool:
     )
 
 
-def _packed(holder: nn.Module, weight: Tensor, ops: Ops, *, exact: bool) -> WeightStand:
+def _packed(holder: nn.Module, weight: Tensor, ops: Ops, *, exact: bool) -> WeightProxy:
     if isinstance(holder, nn.Embedding):
         return PackedTable(Embedding(weight, ops), ops)
     if weight.dim() == 3:

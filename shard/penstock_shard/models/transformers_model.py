@@ -20,14 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from penstock_shard.models.attention.base import (
-    AttentionBackend,
-    AttentionBatch,
-    LayerCache,
-    LayerSpec,
-)
+from penstock_shard.models.attention.base import AttentionBatch, LayerCache, LayerSpec
 from penstock_shard.models.base import Forwarded
 from penstock_shard.models.lora import TokenAdapters
+from penstock_shard.models.ops.base import Ops
 
 ATTENTION_NAME = "penstock"
 
@@ -102,13 +98,13 @@ AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 class TransformersModel:
     """A `CausalModel`; see `penstock_shard.models.base`."""
 
-    def __init__(
-        self, module: PreTrainedModel, backend: AttentionBackend, device: torch.device
-    ) -> None:
-        """Take over a loaded module; its attention implementation must be `ATTENTION_NAME`."""
+    def __init__(self, module: PreTrainedModel, ops: Ops) -> None:
+        """Take over a loaded module; its attention implementation must be `ATTENTION_NAME`. It
+        attends with the backend that the ops have when it is called.
+        """
         self.module = module
-        self.backend = backend
-        self.device = device
+        self.device = ops.device
+        self._ops = ops
         # Of the forward in progress, for what adapters add to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
@@ -144,7 +140,7 @@ class TransformersModel:
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._caches = {}
         for spec in self._layers:
-            self._caches[spec.index] = self.backend.make_cache(
+            self._caches[spec.index] = self._ops.backend.make_cache(
                 spec, num_blocks, block_size, dtype, self.device
             )
 
@@ -179,11 +175,12 @@ class TransformersModel:
         adapters: Tensor | None = None,
     ) -> Forwarded:
         self.token_adapters = None if adapters is None else TokenAdapters(adapters)
+        backend = self._ops.backend
 
         def attend(call: AttentionCall) -> Tensor:
             cache = self._caches[call.layer_index]
-            self.backend.write(cache, call.key, call.value, batch.slots)
-            return self.backend.attend(
+            backend.write(cache, call.key, call.value, batch.slots)
+            return backend.attend(
                 cache,
                 call.query,
                 batch,
@@ -232,7 +229,7 @@ class TransformersModel:
         between threads, and compute the ends of the pieces with other instructions.
         """
         before = torch.get_num_threads()
-        if self.backend.name == "cpu":
+        if self._ops.backend.name == "cpu":
             torch.set_num_threads(1)
         try:
             yield

@@ -33,6 +33,8 @@ def read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path}: is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: is nested too deeply") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object")
     return value

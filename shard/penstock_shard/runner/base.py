@@ -25,9 +25,9 @@ class ScheduledRequest:
     another would get a token. The first `num_prompt_logprobs` of its tokens predict prompt tokens
     whose log-probabilities are wanted.
 
-    With `drafts` the row computes its last known token and these, which are guesses at those that
+    With `drafts` the row computes its last known token and these, which are drafts of those that
     follow: after each of them a token is sampled as ever, for as long as what was sampled is what
-    was guessed and does not end the sequence. So it gives 1 to `count` tokens, and nothing may be
+    was drafted and does not end the sequence. So it gives 1 to `count` tokens, and nothing may be
     launched for its request until it is collected.
     """
 
@@ -151,7 +151,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """An adapter that fits the model and can be put into a slot; `weights` are the store's."""
+    """An adapter that fits the model and can be put in place; `weights` are the store's."""
 
     content_hash: str
     rank: int
@@ -159,7 +159,7 @@ class ReadAdapter:
 
 
 class AdapterStore(Protocol):
-    """Where a runner keeps adapters: slots from 1 on, which its caller gives out."""
+    """Where a runner keeps adapters: under indices from 1 on, which its caller gives out."""
 
     def read(self, source: str) -> ReadAdapter:
         """Find, read and check an adapter: slow, and in any thread.
@@ -168,11 +168,11 @@ class AdapterStore(Protocol):
             ModelError: one line that says what is wrong with it.
         """
 
-    def place(self, slot: int, adapter: ReadAdapter) -> None:
-        """Put it into a slot that no request has."""
+    def place(self, index: int, adapter: ReadAdapter) -> None:
+        """Under an index that no request has."""
 
-    def drop(self, slot: int) -> None:
-        """Empty a slot that no request has any more."""
+    def drop(self, index: int) -> None:
+        """That of an index which no request has any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""What a runner does with its device beside computing: copies that nobody waits for, and memory
-that is given back.
+"""Between a runner's host and its device: copies that nobody waits for.
 
 On cpu there is nothing to copy, and all is over when it returns.
 """
@@ -55,12 +54,6 @@ def mark(device: torch.device) -> Callable[[], None]:
     event.record()
     wait: Callable[[], None] = event.synchronize
     return wait
-
-
-def empty_caches(device: torch.device) -> None:
-    """Give back what torch keeps for later."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _come_already() -> None:

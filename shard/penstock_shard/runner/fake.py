@@ -101,10 +101,10 @@ class FakeAdapters:
         files = read_adapter_files(self._find(source))
         return ReadAdapter(files.content_hash, files.rank)
 
-    def place(self, slot: int, adapter: ReadAdapter) -> None:
+    def place(self, index: int, adapter: ReadAdapter) -> None:
         """Nothing is kept."""
 
-    def drop(self, slot: int) -> None:
+    def drop(self, index: int) -> None:
         """Nothing is kept."""
 
 
@@ -177,15 +177,15 @@ class FakeRunner:
         return result
 
     def _sample_after(self, row: ScheduledRequest, result: RowResult) -> None:
-        """A token after each guess, as long as what was sampled is what was guessed."""
+        """A token after each draft, as long as what was sampled is what was drafted."""
         request, more = row.request, list[int]()
         num_known = len(request.token_ids)
         token_id = result.token_id
         # While the next one is looked for, those before it stand among the request's own.
-        for guess in row.drafts:
-            if token_id != guess or request.ends_with(guess):
+        for drafted in row.drafts:
+            if token_id != drafted or request.ends_with(drafted):
                 break
-            request.token_ids.append(guess)
+            request.token_ids.append(drafted)
             following = RowResult()
             self._sample(request, len(request.token_ids), following)
             token_id = following.token_id

@@ -1,5 +1,5 @@
-"""Choice of the attention backend. Knows which exist and in what order they are preferred, not how
-they work.
+"""The attention backends there are, the best first. Knows how each is made and what it is called,
+not how they work; which one a model gets is decided in `choose`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def candidates(name: str, device: torch.device) -> tuple[Candidate, ...]:
     return tuple(candidate for candidate in _ALL if candidate.name == name)
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The first candidate that can be made here. Whether it serves a model is found out later.
+def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The first candidate that can be made here, whatever layers it serves.
 
-    Raises ModelError where the one asked for cannot be had.
+    Raises ModelError where there is none.
     """
     reason = "there is no such backend"
     for candidate in candidates(name, device):

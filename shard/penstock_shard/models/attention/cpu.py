@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.kernels.cpu import KEY_TILE, CpuKernels, KvCache, make_cache
 
 
@@ -24,7 +25,7 @@ class CpuBackend:
         self._kernels = kernels
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        return None if dtype is torch.float32 else f"computes in float32, not {dtype}"
+        return None if dtype is torch.float32 else f"computes in float32, not {dtype_name(dtype)}"
 
     def make_cache(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, NotHere, Unusable
 from penstock_shard.models.attention.library import LibraryBackend, serves
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.errors import first_line
 
 _OLDEST = (2, 8)
@@ -192,7 +193,8 @@ def _import(name: str, remedy: str) -> ModuleType:
 
 def _check_dtype(dtype: torch.dtype) -> None:
     if not serves(dtype):
-        raise NotHere(f"flash_attn serves float16 and bfloat16, not {dtype}; change --dtype")
+        name = dtype_name(dtype)
+        raise NotHere(f"flash_attn serves float16 and bfloat16, not {name}; change --dtype")
 
 
 def _sides(left: int) -> tuple[int, int]:

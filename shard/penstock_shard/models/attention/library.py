@@ -16,6 +16,7 @@ from penstock_shard.models.attention.base import (
     LayerSpec,
     PairBackend,
 )
+from penstock_shard.models.dtypes import dtype_name
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -33,7 +34,7 @@ class LibraryBackend(PairBackend, ABC):
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         """What none of the libraries serves."""
         if dtype not in _HALF:
-            return f"serves float16 and bfloat16, not {dtype}"
+            return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.has_sinks:
             return "does not know attention sinks"
         for size in (spec.head_dim, spec.head_dim_v):

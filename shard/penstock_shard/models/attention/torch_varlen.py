@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, NotHere
 from penstock_shard.models.attention.library import LibraryBackend, serves
+from penstock_shard.models.dtypes import dtype_name
 
 _NEEDED = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table"}
 
@@ -109,5 +110,6 @@ def make_torch_varlen(device: torch.device, dtype: torch.dtype) -> TorchVarlen:
             f"varlen_attn of torch {torch.__version__} takes no block table; torch 2.13 does"
         )
     if not serves(dtype):
-        raise NotHere(f"varlen_attn serves float16 and bfloat16, not {dtype}; change --dtype")
+        name = dtype_name(dtype)
+        raise NotHere(f"varlen_attn serves float16 and bfloat16, not {name}; change --dtype")
     return TorchVarlen(varlen_attn)

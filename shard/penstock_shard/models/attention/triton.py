@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, PairBackend
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.kernels.triton_attention import (
     MOST_SPLITS,
     SPLIT,
@@ -24,6 +25,7 @@ from penstock_shard.models.kernels.triton_attention import (
     rows_kernel,
     split_kernel,
 )
+from penstock_shard.models.kernels.triton_device import shared_bytes
 from penstock_shard.models.kernels.triton_layers import write_cache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +48,7 @@ class TritonBackend(PairBackend):
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         if dtype not in _DTYPES:
-            return f"serves float32, float16 and bfloat16, not {dtype}"
+            return f"serves float32, float16 and bfloat16, not {dtype_name(dtype)}"
         size = max(spec.head_dim, spec.head_dim_v)
         return f"serves heads of at most 256, not {size}" if size > 256 else None
 
@@ -96,24 +98,36 @@ class _Tiling:
 
 
 @functools.cache
-def _split_tiling(group: int, padded: int, itemsize: int) -> _Tiling:
+def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
     """As few rows as a product takes: what counts is how fast keys come, so two tiles of them and
-    of values, 32 kB each, are on their way, and their places in memory are known before.
+    of values, 32 kB each, are on their way, and their places in memory are known before. Smaller
+    ones where the device has no more than `shared` bytes for a program.
     """
     rows = max(16, group)
     if itemsize == 4:
         return _Tiling(rows // group, 16, 8, 2)
-    return _Tiling(rows // group, 64 if padded <= 128 else 32, 4 if rows < 64 else 8, 5)
+    keys = 64 if padded <= 128 else 32
+    # Queries, those tiles, and the weights between them.
+    while keys > 16 and ((rows + 4 * keys) * padded + rows * keys) * itemsize > shared:
+        keys //= 2
+    return _Tiling(rows // group, keys, 4 if rows < 64 else 8, 5)
 
 
 @functools.cache
-def _rows_tiling(group: int, padded: int, itemsize: int) -> _Tiling:
-    """As many rows as registers hold: what counts is how often keys are read."""
+def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
+    """As many rows as registers hold, and fit into `shared` bytes beside keys and values: what
+    counts is how often those are read.
+    """
     if itemsize == 4:
         rows = max(32, group)
         return _Tiling(rows // group, 32 if padded <= 128 else 16, 8, 1)
-    rows = max(128, group)
-    return _Tiling(rows // group, 64, 8, 3 if padded <= 128 else 2)
+    rows, keys = max(128, group), 64
+    # Two tiles of keys and of values.
+    if (rows + 4 * keys) * padded * itemsize > shared:
+        keys = 32
+    if (rows + 4 * keys) * padded * itemsize > shared:
+        rows = max(64, group)
+    return _Tiling(rows // group, keys, 8 if rows >= 128 else 4, 3 if padded <= 128 else 2)
 
 
 class _Call:
@@ -212,8 +226,10 @@ class _Call:
             num_warps=1 if self._padded_v <= 128 else 2,
         )
 
-    def _tiled_by(self) -> tuple[int, int, int]:
-        return self._group, max(self._padded, self._padded_v), self._query.element_size()
+    def _tiled_by(self) -> tuple[int, int, int, int]:
+        padded = max(self._padded, self._padded_v)
+        shared = shared_bytes(self._query.device)
+        return self._group, padded, self._query.element_size(), shared
 
     def _inputs(self) -> tuple[Tensor, ...]:
         batch = self._batch

@@ -1,4 +1,4 @@
-"""Objects that stand where modelling code has a weight, and compute what torch is asked of it.
+"""Objects in the places of weights in modelling code: they compute what torch is asked of these.
 
 torch hands a call on such an object to the object (its `__torch_function__` protocol). So nothing
 of the modules is rewritten, and a use of a weight that is not foreseen fails instead of going
@@ -16,10 +16,10 @@ from torch import Tensor
 from penstock_shard.models.ops.base import Matrix
 
 
-class WeightStand:
-    """What all stands share: they look like a parameter in the dtype of activations."""
+class WeightProxy:
+    """What all proxies share: they look like a parameter in the dtype of activations."""
 
-    # Functions of torch that a kind of stand takes part in, and what is computed instead.
+    # Functions of torch that a kind of proxy takes part in, and what is computed instead.
     handlers: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
 
     is_meta = False

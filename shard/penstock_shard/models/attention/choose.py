@@ -21,6 +21,7 @@ from penstock_shard.models.attention.base import (
 )
 from penstock_shard.models.attention.sdpa import SdpaBackend
 from penstock_shard.models.attention.trial import make_trial
+from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.errors import (
     ModelError,
     device_failures,
@@ -46,15 +47,13 @@ class AttentionWish:
     # Of cached keys and values; None is that of activations.
     kv_dtype: torch.dtype | None = None
     block_size: int | None = None
-    # The ops were made with the one backend that will do.
-    fixed: bool = False
 
 
-def settle_backend(
+def choose_backend(
     ops: Ops, layers: Sequence[LayerSpec], wish: AttentionWish, progress: Callable[[str], None]
-) -> None:
-    """Give the ops the best backend that serves all layers. What was passed over for a reason is
-    said in one line of progress, with the reason.
+) -> AttentionBackend:
+    """The best backend that serves all layers. What was passed over for a reason is said in one
+    line of progress, with the reason.
 
     Raises ModelError where none of those that the flags leave will do.
     """
@@ -62,10 +61,9 @@ def settle_backend(
     for backend in _backends(ops, wish, reasons):
         reason = _fault(backend, ops, _kinds(layers), wish)
         if reason is None:
-            ops.backend = backend
             if reasons:
                 progress(f"attention backend {title(backend)}, because {'; '.join(reasons)}")
-            return
+            return backend
         reasons.append(f"{title(backend)} {reason}")
     flag = "" if wish.backend == "auto" else f"--attention-backend {wish.backend}: "
     raise ModelError(f"{flag}{'; '.join(reasons)}; use --attention-backend sdpa")
@@ -73,7 +71,8 @@ def settle_backend(
 
 def _backends(ops: Ops, wish: AttentionWish, reasons: list[str]) -> Iterator[AttentionBackend]:
     """Those to try. Why one cannot be made is added to the reasons."""
-    if wish.fixed or ops.backend.name == "cpu":
+    if ops.exact:
+        # They come with the one backend that is exact too.
         yield ops.backend
         return
     for candidate in candidates(wish.backend, ops.device):
@@ -108,7 +107,7 @@ def _fault(
         return None
     kv_dtype = wish.kv_dtype or ops.dtype
     if kv_dtype is not ops.dtype and backend.name not in READS_ANY_CACHE:
-        return f"keeps keys and values as {ops.dtype}, not {kv_dtype}"
+        return f"keeps keys and values as {dtype_name(ops.dtype)}, not {dtype_name(kv_dtype)}"
     block_size = wish.block_size or backend.block_multiple
     if block_size % backend.block_multiple:
         return f"needs --block-size to be a multiple of {backend.block_multiple}, not {block_size}"

@@ -1,0 +1,160 @@
+"""A model directory -> a loaded model, or one rank's part of it: the same on every rank.
+
+Knows in which order it is decided what computes a model, and how far the flags may stretch it.
+Knows nothing of checks, of memory for keys and values, or of steps.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models import gate
+from penstock_shard.models.attention.choose import AttentionWish
+from penstock_shard.models.base import CausalModel
+from penstock_shard.models.cuda_graphs import GraphedModel
+from penstock_shard.models.decoder import Decoder
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.load import ModelFiles, load_model
+from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.models.ops.base import Ops
+from penstock_shard.models.ops.choose import choose_ops, kv_dtype
+from penstock_shard.models.ops.quantized import captures_fp8
+from penstock_shard.models.parallel.ranks import Ranks
+from penstock_shard.models.transformers_loader import load_config, resolve_device
+from penstock_shard.runner import cgroup
+from penstock_shard.runner.adapters import open_bank
+
+
+def load_part(
+    config: ShardConfig, model_dir: Path, ranks: Ranks | None, progress: Callable[[str], None]
+) -> LoadedModel:
+    """Load the model of a directory, or of several ranks this one's part of it.
+
+    Raises ModelError if it cannot be loaded or would be served wrongly.
+    """
+    device = resolve_device(config.device)
+    hf_config = load_config(model_dir, trust_remote_code=config.trust_remote_code)
+    max_model_len = _max_model_len(config, hf_config)
+    gate.check_config(hf_config, max_model_len)
+    ops = choose_ops(config, hf_config, device, progress)
+    cached_as = kv_dtype(config, ops)
+    num_beside = config.tensor_parallel_size // config.nnodes
+    threads = config.threads or max(1, default_threads() // num_beside)
+    ops.set_threads(threads)
+    name = gate.architecture_of(hf_config)
+    progress(f"loading {name}, weights in {ops.weights}, on {device}")
+    dummy = config.load_format == "dummy"
+    files = ModelFiles(model_dir, hf_config, max_model_len, config.trust_remote_code, dummy)
+    wish = AttentionWish(config.attention_backend, cached_as, config.block_size)
+    loaded = load_model(files, ops, progress, wish, ranks)
+    part = loaded.model
+    if ranks is not None:
+        # Where products have the same bits in any batch, so have sums then.
+        ranks.in_order = ops.exact
+    # Before anything is measured: places for adapters take memory.
+    bank = open_bank(config, loaded, ops, progress)
+    graphs = _graphs(config, part, ops, max_model_len, progress)
+    return LoadedModel(
+        part=part,
+        bank=bank,
+        check=loaded.check,
+        model=graphs or part,
+        graphs=graphs,
+        ops=ops,
+        kv_dtype=cached_as,
+        hf_config=hf_config,
+        max_model_len=max_model_len,
+        threads=threads,
+    )
+
+
+def _graphs(
+    config: ShardConfig,
+    part: CausalModel,
+    ops: Ops,
+    max_model_len: int,
+    progress: Callable[[str], None],
+) -> GraphedModel | None:
+    """The part as one whose decodes may be recorded; None where they cannot be or must not."""
+    if part.device.type != "cuda" or config.enforce_eager or not ops.backend.capturable:
+        return None
+    if isinstance(part, Decoder) and not part.capturable:
+        progress("CUDA graphs: none, experts are multiplied one after the other")
+        return None
+    if ops.weights == "fp8" and not captures_fp8(part.device):
+        progress("CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU")
+        return None
+    # Steps with drafts have as many rows there as they have logits.
+    return GraphedModel(
+        part, config.max_step_logits, max_model_len, serves_adapters=config.serves_adapters
+    )
+
+
+def rank_device(config: ShardConfig, index: int) -> torch.device:
+    """The device of the rank with this index on its machine, which becomes the one torch uses.
+
+    Raises ModelError if there are too few.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        needed, found = config.tensor_parallel_size // config.nnodes, torch.cuda.device_count()
+        if needed > found:
+            raise ModelError(
+                f"--tensor-parallel-size {config.tensor_parallel_size}: torch finds {found} CUDA "
+                f"devices here, and {needed} are needed"
+            )
+        torch.cuda.set_device(index)
+        device = torch.device("cuda", index)
+    return device
+
+
+def default_threads() -> int:
+    """Compute threads on cpu: all cores this process may use but one. A quota of its control group
+    counts as so many cores: threads beyond it would use it up early and then all stand still.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = cgroup.cpu_quota()
+    if quota is not None:
+        cores = min(cores, math.floor(quota))
+    return max(1, cores - 1)
+
+
+def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
+    """--max-model-len, or the positions the model states. Raises ModelError beyond what it has."""
+    text = hf_config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
+    positions = next((value for n in names if (value := getattr(text, n, None) or 0) > 0), None)
+    if config.max_model_len is None:
+        if positions is None:
+            raise ModelError(
+                f"{gate.architecture_of(hf_config)} states no longest context; give --max-model-len"
+            )
+        return int(positions)
+    if positions is not None:
+        positions = max(int(positions), _yarn_positions(text))
+        if config.max_model_len > positions:
+            raise ModelError(
+                f"--max-model-len {config.max_model_len}: the model has {positions} positions"
+            )
+    return config.max_model_len
+
+
+def _yarn_positions(text: PreTrainedConfig) -> int:
+    """How far YaRN stretches the original context (Peng et al., 2023), 0 without it. A model may
+    state its unstretched context as max_position_embeddings, as Qwen2.5 is documented.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "yarn" or not original or not rope.get("factor"):
+        return 0
+    return int(original * rope["factor"])

@@ -1,0 +1,126 @@
+"""Memory for keys and values of a loaded model: what the largest step leaves, measured and taken.
+
+Knows what the largest step is, and that each rank has a device of its own. Knows nothing of how
+memory is measured, nor of how many blocks are worth having.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.models.device_memory import PeakMemory, free_bytes
+from penstock_shard.models.errors import ModelError, is_out_of_memory
+from penstock_shard.models.loaded_model import LoadedModel
+from penstock_shard.models.parallel.mirrored import MirroredModel
+from penstock_shard.request import SamplingParams
+from penstock_shard.runner.block_count import KVShape, choose_num_blocks, no_room
+from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
+from penstock_shard.runner.sampler import Sampler, SampleRow
+from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
+
+_COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
+# What has a way of its own on a device, with kernels of ours, which are compiled then: from the
+# model's logits, and from those that a row has for itself.
+_BY_KERNELS = (SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(presence_penalty=0.1))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPreparation:
+    """Gives a model its cache."""
+
+    config: ShardConfig
+    loaded: LoadedModel
+    block_size: int
+
+    def allocate(self, graph_bytes: int | None) -> int:
+        """Take what the largest step leaves, and graphs if there are to be any, which have a block
+        besides; the number of blocks.
+
+        Raises ModelError if there is too little.
+        """
+        model = self.loaded.model
+        bytes_per_token = sum(layer.elements_per_token for layer in model.layers)
+        shape = KVShape(
+            block_size=self.block_size,
+            block_bytes=self.block_size * bytes_per_token * self.loaded.kv_dtype.itemsize,
+            max_model_len=self.loaded.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+        )
+        num_spare = 0 if graph_bytes is None else 1
+        free = self._least_free_bytes() - (graph_bytes or 0) - num_spare * shape.block_bytes
+        num_blocks = choose_num_blocks(shape, self.config, free, self._on_cpu)
+        try:
+            model.allocate(num_blocks + num_spare, self.block_size, self.loaded.kv_dtype)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            flag = "--kv-blocks, --kv-memory or --gpu-memory-utilization"
+            raise ModelError(no_room(shape, num_blocks, free, flag)) from error
+        return num_blocks
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.loaded.model.device.type == "cpu"
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step."""
+        return self.config.batched_tokens(str(self.loaded.model.device))
+
+    def _least_free_bytes(self) -> int:
+        """Over all ranks: what keys and values may take on each."""
+        model = self.loaded.model
+        if not isinstance(model, MirroredModel):
+            return self._free_bytes()
+        model.watch_memory()
+        return model.least_free(self._free_bytes(), self.config.gpu_memory_utilization)
+
+    def _free_bytes(self) -> int:
+        """What keys and values may take here, found by running the largest step once."""
+        loaded = self.loaded
+        length = min(self._most_tokens, loaded.max_model_len)
+        # Each row writes the same blocks: only the size of the step matters here.
+        num_blocks = -(-length // self.block_size)
+        args = (loaded.vocab_size, self.block_size, num_blocks, loaded.kv_dtype)
+        try:
+            with loaded.model.shortened(), trial_steps(loaded.model, *args) as steps:
+                if self._on_cpu:
+                    extra = extra_host_bytes(lambda: self._largest_step(steps, length))
+                    return free_host_bytes() - extra
+                peak = PeakMemory(loaded.model.device)
+                self._largest_step(steps, length)
+                extra = peak.extra_bytes()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"a step of {self._most_tokens} tokens does not fit into memory beside the "
+                "weights; lower --max-num-batched-tokens or --max-num-seqs"
+            ) from error
+        return free_bytes(loaded.model.device, self.config.gpu_memory_utilization) - extra
+
+    def _largest_step(self, steps: TrialSteps, length: int) -> None:
+        """The most tokens a step may have, and the most rows of logits, with what the sampler makes
+        of them.
+        """
+        tokens = self._most_tokens
+        sequence = steps.sequence(length)
+        # Where places for adapters are set aside, a step with any computes all of them.
+        sequence.adapter_index = 1 if self.config.serves_adapters else 0
+        rows: list[Row] = [(sequence, 0, length)] * (tokens // length)
+        if tokens % length:
+            rows.append((sequence, 0, tokens % length))
+        logits = steps.run(rows, range(min(self.config.max_step_logits, tokens)))
+        if logits.device.type == "cpu":
+            torch.softmax(logits, dim=-1, dtype=torch.float64)
+            return
+        # Each row with penalties, all filters and log-probabilities; then with less.
+        for sampling in (_COSTLY, *_BY_KERNELS):
+            requests = [
+                dataclasses.replace(sequence, sampling=sampling, logprobs=1) for _ in logits
+            ]
+            Sampler().sample(logits, [SampleRow(request, 0) for request in requests])
