@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 
-_MAX_NAME_CHARACTERS = 256
+from penstock_proto.bounds import MAX_ADAPTER_NAME_CHARACTERS
+
 _MAX_LORAS = 256
 _MAX_RANK = 512
 
@@ -51,17 +52,12 @@ def check_adapter_flags(parser: argparse.ArgumentParser, args: argparse.Namespac
             parser.error(f"--lora {name[:80]}: {reason}")
     if len(names) > args.max_loras:
         parser.error(f"--lora: {len(names)} adapters are over --max-loras {args.max_loras}")
-    if (args.lora or args.enable_lora) and args.tensor_parallel_size > 1:
-        parser.error(
-            "--lora: adapters are not served with --tensor-parallel-size "
-            f"{args.tensor_parallel_size}; start shards of one device each"
-        )
 
 
 def name_refusal(name: str, model_names: Collection[str]) -> str:
     """Why an adapter cannot have this name; empty where it can."""
-    if not 1 <= len(name) <= _MAX_NAME_CHARACTERS:
-        return f"a name has 1..{_MAX_NAME_CHARACTERS} characters"
+    if not 1 <= len(name) <= MAX_ADAPTER_NAME_CHARACTERS:
+        return f"a name has 1..{MAX_ADAPTER_NAME_CHARACTERS} characters"
     if not name.isprintable() or name != name.strip():
         return "a name has no control characters, and no space around it"
     if name in model_names:

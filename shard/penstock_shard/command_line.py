@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 
 from penstock_proto.flags import OneLineParser, add_api_key, add_observing_flags, tracing_of
 from penstock_proto.tls import TlsFilesUnusable, check_server_files
@@ -14,7 +15,7 @@ from penstock_shard.adapter_flags import add_adapter_flags, check_adapter_flags
 from penstock_shard.config import ShardConfig
 from penstock_shard.parallel_flags import add_parallel_flags, check_parallel_flags
 
-# Guesses this far ahead are hardly ever right.
+# Drafts this far ahead are hardly ever right.
 _MOST_DRAFTS = 64
 
 
@@ -30,72 +31,14 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
     if not args.enable_chunked_prefill:
         parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
     _check_sizes(parser, args)
-    return ShardConfig(
-        model=args.model,
-        revision=args.revision,
-        download_dir=args.download_dir,
-        served_model_names=tuple(args.served_model_name or ()),
-        trust_remote_code=args.trust_remote_code,
-        load_format=args.load_format,
-        chat_template=args.chat_template,
-        host=args.host,
-        port=args.port,
-        api_key=args.api_key,
-        tls_cert_file=args.tls_cert_file,
-        tls_key_file=args.tls_key_file,
-        tls_client_ca_file=args.tls_client_ca_file,
-        metrics_port=args.metrics_port,
-        metrics_names=args.metrics_names,
-        runner=args.runner,
-        device=args.device,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        kv_cache_dtype=args.kv_cache_dtype,
-        threads=args.threads,
-        attention_backend=args.attention_backend,
-        enforce_eager=args.enforce_eager,
-        exact=args.exact,
-        embeddings=args.embeddings,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        tensor_parallel_size=args.tensor_parallel_size,
-        nnodes=args.nnodes,
-        node_rank=args.node_rank,
-        master_addr=args.master_addr,
-        master_port=args.master_port,
-        loras=tuple(args.lora),
-        enable_lora=args.enable_lora,
-        max_loras=args.max_loras,
-        max_lora_rank=args.max_lora_rank,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_prefill_tokens=args.max_prefill_tokens,
-        aging_s=args.aging_s,
-        speculative_tokens=args.speculative_tokens,
-        block_size=args.block_size,
-        kv_blocks=args.kv_blocks,
-        kv_memory_bytes=args.kv_memory,
-        enable_prefix_caching=args.enable_prefix_caching,
-        max_queued_requests=args.max_queued_requests,
-        max_queued_tokens=args.max_queued_tokens,
-        max_logprobs=args.max_logprobs,
-        max_constraint_bytes=args.max_constraint_bytes,
-        constraint_timeout_s=args.constraint_timeout_s,
-        constraint_memory_bytes=args.constraint_memory_bytes,
-        constraint_threads=args.constraint_threads,
-        stall_timeout_s=args.stall_timeout_s,
-        max_restarts=args.max_restarts,
-        drain=args.drain,
-        drain_timeout_s=args.drain_timeout_s,
-        log_level=args.log_level,
-        log_format=args.log_format,
-        log_requests=args.log_requests,
-        tracing=tracing_of(parser, args.otlp_endpoint),
-        step_ms=args.step_ms,
-        fake_eos_rate=args.fake_eos_rate,
-        fake_weights=args.fake_weights,
-        fake_crash_on=args.fake_crash_on,
-    )
+    given = vars(args) | {
+        "served_model_names": tuple(args.served_model_name or ()),
+        "loras": tuple(args.lora),
+        "kv_memory_bytes": args.kv_memory,
+        "tracing": tracing_of(parser, args.otlp_endpoint),
+    }
+    # All others are called as their flags are.
+    return ShardConfig(**{field.name: given[field.name] for field in fields(ShardConfig)})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -381,7 +324,7 @@ def _add_speculation_flags(group: argparse._ArgumentGroup) -> None:
         type=_draft_length,
         default=0,
         metavar="N",
-        help="guess up to N tokens of a sequence from its own and check them in one step; the same "
+        help="draft up to N tokens of a sequence from its own and check them in one step; the same "
         f"tokens come out, sooner where text repeats (default: 0, at most {_MOST_DRAFTS})",
     )
 

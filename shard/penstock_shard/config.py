@@ -67,7 +67,7 @@ class ShardConfig:
     max_prefill_tokens: int | None = None
     # Whoever has waited this long for its next token goes before all others.
     aging_s: float = 30.0
-    # Most tokens that are guessed at once for a sequence; 0: none ever.
+    # Most tokens that are drafted at once for a sequence; 0: none ever.
     speculative_tokens: int = 0
     block_size: int | None = None
     kv_blocks: int | None = None
@@ -124,9 +124,9 @@ class ShardConfig:
 
     @property
     def max_step_logits(self) -> int:
-        """Most rows of logits of a step: one a sequence, and one a guessed token."""
-        guesses = max(self.max_num_seqs, self.speculative_tokens) if self.speculative_tokens else 0
-        return self.max_num_seqs + guesses
+        """Most rows of logits of a step: one a sequence, and one a drafted token."""
+        drafts = max(self.max_num_seqs, self.speculative_tokens) if self.speculative_tokens else 0
+        return self.max_num_seqs + drafts
 
     def batched_tokens(self, device: str) -> int:
         """Most tokens of a step; by default what such a device computes in about half a second."""

@@ -1,8 +1,8 @@
-"""Guesses at a request's next tokens, from its own tokens. Knows token ids and counts only.
+"""Drafts of a request's next tokens, from its own tokens. Knows token ids and counts only.
 
-Where the last tokens of a sequence occurred in it before, what followed them then is guessed to
+Where the last tokens of a sequence occurred in it before, what followed them then is drafted to
 follow again (prompt lookup decoding, Saxena 2023): answers quote their prompts, and repeat
-themselves. A guess costs computing, never exactness: whoever samples compares.
+themselves. A draft costs computing, never exactness: whoever samples compares.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from penstock_shard.request import Request
 _LONGEST_MATCH = 3
 # How far back: what a look-up costs has a bound, some 20 microseconds.
 _WINDOW = 32_768
-# Wrong guesses one after another that count: the next one waits for two to their power tokens.
+# Wrong drafts one after another that count: the next one waits for two to their power tokens.
 _MOST_MISSES = 6
 _SPARE = 256
 
 
 class _History:
-    """Tokens of one request, and how well they were guessed."""
+    """Tokens of one request, and how well they were drafted."""
 
     __slots__ = ("_ids", "limit", "misses", "quiet_until", "size", "waited")
 
     def __init__(self, limit: int) -> None:
         self._ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.size = 0
-        # The longest guess that its last ones call for.
+        # The longest draft that its last ones call for.
         self.limit = limit
-        # Guesses one after another of which nothing was right.
+        # Drafts one after another of which nothing was right.
         self.misses = 0
-        # No guess before it has this many tokens.
+        # No draft before it has this many tokens.
         self.quiet_until = 0
-        # It has left out a step for the guess that comes next.
+        # It has left out a step for the draft that comes next.
         self.waited = False
 
     def read(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
@@ -57,7 +57,7 @@ class _History:
 
 
 class Drafter:
-    """Guesses up to `most` tokens; of a request whose guesses turn out wrong fewer, and later."""
+    """Drafts up to `most` tokens; of a request whose drafts turn out wrong fewer, and later."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -67,11 +67,11 @@ class Drafter:
         self.accepted_total = 0
 
     def expects(self, request: Request) -> bool:
-        """Whether there may be a guess once its pending tokens are known: waiting may pay."""
+        """Whether there may be a draft once its pending tokens are known: waiting may pay."""
         history = self._history(request)
         if request.num_tokens < history.quiet_until:
             return False
-        history.waited = bool(guess(history.read(request.token_ids), 1))
+        history.waited = bool(look_up(history.read(request.token_ids), 1))
         return history.waited
 
     def propose(self, request: Request, most: int) -> list[int]:
@@ -79,14 +79,14 @@ class Drafter:
         history = self._history(request)
         if most <= 0 or len(request.token_ids) < history.quiet_until:
             return []
-        found = guess(history.read(request.token_ids), min(most, history.limit))
+        found = look_up(history.read(request.token_ids), min(most, history.limit))
         if history.waited and not found:
             history.missed()
         history.waited = False
         return found
 
     def learn(self, request: Request, num_proposed: int, num_accepted: int) -> None:
-        """Of a guess of so many tokens these were right; the request may be over."""
+        """Of a draft of so many tokens these were right; the request may be over."""
         self.proposed_total += num_proposed
         self.accepted_total += num_accepted
         history = self._histories.get(request)
@@ -111,7 +111,7 @@ class Drafter:
         return history
 
 
-def guess(token_ids: NDArray[np.int32], most: int) -> list[int]:
+def look_up(token_ids: NDArray[np.int32], most: int) -> list[int]:
     """What followed the last tokens where they occurred last: ids [most], or none.
 
     Of all places those count that agree in most of the tokens before, up to three; of these the

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from penstock_shard.codes import Code
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.link import Error, Output, Submit
 from penstock_shard.validation import Refusal
-
-# google.rpc.Code
-_UNAVAILABLE = 14
 
 
 async def embed(engine: EngineSupervisor, submits: Sequence[Submit]) -> list[bytes]:
@@ -50,7 +48,7 @@ class _Call:
         if self.ended.done():
             return
         if output.embedding is None:
-            error = output.error or Error(_UNAVAILABLE, "the request was ended by the shard")
+            error = output.error or Error(Code.UNAVAILABLE, "the request was ended by the shard")
             self.ended.set_exception(Refusal.of(error))
         elif len(self.vectors) == self._count:
             self.ended.set_result(None)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+from penstock_shard.codes import Code
 from penstock_shard.constraints.matchers import OutputRefused, PendingMatchers
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.kv_blocks import BlockManager
@@ -29,12 +30,6 @@ from penstock_shard.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-# google.rpc.Code
-_INVALID_ARGUMENT = 3
-_RESOURCE_EXHAUSTED = 8
-_OUT_OF_RANGE = 11
-_INTERNAL = 13
-_UNAVAILABLE = 14
 # Looking up a member of an enumeration takes as long as counting a token.
 _ENDED = RequestState.ENDED
 
@@ -117,10 +112,10 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def adapter_slots(self) -> set[int]:
+    def adapter_indices(self) -> set[int]:
         """Of requests that are live, or in a step that is not collected."""
         flying = (row.request for plan in self._in_flight for row in plan.rows)
-        return {request.adapter_slot for request in chain(self._requests.values(), flying)}
+        return {request.adapter_index for request in chain(self._requests.values(), flying)}
 
     def load(self) -> Load:
         return Load(
@@ -190,7 +185,7 @@ class Engine:
         for request in self._scheduler.take_put_down():
             if request.hand_back and request.state is RequestState.WAITING:
                 reason = f"the shard is out of {lacking}; the request is given back"
-                self._end(request, error=Error(_UNAVAILABLE, reason))
+                self._end(request, error=Error(Code.UNAVAILABLE, reason))
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and take in what it gave."""
@@ -226,7 +221,7 @@ class Engine:
         request = failed.rows[0].request
         if bounds.is_hopeless(failed) and request.state is not _ENDED:
             message = f"the device has too little memory for it: {error}"
-            self._end(request, error=Error(_RESOURCE_EXHAUSTED, message))
+            self._end(request, error=Error(Code.RESOURCE_EXHAUSTED, message))
         for request in self._scheduler.lost(plans):
             self._runner.release(request)
         self._give_back("memory")
@@ -242,7 +237,7 @@ class Engine:
 
     def _take(self, plan: StepPlan, results: Sequence[RowResult], now_s: float) -> None:
         """Runs for every token: what is here costs each of them."""
-        guesses = self._scheduler.guesses
+        may_draft = self._scheduler.may_draft
         for row, result in zip(plan.rows, results, strict=True):
             request = row.request
             if row.samples:
@@ -258,7 +253,7 @@ class Engine:
             if result.token_id is not None:
                 output = _token_output(request, result.token_id, result.logprobs)
                 request.last_token_s = now_s
-                if guesses and result.more_token_ids:
+                if may_draft and result.more_token_ids:
                     _add_accepted(request, output, result.more_token_ids)
             else:
                 output = _output(request)
@@ -321,7 +316,7 @@ def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) ->
 
 
 def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) -> None:
-    """Tokens that follow the first, as it and they were guessed; none follows one that ends it. The
+    """Tokens that follow the first, as it and they were drafted; none follows one that ends it. The
     output has the log-probabilities of all.
     """
     for token_id in token_ids:
@@ -332,7 +327,7 @@ def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) ->
 def _failed(request: Request, result: RowResult) -> Error:
     """Why it cannot go on; what is its own doing would be so at any shard."""
     kind = "" if request.constraint is None else request.constraint.kind
-    code = _OUT_OF_RANGE if result.is_callers else _INTERNAL
+    code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
     return Error(code, result.error or "", kind)
 
 
@@ -341,15 +336,15 @@ def _unmatched(request: Request, reason: BaseException) -> Error:
     assert request.constraint is not None
     kind = request.constraint.kind
     if isinstance(reason, OutputRefused):
-        return Error(_INVALID_ARGUMENT, str(reason), "output_token_ids")
+        return Error(Code.INVALID_ARGUMENT, str(reason), "output_token_ids")
     if isinstance(reason, ConstraintRefused):
-        return Error(_INVALID_ARGUMENT, str(reason), kind)
+        return Error(Code.INVALID_ARGUMENT, str(reason), kind)
     logger.error("request %s: its constraint failed", request.request_id, exc_info=reason)
-    return Error(_INTERNAL, f"{kind}: it cannot be compiled: {type(reason).__name__}", kind)
+    return Error(Code.INTERNAL, f"{kind}: it cannot be compiled: {type(reason).__name__}", kind)
 
 
 def _work(request: Request) -> Work:
-    """Each step that sampled gave a token, and those that were guessed besides."""
+    """Each step that sampled gave a token, and those that were drafted besides."""
     num_sampled = request.num_output_tokens - request.num_delivered - request.num_accepted_drafts
     return Work(request.num_partial_steps + num_sampled, request.preemptions)
 

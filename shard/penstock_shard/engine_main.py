@@ -19,14 +19,15 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from typing import NoReturn
 
 from penstock_proto.logs import set_up_logging
-from penstock_shard.adapters import NO_ADAPTER, Adapters, PlacedAdapter
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
+from penstock_shard.engine_adapters import NO_ADAPTER, EngineAdapters, PlacedAdapter
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
     Beat,
@@ -41,7 +42,7 @@ from penstock_shard.link import (
     StepOutputs,
     Submit,
 )
-from penstock_shard.loading import LoadedModel, ModelError, load_model
+from penstock_shard.loading import LoadedRunner, ModelError, load_runner
 from penstock_shard.request import CONSTRAINT_KINDS, NO_OBJECTIVE, Request
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.tokenizer_files import tokenizer_hash
@@ -54,8 +55,22 @@ _SWITCH_S = 0.0005
 _LATEST_BEAT_S = 1.0
 
 
-def main() -> None:
-    """Run until the server is gone. The socket's file descriptor is the only argument."""
+def run() -> NoReturn:
+    """`main`, and nothing after it. Python would wait for the threads that read adapters, and the
+    server would hear the beats of an engine that is dead.
+    """
+    status = 1
+    try:
+        status = main()
+    finally:
+        if sys.exc_info()[0] is not None:
+            logger.critical("the engine cannot go on", exc_info=True)
+        logging.shutdown()
+        os._exit(status)
+
+
+def main() -> int:
+    """Run until the server is gone; the exit status. The only argument is a socket's descriptor."""
     # Service managers tell all processes at once; the server decides when we end, and drains.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,23 +79,23 @@ def main() -> None:
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     start = link.receive()
     if not isinstance(start, Start):
-        return
+        return 0
     set_up_logging(start.config.log_format, start.config.log_level)
     inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
     try:
-        loaded = load_model(start.config, lambda text: link.send(Progress(text)))
+        loaded = load_runner(start.config, lambda text: link.send(Progress(text)))
     except ModelError as error:
         link.send(LoadFailed(str(error)))
-        return
-    adapters = Adapters(
+        return 1
+    adapters = EngineAdapters(
         loaded.runner.adapters, start.config.max_loras, lambda: inbox.put(Inbox([], []))
     )
     try:
         _load_adapters(link, start, adapters)
     except ModelError as error:
         link.send(LoadFailed(f"--lora {error}"))
-        return
+        return 1
     info = loaded.runner.info
     if loaded.runner.adapters is not None:
         capabilities = info.capabilities | {"adapter"}
@@ -98,10 +113,11 @@ def main() -> None:
     # The server may be gone at any time: nobody is left to tell of it.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
-        _run_or_say(link, engine, inbox, adapters)
+        return _run_or_say(link, engine, inbox, adapters)
+    return 0
 
 
-def _load_adapters(link: EngineEnd, start: Start, adapters: Adapters) -> None:
+def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> None:
     """Those that the shard starts with, or those there were. Raises ModelError."""
     for name, source in start.config.loras if start.adapters is None else start.adapters:
         try:
@@ -115,7 +131,7 @@ def _load_adapters(link: EngineEnd, start: Start, adapters: Adapters) -> None:
 
 
 def _matchers(
-    loaded: LoadedModel, config: ShardConfig, on_done: Callable[[], None]
+    loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
 ) -> PendingMatchers | None:
     """None where the model's tokenizer is of a kind that constraints cannot be told in."""
     info = loaded.runner.info
@@ -133,7 +149,7 @@ def _matchers(
 
 
 def _build_engine(
-    loaded: LoadedModel,
+    loaded: LoadedRunner,
     config: ShardConfig,
     tell_started: Callable[[list[str]], None],
     matchers: PendingMatchers | None = None,
@@ -162,23 +178,23 @@ def _build_engine(
 
 
 def _run_or_say(
-    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters
-) -> None:
+    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters
+) -> int:
     """`_run`; where the model cannot go on the last line says why, in the model's own words."""
     try:
         _run(link, engine, inbox, adapters)
     except ModelError as error:
         logger.critical("%s", error)
-        sys.exit(1)
+        return 1
 
 
 def _run(
-    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters
-) -> None:
+    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters
+) -> NoReturn:
     sent = Load()
     while True:
         _take_inbox(engine, inbox, adapters, wait=not engine.has_work)
-        for answer in adapters.settle(engine.adapter_slots):
+        for answer in adapters.settle(engine.adapter_indices):
             link.send(answer)
         outputs = engine.step()
         load = engine.load()
@@ -188,7 +204,7 @@ def _run(
 
 
 def _take_inbox(
-    engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters, *, wait: bool
+    engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters, *, wait: bool
 ) -> None:
     """Everything that came in; waits for something when there is nothing to do."""
     try:
@@ -223,7 +239,7 @@ def _request(submit: Submit, placed: PlacedAdapter = NO_ADAPTER) -> Request:
         logprob_token_ids=submit.logprob_token_ids,
         cache_salt=submit.cache_salt,
         adapter=placed.adapter.content_hash,
-        adapter_slot=placed.slot,
+        adapter_index=placed.index,
         pooling=submit.pooling,
         constraint=submit.constraint,
         reluctant_stop_ids=frozenset(submit.reluctant_stop_ids),
@@ -238,7 +254,9 @@ def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
     """Queue what the server sends, which bounds the requests that are live."""
     while isinstance(message := link.receive(), Inbox):
         inbox.put(message)
-    # The server is gone. The step in progress is worth nothing to anybody.
+    # The server is gone, or a message made no sense: of that the log must have been written. The
+    # step in progress is worth nothing to anybody.
+    logging.shutdown()
     os._exit(0)
 
 
@@ -261,4 +279,4 @@ def _beat(link: EngineEnd, engine: Engine) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -15,26 +15,23 @@ import socket
 import sys
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from penstock_shard import link
-from penstock_shard.adapter_desk import AdapterDesk, Loaded
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.checker import ConstraintChecker, NotChecked
+from penstock_shard.constraints.checker import CheckFailed, ConstraintChecker, NotChecked
+from penstock_shard.early_aborts import EarlyAborts
 from penstock_shard.metrics import ShardMetrics
 from penstock_shard.request import CONSTRAINT_KINDS, Constraint, FinishReason
-from penstock_shard.validation import INVALID_ARGUMENT, MAX_ID_CHARACTERS, Refusal, check_adapter
+from penstock_shard.server_adapters import Loaded, ServerAdapters
+from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
 
 logger = logging.getLogger(__name__)
 
-# google.rpc.Code
-_DEADLINE_EXCEEDED = 4
-_RESOURCE_EXHAUSTED = 8
-_UNAVAILABLE = 14
 
 _FIRST_BACK_OFF_S = 0.25
 _MAX_BACK_OFF_S = 10.0
@@ -45,9 +42,6 @@ _STOPPED_S = 0.5
 _HUNG_STEPS = 10
 # A suspect that gives so many tokens is none any more; clients count alike.
 _TRIAL_TOKENS = 8
-# An abort of an unknown id is remembered this long: its submit may still be on the way.
-_ABORT_MEMORY_S = 30.0
-_ABORT_MEMORY_IDS = 200_000
 
 Deliver = Callable[[link.Output], None]
 
@@ -93,12 +87,11 @@ class EngineSupervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._routes: dict[str, _Route] = {}
         self._live_tokens = 0
-        # request id -> (until when it is remembered, the highest attempt that was aborted)
-        self._early_aborts: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._early_aborts = EarlyAborts()
         self._submits: list[link.Submit] = []
         self._aborts: list[tuple[str, int]] = []
         self._adapter_changes: list[link.AdapterChange] = []
-        self.adapters = AdapterDesk(config, self._change_adapter, self._adapters_changed)
+        self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
         self._flush_scheduled = False
         self._listeners: set[asyncio.Event] = set()
         self._beat = link.Beat(0.0, 0.0)
@@ -182,8 +175,7 @@ class EngineSupervisor:
         A suspect was running in engines that died; one runs at a time.
         """
         key = (submit.request_id, submit.attempt)
-        _, last_aborted = self._early_aborts.get(submit.request_id, (0.0, -1))
-        if submit.attempt <= last_aborted:
+        if self._early_aborts.include(*key):
             deliver(_ending(*key, finish=FinishReason.ABORTED))
             return
         refusal = self._refusal_of(submit, suspect)
@@ -230,7 +222,10 @@ class EngineSupervisor:
             verdict = await self._checker.check(constraint)
         except NotChecked as error:
             route.checking = None
-            self._end_route(route, error=link.Error(_RESOURCE_EXHAUSTED, str(error)))
+            self._end_route(route, error=link.Error(Code.RESOURCE_EXHAUSTED, str(error)))
+        except CheckFailed as error:
+            route.checking = None
+            self._end_route(route, error=link.Error(Code.INTERNAL, str(error)))
         else:
             route.checking = None
             self._judge(route, submit, constraint, verdict)
@@ -239,7 +234,7 @@ class EngineSupervisor:
         self, route: _Route, submit: link.Submit, constraint: Constraint, verdict: str
     ) -> None:
         if verdict:
-            error = link.Error(INVALID_ARGUMENT, verdict, field=constraint.kind)
+            error = link.Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
             self._end_route(route, error=error)
             return
         try:
@@ -253,25 +248,27 @@ class EngineSupervisor:
     def _refusal_of(self, submit: link.Submit, suspect: bool) -> link.Error | None:
         """Why nothing more is taken; None when it is."""
         if self.draining:
-            return link.Error(_UNAVAILABLE, "the shard is draining")
+            return link.Error(Code.UNAVAILABLE, "the shard is draining")
         # A hung engine takes nothing from the socket: what is sent to it would pile up here.
         if not self.serving:
-            return link.Error(_UNAVAILABLE, "the shard's engine is not serving")
+            return link.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
         others = (route for route in self._routes.values() if route.request_id != submit.request_id)
         if suspect and any(route.suspect for route in others):
             reason = "another request that engines died of is being tried"
-            return link.Error(_RESOURCE_EXHAUSTED, reason)
+            return link.Error(Code.RESOURCE_EXHAUSTED, reason)
         config = self._config
-        if self.num_live >= config.max_num_seqs + config.max_queued_requests:
+        # Whoever takes over takes the place.
+        num_others = self.num_live - (submit.request_id in self._routes)
+        if num_others >= config.max_num_seqs + config.max_queued_requests:
             return link.Error(
-                _RESOURCE_EXHAUSTED,
-                f"{self.num_live} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
+                Code.RESOURCE_EXHAUSTED,
+                f"{num_others} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
                 f"--max-queued-requests {config.max_queued_requests}",
             )
         # One request always fits: it was checked against the context length.
         if self.num_waiting and self.queued_tokens + submit.num_tokens > config.max_queued_tokens:
             return link.Error(
-                _RESOURCE_EXHAUSTED,
+                Code.RESOURCE_EXHAUSTED,
                 f"{self.queued_tokens} prompt tokens wait; --max-queued-tokens is "
                 f"{config.max_queued_tokens}",
             )
@@ -287,27 +284,19 @@ class EngineSupervisor:
         an attempt that is not known yet.
         """
         route = self._routes.get(request_id)
-        if route is not None:
-            if route.attempt <= attempt and route.checking is not None:
-                self._end_route(route, finish=FinishReason.ABORTED)
-            elif route.attempt <= attempt:
-                self._abort_in_engine(route)
+        if (route is None or route.attempt < attempt) and len(request_id) <= MAX_ID_CHARACTERS:
+            self._early_aborts.remember(request_id, attempt)
+        if route is None or route.attempt > attempt:
             return
-        if len(request_id) > MAX_ID_CHARACTERS:
-            return
-        now_s = time.monotonic()
-        attempt = max(attempt, self._early_aborts.get(request_id, (0.0, -1))[1])
-        self._early_aborts[request_id] = (now_s + _ABORT_MEMORY_S, attempt)
-        self._early_aborts.move_to_end(request_id)
-        while next(iter(self._early_aborts.values()))[0] <= now_s:
-            self._early_aborts.popitem(last=False)
-        if len(self._early_aborts) > _ABORT_MEMORY_IDS:
-            self._early_aborts.popitem(last=False)
+        if route.checking is not None:
+            self._end_route(route, finish=FinishReason.ABORTED)
+        else:
+            self._abort_in_engine(route)
 
     def end_all(self, reason: str) -> None:
         """End every live request as retryable."""
         for route in list(self._routes.values()):
-            self._end_route(route, error=link.Error(_UNAVAILABLE, reason))
+            self._end_route(route, error=link.Error(Code.UNAVAILABLE, reason))
 
     def _abort_in_engine(self, route: _Route) -> None:
         self._aborts.append((route.request_id, route.attempt))
@@ -316,7 +305,7 @@ class EngineSupervisor:
     def _overdue(self, route: _Route) -> None:
         if route.checking is None:
             self._abort_in_engine(route)
-        error = link.Error(_DEADLINE_EXCEEDED, "the request's deadline passed")
+        error = link.Error(Code.DEADLINE_EXCEEDED, "the request's deadline passed")
         self._end_route(route, error=error)
 
     def _end_route(
@@ -369,37 +358,52 @@ class EngineSupervisor:
             ModelRefused: the first engine said that it cannot load.
             EngineFailed: engines failed to start too often in a row.
         """
-        failures = 0
-        back_off_s = _FIRST_BACK_OFF_S
         try:
-            while True:
-                status = await self._run_once()
-                if self._refusal and not self.instance_id:
-                    raise ModelRefused(self._refusal)
-                failures = 0 if self._worked else failures + 1
-                if failures >= self._config.max_restarts:
-                    reason = self._refusal or _manner_of(status)
-                    raise EngineFailed(f"{failures} engines failed in a row: {reason}")
-                if self._worked:
-                    back_off_s = _FIRST_BACK_OFF_S
-                logger.warning("starting the engine again in %.2f s", back_off_s)
-                await asyncio.sleep(back_off_s)
-                back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
+            await self._keep_running()
+            # While the shard drains it admits nothing, and what was live ended with the engine.
+            logger.info("the engine is gone while the shard drains; none is needed any more")
+            await asyncio.Event().wait()
         finally:
             await self._checker.close()
             await self._stop()
 
-    async def _run_once(self) -> int | None:
-        """One life of an engine; the exit status of its process."""
-        reader = await self._start()
+    async def _keep_running(self) -> None:
+        """One engine after another, until one is gone while the shard drains."""
+        failures = 0
+        back_off_s = _FIRST_BACK_OFF_S
+        while not self.draining:
+            manner = await self._run_once()
+            if self.draining:
+                return
+            if self._refusal and not self.instance_id:
+                raise ModelRefused(self._refusal)
+            failures = 0 if self._worked else failures + 1
+            if failures >= self._config.max_restarts:
+                reason = self._refusal or manner
+                raise EngineFailed(f"{failures} engines failed in a row: {reason}")
+            if self._worked:
+                back_off_s = _FIRST_BACK_OFF_S
+            logger.warning("starting the engine again in %.2f s", back_off_s)
+            await asyncio.sleep(back_off_s)
+            back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
+
+    async def _run_once(self) -> str:
+        """One life of an engine; how it ended, where it had no last words."""
         self._worked = False
+        try:
+            reader = await self._start()
+        except OSError as error:
+            # No memory for a process, or no descriptor: there may be some later.
+            logger.error("the engine cannot be started: %s", error)
+            await self._stop()
+            return f"it cannot be started: {error}"
         watchdog = asyncio.create_task(self._kill_when_it_hangs())
         try:
             await self._listen_to(reader)
         finally:
             watchdog.cancel()
         self._died()
-        return await self._stop()
+        return _manner_of(await self._stop())
 
     async def _kill_when_it_hangs(self) -> None:
         """A hung engine is a dead one that holds its requests: it is killed, and started again."""
@@ -444,20 +448,15 @@ class EngineSupervisor:
                     self._refusal = message.message
 
     async def _start(self) -> asyncio.StreamReader:
+        """Our end of the link to a new process. Raises OSError where the system has no room."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "penstock_shard.engine_main",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                # What a terminal sends to its process group is for the server, which drains.
-                start_new_session=True,
-                env=_engine_environment(),
-            )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            with theirs:
+                self._process = await _engine_process(theirs)
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
         config = dataclasses.replace(self._config, api_key=None)
         self._writer.write(link.encode_frame(link.Start(config, self.adapters.to_start_with)))
         self._beat_at_s = time.monotonic()
@@ -544,13 +543,27 @@ class EngineSupervisor:
         charged = [route for route in started if route.suspect] or started
         for route in charged:
             reason = "the shard's engine died while this request was running"
-            self._end_route(route, error=link.Error(_UNAVAILABLE, reason, engine_died=True))
+            self._end_route(route, error=link.Error(Code.UNAVAILABLE, reason, engine_died=True))
         self.end_all("the shard's engine died")
         self._notify()
 
     def _notify(self) -> None:
         for event in self._listeners:
             event.set()
+
+
+async def _engine_process(its_end: socket.socket) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "penstock_shard.engine_main",
+        str(its_end.fileno()),
+        pass_fds=[its_end.fileno()],
+        stdin=asyncio.subprocess.DEVNULL,
+        # What a terminal sends to its process group is for the server, which drains.
+        start_new_session=True,
+        env=_engine_environment(),
+    )
 
 
 def _engine_environment() -> dict[str, str]:

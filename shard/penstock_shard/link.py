@@ -7,13 +7,15 @@ Prompts pass as bytes (little-endian unsigned 32-bit ids): the server never look
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import (
     NO_OBJECTIVE,
@@ -25,6 +27,8 @@ from penstock_shard.request import (
     ThinkingBudget,
 )
 from penstock_shard.runner.base import Adapter, Logprobs, RunnerInfo
+
+logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 
@@ -122,9 +126,9 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Error(msgspec.Struct, array_like=True):
-    """How one request failed; `code` as in google.rpc.Code."""
+    """How one request failed."""
 
-    code: int
+    code: Code
     message: str
     field: str = ""
     value: str = ""
@@ -202,7 +206,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     sequences_total: int = 0
     prompt_tokens_total: int = 0
     decode_tokens_total: int = 0
-    # Tokens that were guessed, and those of them that were right.
+    # Tokens that were drafted, and those of them that were right.
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
 
@@ -245,6 +249,8 @@ class Beat(msgspec.Struct, array_like=True, tag="beat"):
 
 FromEngine = Progress | LoadFailed | Ready | StepOutputs | Started | AdapterChanged | Beat
 
+_Message = TypeVar("_Message")
+
 _encoder = msgspec.msgpack.Encoder()
 _to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -269,12 +275,12 @@ class EngineEnd:
             self._connection.sendall(frame)
 
     def receive(self) -> ToEngine | None:
-        """The next message; None when the server is gone."""
+        """The next message; None when the server is gone, or makes no sense."""
         header = self._receive_exactly(_LENGTH.size)
         if header is None:
             return None
         body = self._receive_exactly(_LENGTH.unpack(header)[0])
-        return None if body is None else _to_engine_decoder.decode(body)
+        return None if body is None else _decoded(_to_engine_decoder, body)
 
     def _receive_exactly(self, count: int) -> bytes | None:
         data = bytearray()
@@ -290,22 +296,27 @@ class EngineEnd:
 
 
 async def receive_from_engine(reader: asyncio.StreamReader) -> FromEngine | None:
-    """The server's end: the next message; None when the engine is gone."""
+    """The server's end: the next message; None when the engine is gone, or makes no sense."""
     try:
         header = await reader.readexactly(_LENGTH.size)
         body = await reader.readexactly(_LENGTH.unpack(header)[0])
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return _from_engine_decoder.decode(body)
+    return _decoded(_from_engine_decoder, body)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message | None:
+    """None for what is no message: nobody knows what was to be done, so the link is at its end."""
+    try:
+        return decoder.decode(body)
+    except ValueError as error:
+        # Of msgspec, or of text that is not UTF-8.
+        logger.error("a message between server and engine makes no sense: %s", error)
+        return None
 
 
 def _merged(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
     if first is None or later is None:
         return first or later
-    first.chosen += later.chosen
-    first.ranks += later.ranks
-    first.top_token_ids += later.top_token_ids
-    first.top_logprobs += later.top_logprobs
-    first.requested += later.requested
-    first.top_n = later.top_n
+    first.extend(later)
     return first

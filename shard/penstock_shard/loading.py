@@ -18,7 +18,7 @@ from penstock_shard.runner.base import EmbeddingDefaults, Runner, RunnerInfo
 from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeAdapters, FakeRunner
 from penstock_shard.tokenizer_files import read_tokenizer_files
 
-__all__ = ["LoadedModel", "ModelError", "load_model"]
+__all__ = ["LoadedRunner", "ModelError", "load_runner"]
 
 _FAKE_BLOCK_SIZE = 16
 # Enough that the fake runner's default never preempts by accident.
@@ -26,7 +26,7 @@ _FAKE_BLOCKS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedRunner:
     """A runner and what goes with it. `revision` is the commit of a hub model, else empty."""
 
     runner: Runner
@@ -34,7 +34,7 @@ class LoadedModel:
     revision: str
 
 
-def load_model(config: ShardConfig, progress: Callable[[str], None]) -> LoadedModel:
+def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedRunner:
     """Load what the configuration names.
 
     Raises:
@@ -47,7 +47,7 @@ def load_model(config: ShardConfig, progress: Callable[[str], None]) -> LoadedMo
     except OSError as error:
         raise ModelError(f"{error.filename}: {error.strerror}") from None
     if config.runner == "fake":
-        return LoadedModel(_fake_runner(config, source.path, files), files, source.revision)
+        return LoadedRunner(_fake_runner(config, source.path, files), files, source.revision)
     # Here and not above: torch takes seconds and half a gigabyte.
     from penstock_shard.runner.create import create_runner
 
@@ -55,7 +55,7 @@ def load_model(config: ShardConfig, progress: Callable[[str], None]) -> LoadedMo
         from penstock_shard.models.tokenizer_conversion import convert_tokenizer
 
         files["tokenizer.json"] = convert_tokenizer(source.path, config.trust_remote_code)
-    return LoadedModel(
+    return LoadedRunner(
         create_runner(config, source.path, progress=progress), files, source.revision
     )
 

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Protocol, cast
 from wsgiref.simple_server import WSGIRequestHandler
 
-import grpc
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -43,7 +42,6 @@ _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160
 _POWERS_OF_TWO = tuple(float(2**power) for power in range(15))
 # Whoever connects and says nothing is let go.
 _CALLER_TIMEOUT_S = 5.0
-_CODES = {status.value[0]: status.name.lower() for status in grpc.StatusCode}
 # What a request gave was for nobody, unless a caller only had enough of it.
 _CUT_SHORT = ("aborted", "deadline_exceeded")
 
@@ -140,7 +138,7 @@ class ShardMetrics:
         self._computed_prompt = computed.labels("prompt")
         self._computed_decode = computed.labels("decode")
         self._draft_tokens = self._counter(
-            "draft_tokens", "Tokens that were guessed ahead (--speculative-tokens), and computed."
+            "draft_tokens", "Tokens that were drafted (--speculative-tokens), and computed."
         )
         self._accepted_tokens = self._counter(
             "accepted_tokens", "Of those, tokens that were right: each saved a step."
@@ -175,7 +173,7 @@ class ShardMetrics:
 
     def refused(self, error: Error) -> None:
         """A request was turned away."""
-        self._requests.labels(_CODES[error.code]).inc()
+        self._requests.labels(error.code.name.lower()).inc()
 
     def stepped(self, before: Load, after: Load, num_tokens: int) -> None:
         """A step gave `num_tokens`; the engine counts them all, so what it did is a difference."""
@@ -200,7 +198,7 @@ class ShardMetrics:
 
 def _outcome(last: Output) -> str:
     if last.error is not None:
-        return _CODES[last.error.code]
+        return last.error.code.name.lower()
     return "" if last.finish is None else last.finish.value
 
 

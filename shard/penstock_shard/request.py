@@ -50,10 +50,6 @@ class SamplingParams:
     # Sequences of ids that the output must not contain.
     bad_words: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 # The languages of constraints, as the wire's Constraint names them.
 CONSTRAINT_KINDS = frozenset(
@@ -155,9 +151,9 @@ class Request:
     # Their log-probabilities are reported beside those of each output token.
     logprob_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
-    # Of its adapter: the hash of its content and the runner's slot; "" and 0 for none.
+    # Of its adapter: the hash of its content and the runner's index; "" and 0 for none.
     adapter: str = ""
-    adapter_slot: int = 0
+    adapter_index: int = 0
     pooling: Pooling | None = None
     objective: Objective = NO_OBJECTIVE
     # To be put down is to be given back: another shard has room.
@@ -188,7 +184,7 @@ class Request:
     preemptions: int = 0
     # Steps that computed a part of it and sampled nothing.
     num_partial_steps: int = 0
-    # Tokens that were guessed, so that they took no step of their own.
+    # Tokens that were drafted, so that they took no step of their own.
     num_accepted_drafts: int = 0
 
     @property

@@ -10,7 +10,7 @@ of a long prompt, and the time left to whoever has said how far apart its tokens
 run out, whoever is least urgent is put down: its blocks are freed once no launched step refers to
 them, and it is computed again later from its prompt and its output so far.
 
-With a drafter, rows that decode may compute guesses at their next tokens too, out of what the
+With a drafter, rows that decode may compute drafts of their next tokens too, out of what the
 step's decodes leave of its budget; see `speculation`.
 """
 
@@ -47,7 +47,7 @@ _PROBE_STEPS = 8
 _LOOK_AGAIN_STEPS = 16
 # What prompts that have waited for too long get of a step at least.
 _AGED_TOKENS = 16
-# Of the tokens and the time that a step's decodes leave of it, guesses may take one in so many.
+# Of the tokens and the time that a step's decodes leave of it, drafts may take one in so many.
 _DRAFTS_SHARE = 2
 
 
@@ -136,13 +136,13 @@ class Scheduler:
         return sum(request.num_tokens for request in self._running)
 
     @property
-    def guesses(self) -> bool:
+    def may_draft(self) -> bool:
         """Whether rows may have drafts."""
         return self._speculation is not None
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens that were guessed, of steps that were collected."""
+        """Tokens that were drafted, of steps that were collected."""
         return 0 if self._speculation is None else self._speculation.drafter.proposed_total
 
     @property
@@ -190,7 +190,7 @@ class Scheduler:
                 behind.append(request)
             elif num_tokens - request.num_prompt_tokens < request.max_tokens:
                 decodes.append(request)
-        # A guess is worth no memory.
+        # A draft is worth no memory.
         speculation = None if self.bounds.reduced else self._speculation
         if speculation is not None:
             ready = speculation.ready(decodes)

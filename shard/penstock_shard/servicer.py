@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +18,7 @@ import grpc
 
 from penstock_proto.transport import FIELD_METADATA
 from penstock_shard import wire
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.embedding import embed
 from penstock_shard.engine_supervisor import EngineSupervisor
@@ -32,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
-# google.rpc.Code
-_ALREADY_EXISTS = 6
-_UNAVAILABLE = 14
 # A caller that reads nothing gets no more refusals than this: its requests wait unread.
 _MAX_UNREAD_OUTPUTS = 4096
 _MAX_ABORTS_IN_RPC = 65_536
@@ -52,11 +51,11 @@ class Outbox:
         self._taken = asyncio.Event()
         self._closed = False
         self._num_being_written = 0
-        # What went wrong with the call itself; empty while nothing did.
-        self.broken = ""
-        # Requests of this call that have not ended, by id: the attempt.
-        self.live: dict[str, int] = {}
-        # What the caller calls its attempts that run, by request id and attempt.
+        # What went wrong with the call itself.
+        self.broken: Error | None = None
+        # Request ids and attempts of this call that have not ended.
+        self.live: set[tuple[str, int]] = set()
+        # What the caller calls them.
         self.numbers: dict[tuple[str, int], int] = {}
         self.requests_total = 0
         self.last_error: Error | None = None
@@ -71,11 +70,10 @@ class Outbox:
         if output.is_last:
             self.last_error = output.error
             self.numbers.pop(key, None)
-            if self.live.get(output.request_id) == output.attempt:
-                del self.live[output.request_id]
+            self.live.discard(key)
         self._changed.set()
 
-    def close(self, broken: str = "") -> None:
+    def close(self, broken: Error | None = None) -> None:
         """No more requests will come: the call ends when the live ones have, or at once if it is
         `broken`.
         """
@@ -98,7 +96,7 @@ class Outbox:
         """Everything that waits; empty when the call is over."""
         self._num_being_written = 0
         while not self._outputs:
-            if self.broken or (self._closed and not self.live):
+            if self.broken is not None or (self._closed and not self.live):
                 return []
             self._changed.clear()
             await self._changed.wait()
@@ -106,6 +104,20 @@ class Outbox:
         self._num_being_written = len(outputs)
         self._taken.set()
         return list(outputs.values())
+
+
+def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
+    """The call has no more requests, or they cannot be read: nobody would hear of those."""
+    error = None if reader.cancelled() else reader.exception()
+    if error is None:
+        outbox.close()
+    elif isinstance(error, wire.UnreadableMessage):
+        logger.warning("a call ends: %s", error)
+        text = f"a message of this call cannot be read: {error}"
+        outbox.close(Error(Code.INVALID_ARGUMENT, text))
+    else:
+        logger.error("a call ends: its requests cannot be taken", exc_info=error)
+        outbox.close(Error(Code.INTERNAL, f"the shard failed: {type(error).__name__}"))
 
 
 class ShardServicer(wire.Servicer):
@@ -133,38 +145,34 @@ class ShardServicer(wire.Servicer):
     ) -> AsyncIterator[Any]:
         outbox = Outbox()
         reader = asyncio.create_task(self._read(request_iterator, outbox))
+        reader.add_done_callback(partial(_close, outbox))
         self._outboxes.add(outbox)
         try:
             while outputs := await outbox.take():
                 for response in wire.responses(outputs, outbox.numbers):
                     yield response
-            if outbox.broken:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, outbox.broken)
-            if outbox.requests_total == 1 and outbox.last_error is not None:
+            error = outbox.broken
+            if error is None and outbox.requests_total == 1:
                 error = outbox.last_error
+            if error is not None:
                 await context.abort(wire.status(error), error.message)
         finally:
             self._outboxes.discard(outbox)
             reader.cancel()
-            for request_id, attempt in outbox.live.items():
+            # Those that the engine has not got yet end at once, and leave the outbox.
+            for request_id, attempt in list(outbox.live):
                 self._engine.abort(request_id, attempt)
 
     async def _read(self, request_iterator: AsyncIterator[Any], outbox: Outbox) -> None:
-        try:
-            async for message in request_iterator:
-                self._submit(message, outbox)
-                await outbox.wait_for_room()
-        except wire.UnreadableMessage as error:
-            logger.warning("a call ends: %s", error)
-            outbox.close(broken=f"a message of this call cannot be read: {error}")
-        else:
-            outbox.close()
+        async for message in request_iterator:
+            self._submit(message, outbox)
+            await outbox.wait_for_room()
 
     def _submit(self, message: Any, outbox: Outbox) -> None:
         outbox.requests_total += 1
         incoming = wire.incoming(message)
         request_id, attempt = incoming.request_id[:MAX_ID_CHARACTERS], incoming.attempt
-        if outbox.live.get(request_id) == attempt:
+        if (request_id, attempt) in outbox.live:
             # Sent twice on one call. A refusal would read as the end of the one that runs.
             logger.warning("attempt %d of request %r came twice", attempt, request_id)
             return
@@ -174,12 +182,12 @@ class ShardServicer(wire.Servicer):
             outlet = self._follower.outlet(incoming, self._engine.instance_id, outlet)
         try:
             if ready is None:
-                raise Refusal(_UNAVAILABLE, "the shard's engine is not ready")
+                raise Refusal(Code.UNAVAILABLE, "the shard's engine is not ready")
             self._check_engine(incoming.instance_id)
             live_attempt = self._engine.live_attempt(request_id)
             if live_attempt is not None and live_attempt >= attempt:
                 raise Refusal(
-                    _ALREADY_EXISTS,
+                    Code.ALREADY_EXISTS,
                     f"attempt {live_attempt} of request {request_id} is running",
                     field="attempt",
                     value=attempt,
@@ -189,7 +197,7 @@ class ShardServicer(wire.Servicer):
             self._engine.metrics.refused(refusal.error)
             outlet(Output(request_id, attempt, 0, [], error=refusal.error))
             return
-        outbox.live[request_id] = attempt
+        outbox.live.add((request_id, attempt))
         if incoming.number:
             outbox.numbers[request_id, attempt] = incoming.number
         deadline_ms = incoming.deadline_ms
@@ -309,12 +317,13 @@ class ShardServicer(wire.Servicer):
     def _check_engine(self, instance_id: str) -> None:
         """Raises `Refusal` if another engine than this is meant; "" means any."""
         if instance_id and instance_id != self._engine.instance_id:
-            raise Refusal(_UNAVAILABLE, "the engine that was meant is gone; this is another")
+            raise Refusal(Code.UNAVAILABLE, "the engine that was meant is gone; this is another")
 
     async def _ready(self, context: Context) -> Ready:
         ready = self._engine.ready
         if ready is None:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, "the engine is still loading")
+            why = "the shard drains" if self._engine.draining else "the engine is still loading"
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, why)
         return ready
 
 

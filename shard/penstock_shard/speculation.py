@@ -1,7 +1,7 @@
-"""Which rows of a step compute guesses, and what came of them. Knows counts, and whom to ask for
-guesses; knows neither how they are made nor how they are checked.
+"""Which rows of a step compute drafts, and what came of them. Knows counts, and whom to ask for
+drafts; knows neither how they are made nor how they are checked.
 
-How many guesses were right is known when their step is collected. Until then its request has no
+How many drafts were right is known when their step is collected. Until then its request has no
 part in another step, so where many wait for theirs nobody runs ahead.
 """
 
@@ -16,13 +16,13 @@ from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.step_time import StepTime
 from penstock_shard.urgency import seconds_between_tokens
 
-# Of requests that decode, one in so many that wait for a guess: the others wait with them.
+# Of requests that decode, one in so many that wait for a draft: the others wait with them.
 _WAITING_SHARE = 4
 
 
 class Speculation:
-    """The scheduler's part for guesses. Of `blocks` they take what is free: nobody is put down for
-    a guess. A step has `most_drafts` at most, which bounds its logits.
+    """The scheduler's part for drafts. Of `blocks` they take what is free: nobody is put down for
+    a draft. A step has `most_drafts` at most, which bounds its logits.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class Speculation:
         self._blocks = blocks
         self._step_time = step_time
         self._most_drafts = max(most_drafts, drafter.most)
-        # Those whose guesses are being computed.
-        self._guessing: set[Request] = set()
+        # Those whose drafts are being computed.
+        self._drafted: set[Request] = set()
 
     def ready(self, decodes: list[Request]) -> list[Request] | None:
         """Those that may have a row now; None: all wait for the launched steps, as many must know
         what these give, or had better.
         """
-        drafter, guessing = self.drafter, self._guessing
+        drafter, drafted = self.drafter, self._drafted
         waiting = {
             request
             for request in decodes
-            if request in guessing or (request.num_pending and drafter.expects(request))
+            if request in drafted or (request.num_pending and drafter.expects(request))
         }
         if not waiting:
             return decodes
@@ -56,10 +56,10 @@ class Speculation:
     def add_drafts(
         self, rows: Sequence[ScheduledRequest], tokens: int, time_s: float
     ) -> list[ScheduledRequest]:
-        """The same rows, some with guesses and behind the others; these add `tokens` and `time_s`
+        """The same rows, some with drafts and behind the others; these add `tokens` and `time_s`
         at most.
         """
-        plain, drafted = [], []
+        plain, with_drafts = [], []
         tokens = min(tokens, self._most_drafts)
         for row in rows:
             most = self._most(row, tokens, time_s)
@@ -72,19 +72,19 @@ class Speculation:
             row.drafts, row.count = found, 1 + len(found)
             tokens -= len(found)
             time_s -= self._step_time.prompt_s(row.start, len(found))
-            self._guessing.add(row.request)
-            drafted.append(row)
-        return plain + drafted
+            self._drafted.add(row.request)
+            with_drafts.append(row)
+        return plain + with_drafts
 
     def learn(self, plan: StepPlan) -> None:
-        """That step was collected: guesses that were right are computed tokens."""
-        if not self._guessing:
+        """That step was collected: drafts that were right are computed tokens."""
+        if not self._drafted:
             return
         for row in plan.rows:
             if not row.drafts:
                 continue
             request = row.request
-            self._guessing.discard(request)
+            self._drafted.discard(request)
             accepted = max(0, len(request.token_ids) - row.start - 2)
             self.drafter.learn(request, len(row.drafts), accepted)
             if request.state is RequestState.RUNNING:
@@ -92,12 +92,12 @@ class Speculation:
 
     def drop(self) -> None:
         """No launched step counts."""
-        self._guessing.clear()
+        self._drafted.clear()
 
     def _most(self, row: ScheduledRequest, tokens: int, time_s: float) -> int:
-        """How many guesses the row may have: by the step, and its request's end."""
+        """How many drafts the row may have: by the step, and its request's end."""
         request = row.request
-        # Whoever runs ahead of its own tokens has none to guess from.
+        # Whoever runs ahead of its own tokens has none to draft from.
         if tokens <= 0 or request.num_pending:
             return 0
         most = min(tokens, self.drafter.most, request.max_tokens - request.num_output_tokens - 1)
@@ -106,7 +106,7 @@ class Speculation:
         return most
 
     def _held(self, row: ScheduledRequest, count: int) -> int:
-        """How many of so many guesses there are blocks for."""
+        """How many of so many drafts there are blocks for."""
         request = row.request
         if self._blocks.grow(request, row.start + 1 + count):
             return count

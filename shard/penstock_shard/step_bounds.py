@@ -18,6 +18,9 @@ _CAREFUL_STEPS = 64
 _MOST_CAREFUL_STEPS = 4096
 _GROWING_STEPS = 64
 
+# How far a request has come: its id, the attempt, tokens known.
+_Place = tuple[str, int, int]
+
 
 class StepBounds:
     """`tokens` and `sequences` of a step; `reduced` while they are less than they may be."""
@@ -30,22 +33,14 @@ class StepBounds:
         self.reduced = False
         self._good_steps = 0
         self._careful_steps = _CAREFUL_STEPS
-        # Request, attempt, tokens known: of failed steps with few tokens of one request, since the
-        # bounds were last what they may be.
-        self._failed_alone: set[tuple[str, int, int]] = set()
+        # Failed steps of the smallest kind, since the bounds were last what they may be.
+        self._failed_alone: set[_Place] = set()
 
     def is_hopeless(self, plan: StepPlan) -> bool:
-        """Whether a step that memory did not hold had one request only and few tokens, for the
-        second time in which that request got no further.
+        """Whether memory will never hold what this failed step computed: it had one request only
+        and few tokens, and one like it has failed since that request last got any further.
         """
-        first, *others = plan.rows
-        if others or first.drafts or first.count > _LEAST_TOKENS:
-            return False
-        request = first.request
-        place = (request.request_id, request.attempt, len(request.token_ids))
-        again = place in self._failed_alone
-        self._failed_alone.add(place)
-        return again
+        return _place_alone(plan) in self._failed_alone
 
     def shrink(self, plan: StepPlan) -> None:
         """Memory did not hold this step."""
@@ -56,6 +51,8 @@ class StepBounds:
             self.tokens = max(least, min(self.tokens, num_tokens) // 2)
         if self._good_steps >= self._careful_steps:
             self._careful_steps = min(2 * self._careful_steps, _MOST_CAREFUL_STEPS)
+        if (place := _place_alone(plan)) is not None:
+            self._failed_alone.add(place)
         self.reduced = True
         self._good_steps = 0
 
@@ -70,6 +67,15 @@ class StepBounds:
         self.reduced = (self.tokens, self.sequences) != full
         if not self.reduced:
             self._failed_alone.clear()
+
+
+def _place_alone(plan: StepPlan) -> _Place | None:
+    """Where the only request of a step stands; None if the step could have been a smaller one."""
+    first, *others = plan.rows
+    if others or first.drafts or first.count > _LEAST_TOKENS:
+        return None
+    request = first.request
+    return request.request_id, request.attempt, len(request.token_ids)
 
 
 def _grown(bound: int, most: int) -> int:

@@ -35,7 +35,7 @@ _KEYS = 1e-3
 @dataclass(frozen=True, slots=True)
 class StepSize:
     """What a step computes. `num_keys` counts every pair of a query and a key it attends to.
-    `num_drafts` are tokens that were guessed: they take what tokens of a prompt take.
+    `num_drafts` are tokens that were drafted: they take what tokens of a prompt take.
     """
 
     num_decodes: int

@@ -11,70 +11,31 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from penstock_proto.bounds import GREEDY_TEMPERATURE, MAX_BAD_WORD_TOKENS, MAX_CHOICE_OPTIONS
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Submit
 from penstock_shard.request import Constraint, Objective, Pooling, SamplingParams, ThinkingBudget
 from penstock_shard.runner.base import Adapter, RunnerInfo
+from penstock_shard.sampling_ranges import SAMPLING_RANGES, Range, out_of_bounds, short
 
 TokenIds = npt.NDArray[np.uint32]
-
-# google.rpc.Code
-INVALID_ARGUMENT = 3
-NOT_FOUND = 5
-FAILED_PRECONDITION = 9
 
 # Of one embedding request; callers split larger ones.
 MAX_EMBEDDING_INPUTS = 1024
 _MAX_EMBEDDING_BYTES = 32 * 2**20
 
-# Below this a temperature means greedy.
-GREEDY_TEMPERATURE = 1e-5
 MAX_ID_CHARACTERS = 256
 _MAX_STOP_TOKEN_IDS = 1024
 _MAX_LOGPROB_TOKEN_IDS = 1024
 _MAX_BAD_WORDS = 1024
-_MAX_BAD_WORD_IDS = 64
 _MAX_LOGIT_BIAS = 100.0
 _MAX_PRIORITY = 1000
-_MAX_CHOICES = 1024
-_MAX_TOP_K = 2**31 - 1
-# Of 32 bits, as on the wire and in the sampler.
-_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """The values a field may have; `low` itself only where `above_low` is false."""
-
-    low: float
-    high: float = _LARGEST_FLOAT
-    above_low: bool = False
-
-    def holds(self, value: float) -> bool:
-        """False for NaN and for infinities."""
-        above = self.low < value if self.above_low else self.low <= value
-        return above and value <= self.high
-
-    def __str__(self) -> str:
-        if not self.above_low:
-            return f"{self.low:g}..{self.high:g}"
-        bound = "finite" if self.high == _LARGEST_FLOAT else f"at most {self.high:g}"
-        return f"above {self.low:g}, {bound}"
-
-
-_SAMPLING_RANGES: Mapping[str, _Range] = {
-    "temperature": _Range(0, 100),
-    "top_p": _Range(0, 1, above_low=True),
-    "min_p": _Range(0, 1),
-    "typical_p": _Range(0, 1, above_low=True),
-    "repetition_penalty": _Range(0, above_low=True),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-}
-_OBJECTIVE_RANGES: Mapping[str, _Range] = {
-    "priority": _Range(-_MAX_PRIORITY, _MAX_PRIORITY),
-    "time_to_first_token_s": _Range(0, above_low=True),
-    "seconds_between_tokens": _Range(0, above_low=True),
+_OBJECTIVE_RANGES: Mapping[str, Range] = {
+    "priority": Range(-_MAX_PRIORITY, _MAX_PRIORITY),
+    "time_to_first_token_s": Range(0, above_low=True),
+    "seconds_between_tokens": Range(0, above_low=True),
 }
 
 # Fields that need a capability of the same name unless they have the value that asks for nothing.
@@ -102,10 +63,10 @@ class Refusal(Exception):
     """The request cannot be served; `error` goes to the caller."""
 
     def __init__(
-        self, code: int, message: str, *, field: str = "", value: object = "", bound: str = ""
+        self, code: Code, message: str, *, field: str = "", value: object = "", bound: str = ""
     ) -> None:
         super().__init__(message)
-        self.error = Error(code, message, field, _short(value), bound)
+        self.error = Error(code, message, field, short(value), bound)
 
     @classmethod
     def of(cls, error: Error) -> Refusal:
@@ -239,7 +200,7 @@ def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str)
     defaults = info.embedding
     if defaults is None:
         raise Refusal(
-            FAILED_PRECONDITION,
+            Code.FAILED_PRECONDITION,
             "embed is not served by this shard: its model says of no pooling; start it with "
             "--embeddings last or --embeddings mean",
             field="embed",
@@ -283,8 +244,8 @@ def _check_model(model: str, config: ShardConfig) -> None:
     names = {config.model_name, *config.served_model_names}
     if model and model not in names:
         raise Refusal(
-            NOT_FOUND,
-            f"model {_short(model)!r} is not served here; served: {', '.join(sorted(names))}",
+            Code.NOT_FOUND,
+            f"model {short(model)!r} is not served here; served: {', '.join(sorted(names))}",
             field="model",
             value=model,
         )
@@ -304,7 +265,10 @@ def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> 
     for name, value in asked.items():
         if name not in capabilities:
             raise Refusal(
-                FAILED_PRECONDITION, f"{name} is not served by this shard", field=name, value=value
+                Code.FAILED_PRECONDITION,
+                f"{name} is not served by this shard",
+                field=name,
+                value=value,
             )
 
 
@@ -318,13 +282,13 @@ def check_adapter(name: str, content_hash: str, loaded: Sequence[Adapter]) -> st
     for adapter in loaded:
         if adapter.name == name:
             if content_hash not in ("", adapter.content_hash):
-                text = f"adapter {_short(name)!r} is another one here than the request began with"
-                raise Refusal(NOT_FOUND, text, field="adapter", value=name)
+                text = f"adapter {short(name)!r} is another one here than the request began with"
+                raise Refusal(Code.NOT_FOUND, text, field="adapter", value=name)
             return adapter.content_hash
     names = ", ".join(sorted(adapter.name for adapter in loaded)) or "none"
     raise Refusal(
-        NOT_FOUND,
-        f"adapter {_short(name)!r} is not loaded here; loaded: {names}",
+        Code.NOT_FOUND,
+        f"adapter {short(name)!r} is not loaded here; loaded: {names}",
         field="adapter",
         value=name,
     )
@@ -368,8 +332,9 @@ def _check_ids(incoming: IncomingRequest, vocab_size: int) -> None:
         if (count := len(getattr(incoming, name))) > most:
             _refuse(name, f"{count} entries", f"at most {most}")
     for word in incoming.bad_words:
-        if not 1 <= word.size <= _MAX_BAD_WORD_IDS:
-            _refuse("bad_words", f"a word of {word.size} ids", f"1..{_MAX_BAD_WORD_IDS} ids a word")
+        if not 1 <= word.size <= MAX_BAD_WORD_TOKENS:
+            bound = f"1..{MAX_BAD_WORD_TOKENS} ids a word"
+            _refuse("bad_words", f"a word of {word.size} ids", bound)
     for name, ids in (
         *_marks_of(incoming.thinking_budget),
         ("prompt_token_ids", incoming.prompt),
@@ -393,8 +358,8 @@ def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
 def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
     """Its size; whether it can be honoured takes longer to find out."""
     kind, options = constraint.kind, constraint.options
-    if kind == "choice" and not 1 <= len(options) <= _MAX_CHOICES:
-        _refuse(kind, f"{len(options)} options", f"1..{_MAX_CHOICES} options")
+    if kind == "choice" and not 1 <= len(options) <= MAX_CHOICE_OPTIONS:
+        _refuse(kind, f"{len(options)} options", f"1..{MAX_CHOICE_OPTIONS} options")
     size = sum(len(text.encode()) for text in (constraint.value, *options))
     if size > max_bytes:
         _refuse(kind, f"{size} bytes", f"at most {max_bytes} bytes (--max-constraint-bytes)")
@@ -423,25 +388,9 @@ def _check_something_is_left(
         )
 
 
-def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], list[str]]:
-    """What a model's own configuration states, less what no request could be served with; and of
-    that a line each.
-    """
-    usable: dict[str, float] = {}
-    unusable = []
-    for name, value in stated.items():
-        allowed = _Range(-1, _MAX_TOP_K) if name == "top_k" else _SAMPLING_RANGES[name]
-        is_flag = isinstance(value, bool)
-        if isinstance(value, int | float) and not is_flag and allowed.holds(value):
-            usable[name] = value
-        else:
-            unusable.append(f"{name}: {_short(value)} is out of bounds; allowed: {allowed}")
-    return usable, unusable
-
-
 def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> SamplingParams:
     values: dict[str, float] = {}
-    for name, allowed in _SAMPLING_RANGES.items():
+    for name, allowed in SAMPLING_RANGES.items():
         given = getattr(incoming, name)
         neutral = getattr(_NEUTRAL_SAMPLING, name)
         values[name] = value = defaults.get(name, neutral) if given is None else given
@@ -450,7 +399,7 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
     top_k = int(defaults.get("top_k", 0)) if incoming.top_k is None else incoming.top_k
     if top_k < -1:
         _refuse("top_k", top_k, "at least -1")
-    bias = _Range(-_MAX_LOGIT_BIAS, _MAX_LOGIT_BIAS)
+    bias = Range(-_MAX_LOGIT_BIAS, _MAX_LOGIT_BIAS)
     for token_id, value in incoming.logit_bias.items():
         if not bias.holds(value):
             _refuse("logit_bias", f"{value} for id {token_id}", str(bias))
@@ -487,14 +436,9 @@ def _objective(incoming: IncomingRequest) -> Objective:
 
 def _refuse(name: str, value: object, bound: str) -> None:
     raise Refusal(
-        INVALID_ARGUMENT,
-        f"{name}: {_short(value)} is out of bounds; allowed: {bound}",
+        Code.INVALID_ARGUMENT,
+        out_of_bounds(name, value, bound),
         field=name,
         value=value,
         bound=bound,
     )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

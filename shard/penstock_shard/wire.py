@@ -289,12 +289,9 @@ def _set_error(message: pb.Error, error: Error) -> None:
     message.engine_died = error.engine_died
 
 
-_STATUS_OF_CODE = {status.value[0]: status for status in grpc.StatusCode}
-
-
 def status(error: Error) -> grpc.StatusCode:
     """The gRPC status of an error."""
-    return _STATUS_OF_CODE[error.code]
+    return grpc.StatusCode[error.code.name]
 
 
 def info_response(

@@ -46,6 +46,18 @@ def test_every_command_has_its_own_help(command: str) -> None:
     assert f"penstock {command}" in run.stdout
 
 
+def test_no_process_imports_what_lies_in_the_folder_it_is_started_in(tmp_path: Path) -> None:
+    for name in ("msgspec.py", "grpc.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong one')")
+    # As the installed command: its own path is not the folder.
+    command = [sys.executable, "-P", *PENSTOCK[1:]]
+    for process in ("router", "shard"):
+        run = subprocess.run(
+            [*command, process, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=30
+        )
+        assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_an_unknown_command_is_one_line_and_status_2() -> None:
     run = _run("srve")
     assert run.returncode == 2
@@ -201,7 +213,7 @@ def test_serve_on_a_port_in_use_starts_nothing(served: _Served) -> None:
 def test_serve_of_a_model_that_is_not_there_ends_with_its_reason(tmp_path: Path) -> None:
     flags = ["--port", str(free_port()), "--shard-port", str(free_port())]
     run = _run("serve", str(tmp_path / "nothing"), "--runner", "fake", *flags, timeout_s=60)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr.count("penstock shard: ") == 1
     assert str(tmp_path / "nothing") in run.stderr
     assert "Traceback" not in run.stderr

@@ -19,7 +19,13 @@ from support.processes import is_alive, wait_until
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints import checker as checker_module
-from penstock_shard.constraints.checker import ConstraintChecker, NotChecked
+from penstock_shard.constraints.check_link import Verdict
+from penstock_shard.constraints.checker import (
+    CheckFailed,
+    ConstraintChecker,
+    NotChecked,
+    _CheckProcess,
+)
 from penstock_shard.request import Constraint
 
 TOKENIZER = Path(__file__).parents[2] / "shard/penstock_shard/builtin_model/tokenizer.json"
@@ -223,6 +229,48 @@ async def test_one_that_makes_no_sense_is_replaced(monkeypatch: pytest.MonkeyPat
                 await asyncio.wait_for(checker.check(_regex("b")), 60)
         assert not is_alive(process)
         assert await checker.check(_regex("b")) == ""
+
+
+async def test_one_whose_check_fails_ends_at_once_and_those_behind_it_are_checked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _checker() as checker:
+        await checker.check(_regex("a"))
+        [process] = _processes()
+        verdict_on = _CheckProcess.verdict_on
+
+        async def fail_on_b(
+            one: _CheckProcess, constraint: Constraint, longest_s: float
+        ) -> Verdict:
+            if constraint == _regex("b"):
+                raise ZeroDivisionError("as nobody foresaw")
+            return await verdict_on(one, constraint, longest_s)
+
+        monkeypatch.setattr(_CheckProcess, "verdict_on", fail_on_b)
+        failed, checked = await asyncio.wait_for(
+            asyncio.gather(
+                checker.check(_regex("b")), checker.check(_regex("c")), return_exceptions=True
+            ),
+            60,
+        )
+        assert isinstance(failed, CheckFailed)
+        assert checked == ""
+        # It may answer yet.
+        assert not is_alive(process)
+        assert "as nobody foresaw" in caplog.text
+
+
+async def test_where_no_process_can_be_made_as_nobody_foresaw_the_check_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    async with _checker() as checker:
+        checking = [asyncio.create_task(checker.check(_regex(name))) for name in "ab"]
+        results = await asyncio.wait_for(asyncio.gather(*checking, return_exceptions=True), 5)
+        assert [type(result) for result in results] == [CheckFailed, CheckFailed]
 
 
 async def test_another_tokenizer_makes_another_process_and_the_same_one_does_not() -> None:

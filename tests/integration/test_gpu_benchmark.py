@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from support.budget import budget
+from support.processes import is_alive
 
-_SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import gpu
+
+_SCRIPT = Path(gpu.__file__)
 # The rest needs servers, and longer.
-_PARTS = ["--parts", "machine", "decode-8b", "exact-8b"] if budget(1, 0) else []
+_PARTS = ["--parts", "machine", "8b", "8b-exact"] if budget(1, 0) else ["--minutes", "30"]
 
 
 def _run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -21,25 +30,59 @@ def _run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_parts_write_their_figures_and_a_table(tmp_path: Path) -> None:
-    done = _run("--device", "cpu", "--tiny", "--out", str(tmp_path), *_PARTS)
+    done = _run("--device", "cpu", "--tiny", "--out", str(tmp_path), "--commit", "abc", *_PARTS)
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = tmp_path.glob("gpu-*.json")
     rows = json.loads(file.read_text())
-    facts, exact = rows[0], next(row for row in rows if row["what"] == "exact")
-    assert {"device", "torch", "commit"} <= set(facts)
+    run, facts, *_ = rows
+    assert run["commit"] == "abc"
+    assert {"device", "torch", "triton", "python"} <= set(facts)
+    assert [row["what"] for row in rows].count("facts") == 1
+    assert {row["part"] for row in rows if row["what"] == "took"} >= {"machine", "8b", "8b-exact"}
+    exact = next(row for row in rows if row["what"] == "exact")
     # The processor's kernels are exact.
     assert exact["batch_invariant"]
     assert exact["differing"] == []
     assert "| equal bits | equal bits | yes |" in done.stdout
 
 
-def test_a_part_that_fails_is_a_line_and_an_exit_status(tmp_path: Path) -> None:
+def test_a_part_that_fails_is_a_line_with_its_last_words_and_an_exit_status() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    done = _run("--parts", "decode-8b")
+    done = _run("--parts", "8b")
     assert done.returncode == 1
-    assert "| decode-8b | exit status 1 |  | no |" in done.stdout
+    assert "| 8b | exit status 1: " in done.stdout
+
+
+def test_figures_from_before_a_failure_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+
+    def part(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"what": "decode"}
+        raise RuntimeError("too little memory")
+
+    monkeypatch.setitem(gpu.PARTS, "8b", (1.0, part))
+    args = argparse.Namespace(run="8b", folder=tmp_path, tiny=True, device="cpu")
+    with pytest.raises(RuntimeError, match="too little memory"):
+        gpu._run_part(args)
+    assert [row["what"] for row in gpu._read_rows(tmp_path)] == ["facts", "decode"]
+
+
+def test_the_servers_of_a_part_end_with_it() -> None:
+    sleeps = "import time; time.sleep(600)"
+    starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeps!r}], "
+    starts += f"start_new_session=True); print('started', flush=True); {sleeps}"
+    command = [sys.executable, "-c", starts]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        (server,) = psutil.Process(process.pid).children()
+        gpu._end(process)
+        assert process.poll() is not None
+        assert not is_alive(server)
 
 
 def test_shapes_for_a_gpu_are_refused_on_a_processor() -> None:

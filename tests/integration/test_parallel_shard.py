@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from support.adapters import make_adapter
 from support.budget import budget
 from support.processes import Shard, free_port, is_alive, running, wait_until
 
@@ -24,6 +26,13 @@ pytest.importorskip("torch")
 
 FLAGS = ("--runner", "model", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 SMALL = ("--kv-memory", "32M", "--max-model-len", "512", "--max-num-seqs", "8")
+ADAPTER = "tuned"
+# Of the model that shards of tests have.
+MODULES = {
+    f"model.layers.{layer}.{module}": (256, 256)
+    for layer in (0, 1)
+    for module in ("self_attn.q_proj", "self_attn.o_proj")
+}
 PROMPTS = [[5, 9, 200 + index, *range(30, 30 + 7 * index)] for index in range(4)]
 
 
@@ -44,31 +53,42 @@ class DividedShard(Shard):
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DividedShard]:
+def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    adapter = make_adapter(tmp_path_factory.mktemp("adapter"), MODULES, size=0.05)
+    return "--lora", f"{ADAPTER}={adapter}"
+
+
+@pytest.fixture(scope="module")
+def divided(
+    tmp_path_factory: pytest.TempPathFactory, lora: tuple[str, str]
+) -> Iterator[DividedShard]:
     log = tmp_path_factory.mktemp("divided") / "log"
-    shard = DividedShard(log, *FLAGS, *SMALL, "--tensor-parallel-size", "2")
+    shard = DividedShard(log, *FLAGS, *SMALL, *lora, "--tensor-parallel-size", "2")
     with running(shard):
         yield shard
 
 
-async def _answers(address: str) -> list[list[int]]:
+async def _answers(address: str, adapters: Sequence[str] = (ADAPTER, "")) -> list[list[int]]:
+    """To each prompt with each of these adapters, all at once."""
     async with ShardClient(address) as client:
 
-        async def answer(prompt: list[int]) -> list[int]:
+        async def answer(prompt: list[int], adapter: str) -> list[int]:
             sampling = SamplingParams(temperature=0.0)
-            request = GenerationRequest(prompt, sampling, max_tokens=24)
+            request = GenerationRequest(prompt, sampling, max_tokens=24, adapter=adapter)
             async with client.submit(request) as stream:
                 return [i async for output in stream for i in output.token_ids]
 
-        return await asyncio.gather(*(answer(prompt) for prompt in PROMPTS))
+        pairs = itertools.product(PROMPTS, adapters)
+        return await asyncio.gather(*(answer(*pair) for pair in pairs))
 
 
 async def test_a_divided_model_answers_as_the_whole_one(
-    divided: DividedShard, tmp_path: Path
+    divided: DividedShard, lora: tuple[str, str], tmp_path: Path
 ) -> None:
-    whole = Shard(tmp_path / "log", *FLAGS, *SMALL)
+    whole = Shard(tmp_path / "log", *FLAGS, *SMALL, *lora)
     with running(whole):
         expected = await _answers(whole.address)
+        assert expected[::2] != expected[1::2]
         async with ShardClient(whole.address) as client, ShardClient(divided.address) as other:
             ours, theirs = (await client.info()), (await other.info())
     assert await _answers(divided.address) == expected
@@ -131,13 +151,13 @@ def test_a_model_over_two_machines_answers_and_outlives_the_other(
     try:
         divided.wait_healthy()
         with running(first):
-            expected = asyncio.run(_answers(divided.address))
-            assert asyncio.run(_answers(first.address)) == expected
+            expected = asyncio.run(_answers(divided.address, [""]))
+            assert asyncio.run(_answers(first.address, [""])) == expected
             (rank,) = psutil.Process(second.pid).children()
             rank.kill()
             wait_until(lambda: not first.healthy(), timeout_s=10, what="the loss was noticed")
             first.wait_healthy()
-            assert asyncio.run(_answers(first.address)) == expected
+            assert asyncio.run(_answers(first.address, [""])) == expected
             second.send_signal(signal.SIGTERM)
             assert second.wait(10) == 0
     finally:

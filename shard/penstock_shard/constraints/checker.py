@@ -53,6 +53,10 @@ class NotChecked(Exception):
     """There is no verdict, for want of time or room: the same constraint may be served later."""
 
 
+class CheckFailed(Exception):
+    """The check went wrong as nobody foresaw: a defect, of which the log says more."""
+
+
 class _ProcessLost(Exception):
     """The check process does not do what it should; the text says what."""
 
@@ -62,7 +66,8 @@ class _Pending:
     """A constraint that waits for its verdict, and how many wait for that."""
 
     constraint: Constraint
-    verdict: asyncio.Future[Verdict]
+    # None: the check failed.
+    verdict: asyncio.Future[Verdict | None]
     num_waiting: int = 0
     is_running: bool = False
 
@@ -100,6 +105,7 @@ class ConstraintChecker:
 
         Raises:
             NotChecked: too many wait, or the machine is too busy.
+            CheckFailed: there will be no verdict.
         """
         key = _key(constraint)
         pending = self._pending.get(key)
@@ -116,6 +122,8 @@ class ConstraintChecker:
             pending.num_waiting -= 1
             if not pending.num_waiting and not pending.is_running:
                 self._pending.pop(key, None)
+        if verdict is None:
+            raise CheckFailed("the shard failed to check a constraint")
         if not verdict.is_lasting:
             raise NotChecked(verdict.reason)
         return verdict.reason
@@ -143,7 +151,7 @@ class ConstraintChecker:
                 pending.is_running = True
                 start = self._start
                 verdict = await self._verdict_on(pending.constraint)
-                if verdict.is_lasting and start is self._start:
+                if verdict is not None and verdict.is_lasting and start is self._start:
                     self._keep(key, verdict.reason)
                 del self._pending[key]
                 pending.verdict.set_result(verdict)
@@ -153,10 +161,11 @@ class ConstraintChecker:
     async def _prepare(self) -> None:
         try:
             await self._running_process()
-        except (_ProcessLost, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next check tries again
             await self._lose_process(error)
 
-    async def _verdict_on(self, constraint: Constraint) -> Verdict:
+    async def _verdict_on(self, constraint: Constraint) -> Verdict | None:
+        """None where the check failed."""
         longest_s = patience_s(self._limits.timeout_s) + _GRACE_S
         try:
             process = await self._running_process()
@@ -164,6 +173,10 @@ class ConstraintChecker:
         except (_ProcessLost, OSError) as error:
             await self._lose_process(error)
             return Verdict("constraints cannot be checked just now", is_lasting=False)
+        except Exception as error:  # noqa: BLE001 - a defect costs the constraint it shows on
+            # It may answer yet, and that would be taken for the next one's verdict.
+            await self._lose_process(error)
+            return None
         if verdict.ending:
             logger.warning("a constraint (%s) ended its check: %s", constraint.kind, verdict.ending)
         return verdict
@@ -182,7 +195,9 @@ class ConstraintChecker:
             self._verdicts.popitem(last=False)
 
     async def _lose_process(self, error: Exception) -> None:
-        logger.error("the process that checks constraints is lost: %s", error)
+        foreseen = isinstance(error, _ProcessLost | OSError)
+        stack = None if foreseen else error
+        logger.error("the process that checks constraints is lost: %s", error, exc_info=stack)
         await self._end_process()
 
     async def _end_process(self) -> None:
@@ -210,27 +225,18 @@ class _CheckProcess:
     async def started(cls, start: Start) -> _CheckProcess:
         """One that takes constraints. Raises `_ProcessLost`."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "penstock_shard.constraints.check_process",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                # The library's last words hold what strangers sent.
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL,
-                # As the engine: what a terminal sends to its process group is for the server.
-                start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name != _KEY_VARIABLE},
-            )
+        try:
+            with theirs:
+                process = await _new_process(theirs)
+        except BaseException:
+            ours.close()
+            raise
         one = cls(start, process, *await asyncio.open_connection(sock=ours))
         try:
             problem = _decoded(_started_decoder, await one._ask(start, _START_S)).problem
             if problem:
                 raise _ProcessLost(problem)
-        except (_ProcessLost, asyncio.CancelledError):
+        except BaseException:
             await one.end()
             raise
         return one
@@ -258,10 +264,28 @@ class _CheckProcess:
             raise _ProcessLost("it ended without a word") from None
 
 
+async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "penstock_shard.constraints.check_process",
+        str(its_end.fileno()),
+        pass_fds=[its_end.fileno()],
+        stdin=asyncio.subprocess.DEVNULL,
+        # The library's last words hold what strangers sent.
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        # As the engine: what a terminal sends to its process group is for the server.
+        start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name != _KEY_VARIABLE},
+    )
+
+
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message:
     try:
         return decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
+        # Of msgspec, or of text that is not UTF-8.
         raise _ProcessLost(f"what it says makes no sense: {error}") from None
 
 

@@ -57,6 +57,11 @@ class ConstraintState:
         self._position += 1
         self.mask = None
 
+    def skip(self) -> None:
+        """Stand behind a token that there is not; what may follow it means nothing."""
+        self._position += 1
+        self.mask = None
+
     def set_mask(self, mask: Mask) -> None:
         """The matcher's mask was filled, and changes here: what ends the sequence may be drawn
         where the constraint may end; what should not end it, where nothing else is left.

@@ -8,7 +8,7 @@ from penstock_shard.command_line import parse_config
 from penstock_shard.config import ShardConfig
 
 
-def test_a_step_has_a_row_of_logits_for_each_sequence_and_each_guess() -> None:
+def test_a_step_has_a_row_of_logits_for_each_sequence_and_each_draft() -> None:
     assert parse_config(["--max-num-seqs", "8"]).max_step_logits == 8
     flags = ["--max-num-seqs", "8", "--speculative-tokens"]
     assert parse_config([*flags, "4"]).max_step_logits == 16
@@ -55,6 +55,15 @@ def test_the_model_is_served_under_its_first_name() -> None:
     assert parse_config(["--model", "org/m", "--served-model-name", "a", "b"]).model_name == "a"
 
 
+def test_what_is_called_otherwise_than_its_flag_is_told_too() -> None:
+    line = "--lora a=one --lora b=two --kv-memory 1G --otlp-endpoint http://collector:4317"
+    config = parse_config(line.split())
+    assert config.loras == (("a", "one"), ("b", "two"))
+    assert config.kv_memory_bytes == 2**30
+    assert config.tracing is not None
+    assert config.tracing.url.startswith("http://collector:4317")
+
+
 @pytest.mark.parametrize("flag", ["--quantization", "--quantize"])
 def test_quantization_has_two_spellings(flag: str) -> None:
     for kind in ("int8", "fp8", "int4"):
@@ -79,10 +88,6 @@ def test_quantization_has_two_spellings(flag: str) -> None:
         ("--kv-memory 1G --kv-blocks 4", ["--kv-blocks", "--kv-memory"]),
         ("--block-size 24", ["--block-size", "24", "multiple of 16"]),
         ("--tensor-parallel-size 2 --runner fake", ["--tensor-parallel-size", "2", "fake"]),
-        (
-            "--tensor-parallel-size 2 --enable-lora",
-            ["--lora", "--tensor-parallel-size 2", "start shards of one device each"],
-        ),
         ("--tensor-parallel-size 0", ["--tensor-parallel-size", "0", "at least 1"]),
         ("--master-port 70000", ["--master-port", "70000", "65535"]),
         ("--tensor-parallel-size 3 --nnodes 2", ["--tensor-parallel-size", "3", "--nnodes"]),

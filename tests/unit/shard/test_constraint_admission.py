@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
+import pytest
 from support.budget import budget, seeded
 from support.engines import runner_info
 
+from penstock_proto import shard_pb2 as pb
 from penstock_shard import link
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.constraints.checker import ConstraintChecker, NotChecked
+from penstock_shard.constraints.checker import CheckFailed, ConstraintChecker, NotChecked
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.request import Constraint, FinishReason, SamplingParams
 from penstock_shard.runner.base import Adapter
+from penstock_shard.servicer import ShardServicer
 
 GOOD, BAD = Constraint("regex", "good"), Constraint("regex", "bad")
 
@@ -91,13 +97,13 @@ async def test_a_request_waits_for_its_verdict_and_others_do_not_wait_for_it() -
 
 async def test_the_engine_never_gets_one_whose_adapter_went_meanwhile() -> None:
     supervisor = _Supervisor()
-    desk = supervisor.adapters
+    adapters = supervisor.adapters
     kept, gone, replaced = (Adapter(name, name, "", 4) for name in ("kept", "gone", "replaced"))
-    desk.became_ready((kept, gone, replaced))
-    for adapter in desk.loaded:
+    adapters.became_ready((kept, gone, replaced))
+    for adapter in adapters.loaded:
         supervisor.take(adapter.name, GOOD, adapter=adapter)
     await _settled()
-    desk.became_ready((kept, Adapter("replaced", "other", "", 4)))
+    adapters.became_ready((kept, Adapter("replaced", "other", "", 4)))
     supervisor.checker.answers[GOOD].set_result("")
     await _settled()
     assert supervisor.submitted == [("kept", 0)]
@@ -116,7 +122,7 @@ async def test_a_refusal_is_an_invalid_argument_that_names_the_language() -> Non
     supervisor.checker.answers[BAD].set_result("regex: is bad")
     await _settled()
     [output] = supervisor.outputs
-    assert output.error == link.Error(3, "regex: is bad", field="regex")
+    assert output.error == link.Error(Code.INVALID_ARGUMENT, "regex: is bad", field="regex")
     assert (supervisor.submitted, supervisor.num_live) == ([], 0)
     counted = supervisor.metrics.registry.get_sample_value(
         "penstock_shard_requests_total", {"outcome": "invalid_argument"}
@@ -142,7 +148,18 @@ async def test_what_cannot_be_checked_for_want_of_room_may_be_tried_again() -> N
     supervisor.checker.answers[GOOD].set_exception(NotChecked("too many wait"))
     await _settled()
     [output] = supervisor.outputs
-    assert output.error == link.Error(8, "too many wait")
+    assert output.error == link.Error(Code.RESOURCE_EXHAUSTED, "too many wait")
+
+
+async def test_a_check_that_fails_is_an_internal_error() -> None:
+    supervisor = _Supervisor()
+    supervisor.take("x", GOOD)
+    await _settled()
+    supervisor.checker.answers[GOOD].set_exception(CheckFailed("the shard failed"))
+    await _settled()
+    [output] = supervisor.outputs
+    assert output.error == link.Error(Code.INTERNAL, "the shard failed")
+    assert supervisor.num_live == 0
 
 
 async def test_an_abort_ends_a_request_that_the_engine_has_not_heard_of() -> None:
@@ -264,3 +281,27 @@ def _check_what_became(supervisor: _Supervisor, taken: set[tuple[str, int]]) -> 
     orphans = set(submitted) - live - set(supervisor.aborted)
     highest = {name: max(a for n, a in submitted if n == name) for name, _ in submitted}
     assert all(attempt < highest[name] for name, attempt in orphans)
+
+
+async def test_a_call_that_ends_takes_requests_with_it_whose_constraints_are_tried_out() -> None:
+    supervisor = _Supervisor()
+    servicer = ShardServicer(supervisor, ShardConfig())
+
+    async def messages() -> AsyncIterator[pb.GenerateRequest]:
+        for number in range(3):
+            constraint = pb.Constraint(regex=GOOD.value) if number != 1 else None
+            yield pb.GenerateRequest(
+                request_id=str(number), prompt_token_ids=[7], constraint=constraint
+            )
+        await asyncio.Event().wait()
+
+    reading = asyncio.ensure_future(anext(servicer.Generate(messages(), cast("Any", None))))
+    await _settled()
+    assert supervisor.num_live == 3
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await _settled()
+    # The engine says when it has ended the one that it has.
+    assert supervisor.aborted == [("1", 0)]
+    assert supervisor.num_live == 1

@@ -1,4 +1,4 @@
-"""Guesses: what follows where the last tokens were before, and what is learned from being wrong."""
+"""Drafts: what follows where the last tokens were before, and what is learned from being wrong."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from support.budget import budget, seeded
 from support.engines import make_request
 
-from penstock_shard.drafts import Drafter, guess
+from penstock_shard.drafts import Drafter, look_up
 
 
-def _guess(ids, most: int) -> list[int]:
-    return guess(np.array(ids, dtype=np.int32), most)
+def _looked_up(ids, most: int) -> list[int]:
+    return look_up(np.array(ids, dtype=np.int32), most)
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,18 @@ def _guess(ids, most: int) -> list[int]:
         ([1, 2, 3, 1, 2, 3], 7, [1, 2, 3, 1, 2, 3, 1]),
     ],
 )
-def test_what_followed_the_longest_and_latest_match_is_guessed(
+def test_what_followed_the_longest_and_latest_match_is_drafted(
     ids: list[int], most: int, expected: list[int]
 ) -> None:
-    assert _guess(ids, most) == expected
+    assert _looked_up(ids, most) == expected
 
 
-def test_a_guess_is_that_of_a_search_place_by_place() -> None:
-    rng = seeded("guesses")
+def test_a_draft_is_that_of_a_search_place_by_place() -> None:
+    rng = seeded("drafts")
     for _ in range(budget(300, 20_000)):
         ids = [rng.randrange(4) for _ in range(rng.randint(0, 30))]
         most = rng.randint(1, 6)
-        assert _guess(ids, most) == _by_search(ids, most)
+        assert _looked_up(ids, most) == _by_search(ids, most)
 
 
 def _by_search(ids: list[int], most: int) -> list[int]:
@@ -60,11 +60,11 @@ def _by_search(ids: list[int], most: int) -> list[int]:
 
 def test_only_so_many_tokens_back_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock_shard.drafts._WINDOW", 4)
-    assert _guess([7, 8, 1, 2, 7], 1) == []
-    assert _guess([8, 7, 1, 7], 1) == [1]
+    assert _looked_up([7, 8, 1, 2, 7], 1) == []
+    assert _looked_up([8, 7, 1, 7], 1) == [1]
 
 
-def test_right_guesses_grow_and_wrong_ones_shrink_and_pause() -> None:
+def test_right_drafts_grow_and_wrong_ones_shrink_and_pause() -> None:
     drafter = Drafter(8)
     request = make_request(prompt=[1, 2, 3] * 10)
     assert len(drafter.propose(request, 8)) == 8
@@ -87,7 +87,7 @@ def test_right_guesses_grow_and_wrong_ones_shrink_and_pause() -> None:
     assert (drafter.proposed_total, drafter.accepted_total) == (8 + 2 + 8 + 1, 2 + 2 + 1)
 
 
-def test_who_waited_for_a_guess_that_did_not_come_waits_less_often() -> None:
+def test_who_waited_for_a_draft_that_did_not_come_waits_less_often() -> None:
     drafter = Drafter(4)
     request = make_request(prompt=[1, 2, 1])
     request.num_pending = 1
@@ -101,7 +101,7 @@ def test_who_waited_for_a_guess_that_did_not_come_waits_less_often() -> None:
     assert drafter.expects(request)
 
 
-def test_where_nobody_waited_a_guess_is_made_as_soon_as_there_is_one() -> None:
+def test_where_nobody_waited_a_draft_is_made_as_soon_as_there_is_one() -> None:
     drafter = Drafter(4)
     request = make_request(prompt=[1, 2, 3])
     assert drafter.propose(request, 4) == []

@@ -11,6 +11,7 @@ from support.engines import VOCAB_SIZE, make_engine, make_request, runner_info
 
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, wire
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.embedding import embed
 from penstock_shard.engine_main import _request
@@ -208,7 +209,7 @@ async def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
     call = asyncio.create_task(embed(supervisor, submits(message([1], [2], [3]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/2", embedding=b"three", finish=FinishReason.STOP)
-    supervisor.says("call/1", error=link.Error(13, "the model gave nothing"))
+    supervisor.says("call/1", error=link.Error(Code.INTERNAL, "the model gave nothing"))
     with pytest.raises(Refusal, match="the model gave nothing"):
         await call
     await asyncio.sleep(0.01)
@@ -248,7 +249,7 @@ async def test_a_full_queue_refuses_the_whole_call_at_once(
     assert sorted(supervisor.aborted) == ["call/0", "call/1", "call/2"]
     assert tried == ["call/0", "call/1", "call/2", "call/3"]
     # What never reached the engine is not remembered as aborted.
-    assert not supervisor._early_aborts
+    assert not supervisor._early_aborts._aborts
 
 
 async def test_a_dead_engine_ends_the_call_as_retryable() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -50,9 +52,7 @@ def test_a_model_that_cannot_go_on_ends_the_engine_with_a_line_and_no_stack(
 
     monkeypatch.setattr(engine_main, "_run", fail)
     nothing: Any = None
-    with pytest.raises(SystemExit) as ended:
-        engine_main._run_or_say(nothing, nothing, nothing, nothing)
-    assert ended.value.code == 1
+    assert engine_main._run_or_say(nothing, nothing, nothing, nothing) == 1
     (record,) = caplog.records
     assert record.levelname == "CRITICAL"
     assert record.getMessage().endswith("lower --max-num-batched-tokens")
@@ -81,3 +81,45 @@ def test_a_step_that_began_just_before_the_stop_is_excused_and_the_next_is_not(
     said = _beats(monkeypatch, [0.25, 60.0, 0.25, 0.6, *[0.25] * 20], started_s)
     assert max(said[:4]) < 2.5
     assert said[-1] > 4.0
+
+
+def test_an_engine_ends_that_its_server_tells_nonsense() -> None:
+    program = """
+import queue, socket, threading, time
+from penstock_proto.logs import set_up_logging
+from penstock_shard import engine_main
+from penstock_shard.link import EngineEnd
+
+ours, theirs = socket.socketpair()
+set_up_logging("text")
+ours.sendall(bytes([1, 0, 0, 0, 0xC1]))
+arguments = (EngineEnd(theirs), queue.SimpleQueue())
+threading.Thread(target=engine_main._receive, args=arguments, daemon=True).start()
+time.sleep(60)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode == 0
+    [line] = ended.stderr.splitlines()
+    assert "makes no sense" in line
+
+
+def test_a_dead_engine_waits_for_nobody_that_still_reads_or_compiles() -> None:
+    program = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from penstock_shard import engine_main
+
+def fail():
+    ThreadPoolExecutor(1).submit(time.sleep, 60)
+    raise RuntimeError("a step went wrong")
+
+engine_main.main = fail
+engine_main.run()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode == 1
+    assert "a step went wrong" in ended.stderr

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import pytest
 from support.engines import runner_info
 
 from penstock_shard import link
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import FinishReason, Objective, SamplingParams
 from penstock_shard.runner.base import Logprobs
@@ -38,6 +40,23 @@ def test_a_server_that_is_gone_is_none() -> None:
         assert link.EngineEnd(theirs).receive() is None
 
 
+@pytest.mark.parametrize(
+    "body", [b"\xc1", b"\x93\xa5inbox\x01\x02", b"\x91\xa1\xff", b""], ids=bytes.hex
+)
+async def test_what_makes_no_sense_is_the_end_of_the_link_and_one_line_of_the_log(
+    body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = len(body).to_bytes(4, "little") + body
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame)
+        assert link.EngineEnd(theirs).receive() is None
+    reader = asyncio.StreamReader()
+    reader.feed_data(frame)
+    assert await link.receive_from_engine(reader) is None
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
 async def test_messages_from_the_engine_arrive_as_they_were_sent() -> None:
     output = link.Output(
         "id",
@@ -51,7 +70,8 @@ async def test_messages_from_the_engine_arrive_as_they_were_sent() -> None:
         FinishReason.STOP,
         7,
     )
-    failed = link.Output("other", 0, 0, [], error=link.Error(3, "why", "f", "v", "b"))
+    error = link.Error(Code.INVALID_ARGUMENT, "why", "f", "v", "b")
+    failed = link.Output("other", 0, 0, [], error=error)
     messages: list[link.FromEngine] = [
         link.Progress("loading"),
         link.Ready(runner_info(), {"tokenizer.json": b"{}"}, "hash", "abc"),

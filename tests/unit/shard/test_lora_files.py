@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +146,7 @@ def list_of_settings(path: Path) -> None:
         (cut, "is cut short"),
         (half, f"lora_B of {Q} is missing"),
         (magnitude, "lora_magnitude_vector is no matrix of a LoRA adapter"),
-        (whole_numbers, "has tensors of I32"),
+        (whole_numbers, "is of 'I32'; an adapter's tensors are BF16, F16, F32"),
         (list_of_settings, "is not a JSON object"),
         (
             lambda path: write_safetensors(path / "adapter_model.safetensors", {}),
@@ -159,3 +162,102 @@ def test_a_damaged_adapter_is_refused_in_one_line(
     with pytest.raises(ModelError, match=words) as refused:
         read_adapter_files(path)
     assert "\n" not in str(refused.value)
+
+
+# ---- files that are odd ------------------------------------------------------------------------
+
+DEEP = "[" * 100_000
+
+
+def in_header(text: str | bytes) -> Callable[[Path], object]:
+    header = text.encode() if isinstance(text, str) else text
+
+    def damage(path: Path) -> None:
+        content = struct.pack("<Q", len(header)) + header + bytes(4096)
+        (path / "adapter_model.safetensors").write_bytes(content)
+
+    return damage
+
+
+def in_config(**config: Any) -> Callable[[Path], object]:
+    return lambda path: make_adapter(path, **config)
+
+
+def stated(**changes: Any) -> str:
+    tensor = {"dtype": "F32", "shape": [4, 32], "data_offsets": [0, 512], **changes}
+    return json.dumps({f"base_model.model.{Q}.lora_A.weight": tensor})
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (in_header(DEEP), "is no safetensors file"),
+        (in_header('{"a":' * 100_000), "nested too deeply"),
+        (in_header(b"\xff\xfe{"), "is no safetensors file"),
+        (in_header("[]"), "is no safetensors file"),
+        (in_header('{"a": 1}'), "is no safetensors file"),
+        (in_header(stated(dtype=[1])), "is no safetensors file"),
+        (in_header(stated(dtype="F64" * 1000)), "is of 'F64"),
+        (in_header(stated(shape="ab")), "is no safetensors file"),
+        (in_header(stated(shape=[4, -1])), "is no safetensors file"),
+        (in_header(stated(shape=[4, 1.5])), "is no safetensors file"),
+        (in_header(stated(data_offsets=["a", "b"])), "is no safetensors file"),
+        (in_header(stated(data_offsets=[0, 10**30])), "is no safetensors file|is cut short"),
+        (in_header(stated().replace("model.layers", "model\\n.layers")), "printable characters"),
+        (in_header(stated().replace("model.layers", "m" * 10**4)), "printable characters"),
+        (in_config(r=10**400), "r: '1000.* is no number"),
+        (in_config(lora_alpha=1e999), "lora_alpha: 'inf' is no number"),
+        (in_config(alpha_pattern={"a{99999999999}": 1}), "alpha_pattern: cannot be read"),
+        (in_config(alpha_pattern={"(" * 50_000 + ")" * 50_000: 1}), "nested too deeply"),
+        (lambda path: (path / "adapter_config.json").write_text(DEEP), "nested too deeply"),
+        (in_config(peft_type=["LORA" * 1000]), "peft_type"),
+        (in_config(bias={"all": "x" * 1000}), "bias"),
+    ],
+)
+def test_odd_files_are_refused_in_one_short_line(
+    damage: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    path = make_adapter(tmp_path / "a")
+    damage(path)
+    with pytest.raises(ModelError, match=words) as refused:
+        read_adapter_files(path)
+    assert len(str(refused.value).removeprefix(str(path))) < 600
+
+
+def test_whatever_the_files_say_they_are_read_or_refused(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    path = make_adapter(tmp_path / "a", MODULES)
+    files = [path / "adapter_config.json", path / "adapter_model.safetensors"]
+    whole = [file.read_bytes() for file in files]
+    for _ in range(150):
+        for file, content in zip(files, whole, strict=True):
+            file.write_bytes(content)
+        which = chance.randrange(2)
+        start = 8 * which
+        (length,) = struct.unpack("<Q", whole[1][:8]) if which else (len(whole[0]),)
+        text = whole[which][start : start + length]
+        damaged = odd_bytes(text, chance) if chance.random() < 0.3 else odd_json(text, chance)
+        head = struct.pack("<Q", len(damaged)) if which else b""
+        files[which].write_bytes(head + damaged + whole[which][start + length :])
+        with contextlib.suppress(ModelError):
+            read_adapter_files(path)
+
+
+def odd_bytes(text: bytes, chance: random.Random) -> bytes:
+    place = chance.randrange(len(text))
+    return text[:place] + chance.randbytes(chance.randrange(4)) + text[place + 1 :]
+
+
+def odd_json(text: bytes, chance: random.Random) -> bytes:
+    """One value within is another."""
+    value = json.loads(text)
+    holder, key = value, chance.choice(list(value))
+    while isinstance(holder[key], dict | list) and holder[key] and chance.random() < 0.8:
+        holder = holder[key]
+        key = chance.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+    odd: list[Any] = [None, True, -1, 0, 2**70, 10**400, 1e308, 0.5, "", "x\n", "\ud800"]
+    odd += [[], [[]], {}, {"a": []}]
+    holder[key] = chance.choice(odd)
+    return json.dumps(value).encode()

@@ -10,13 +10,9 @@ import pytest
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
-from penstock_shard.runner import cgroup, memory
-from penstock_shard.runner.memory import (
-    KVShape,
-    choose_num_blocks,
-    extra_host_bytes,
-    free_host_bytes,
-)
+from penstock_shard.runner import cgroup, host_memory
+from penstock_shard.runner.block_count import KVShape, choose_num_blocks
+from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
 
 MIB = 2**20
 # One sequence: 128 blocks of half a MiB.
@@ -91,7 +87,7 @@ def test_a_system_that_does_not_reset_the_peak_is_not_asked_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As where /proc may not be written to: opening it fails.
-    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path)
+    monkeypatch.setattr(host_memory, "_CLEAR_REFS", tmp_path)
     done: list[bool] = []
     assert extra_host_bytes(lambda: done.append(True)) == 0
     assert done == [True]

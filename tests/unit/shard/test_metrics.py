@@ -13,6 +13,7 @@ from support.engines import make_engine, make_request
 from penstock_client import _wire
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, wire
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_supervisor import EngineSupervisor
 from penstock_shard.link import Error, Load, Output, StepOutputs, Submit
@@ -155,7 +156,7 @@ async def test_an_engine_that_dies_is_counted_and_what_ran_in_it(
 
 def test_a_refusal_is_counted_by_its_code() -> None:
     metrics = ShardMetrics()
-    metrics.refused(Error(3, "no"))
+    metrics.refused(Error(Code.INVALID_ARGUMENT, "no"))
     assert value(metrics, "requests_total", outcome="invalid_argument") == 1
 
 

@@ -10,12 +10,10 @@ import pytest
 from support.engines import EngineUnderTest, make_engine, make_request
 from support.shadow import Fails, ShadowRunner
 
+from penstock_shard.codes import Code
 from penstock_shard.drafts import Drafter
 from penstock_shard.request import FinishReason, Objective, Pooling, Request
 from penstock_shard.runner.base import StepPlan
-
-_RESOURCE_EXHAUSTED = 8
-_UNAVAILABLE = 14
 
 
 def _fails_at(*steps: int) -> Fails:
@@ -124,13 +122,13 @@ def test_steps_are_half_as_large_and_grow_again(caplog: pytest.LogCaptureFixture
 
 
 class _Always(Drafter):
-    """Guesses as many as it may."""
+    """Drafts as many as it may."""
 
     def propose(self, request: Request, most: int) -> list[int]:
         return [5] * most
 
 
-def test_nothing_is_guessed_until_the_bounds_are_what_they_were(
+def test_nothing_is_drafted_until_the_bounds_are_what_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     under_test = make_engine(fails=_fails_at(2), drafter=_Always(2), max_steps_ahead=0)
@@ -148,7 +146,7 @@ def test_nothing_is_guessed_until_the_bounds_are_what_they_were(
     assert (False, 2) in plans[-9:]
 
 
-def test_nobody_waits_for_a_guess_while_there_are_none() -> None:
+def test_nobody_waits_for_a_draft_while_there_are_none() -> None:
     class Waiting(_Always):
         def expects(self, request: Request) -> bool:
             return True
@@ -192,7 +190,7 @@ def test_two_that_do_not_fit_alone_and_take_turns_both_end() -> None:
     for name in ("aged", "young"):
         (ending,) = under_test.endings(name)
         assert ending.error is not None
-        assert ending.error.code == _RESOURCE_EXHAUSTED
+        assert ending.error.code is Code.RESOURCE_EXHAUSTED
 
 
 def test_the_whole_budget_comes_back() -> None:
@@ -218,7 +216,7 @@ def test_a_request_that_does_not_fit_alone_ends_and_the_others_live() -> None:
     under_test.run()
     (ending,) = under_test.endings("big")
     assert ending.error is not None
-    assert ending.error.code == _RESOURCE_EXHAUSTED
+    assert ending.error.code is Code.RESOURCE_EXHAUSTED
     assert ending.error.message == (
         "the device has too little memory for it: 256 MiB were asked for"
     )
@@ -256,5 +254,5 @@ def test_who_would_rather_go_elsewhere_is_given_back() -> None:
     under_test.run()
     (ending,) = under_test.endings("r")
     assert ending.error is not None
-    assert ending.error.code == _UNAVAILABLE
+    assert ending.error.code is Code.UNAVAILABLE
     assert ending.error.message == "the shard is out of memory; the request is given back"

@@ -13,6 +13,7 @@ from support.engines import make_engine, make_request
 
 from penstock_proto.logs import JsonFormatter
 from penstock_proto.tracing import Span
+from penstock_shard.codes import Code
 from penstock_shard.link import Error, Load, Output, Work
 from penstock_shard.request import FinishReason
 from penstock_shard.request_log import fields_of, log_request
@@ -59,7 +60,8 @@ class Followed:
         return record
 
     def fail(self, **values: Any) -> ShardRecord:
-        self.give(Output("r", 1, 0, [], error=Error(14, "token 12345 of it", field="n"), **values))
+        error = Error(Code.UNAVAILABLE, "token 12345 of it", field="n")
+        self.give(Output("r", 1, 0, [], error=error, **values))
         (record,) = self.logged or self.traced
         return record
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
+import grpc
 import numpy as np
 import pytest
 from support.engines import runner_info
@@ -12,12 +15,13 @@ from support.engines import runner_info
 from penstock_client import Output as ClientOutput
 from penstock_client import _wire
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import link, wire
+from penstock_shard import engine_supervisor, link, wire
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_supervisor import EngineSupervisor
+from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor
 from penstock_shard.request import FinishReason, SamplingParams
 from penstock_shard.runner.base import Logprobs
-from penstock_shard.servicer import Outbox
+from penstock_shard.servicer import Outbox, ShardServicer
 
 
 def _output(request_id: str = "r", attempt: int = 0, **fields: object) -> link.Output:
@@ -70,7 +74,7 @@ def test_an_output_merged_for_long_is_cut_into_responses_of_bounded_size() -> No
 async def test_a_caller_that_reads_nothing_is_given_no_room_for_more() -> None:
     outbox = Outbox()
     for number in range(4096):
-        outbox.put(_output(str(number), error=link.Error(3, "no")))
+        outbox.put(_output(str(number), error=link.Error(Code.INVALID_ARGUMENT, "no")))
     waiting = asyncio.create_task(outbox.wait_for_room())
     await asyncio.sleep(0.01)
     assert not waiting.done()
@@ -144,15 +148,17 @@ async def test_the_first_output_of_an_attempt_says_how_long_it_was_queued() -> N
     supervisor = _Supervisor()
     delivered: list[link.Output] = []
     supervisor.submit(_submit("x"), delivered.append)
+    submitted_s = time.monotonic()
     await asyncio.sleep(0.05)
     supervisor._note_started(["x"])
+    longest_s = time.monotonic() - submitted_s + 0.01
     await asyncio.sleep(0.05)
     for _ in range(2):
         supervisor._take_step(link.StepOutputs([_output("x")], link.Load()))
     first, second = delivered
     assert first.queue_s is not None
     # Not the time until the output came.
-    assert 0.05 <= first.queue_s < 0.09
+    assert 0.05 <= first.queue_s < longest_s
     assert second.queue_s is None
 
 
@@ -193,6 +199,26 @@ async def test_an_early_abort_is_remembered_for_its_attempt_and_those_before() -
     assert supervisor.live_attempt("x") == 1
 
 
+async def test_an_abort_that_overtakes_the_next_attempt_ends_it_and_the_live_one() -> None:
+    supervisor = _Supervisor()
+    delivered: list[link.Output] = []
+    supervisor.submit(_submit("x"), delivered.append)
+    supervisor.abort("x", 1)
+    await asyncio.sleep(0)
+    assert supervisor.sent[-1].aborts == [("x", 0)]
+    # Whether its engine has ended the live one by then or not.
+    supervisor.submit(_submit("x", attempt=1), delivered.append)
+    supervisor._take_step(
+        link.StepOutputs([_output("x", finish=FinishReason.ABORTED)], link.Load())
+    )
+    supervisor.submit(_submit("x", attempt=1), delivered.append)
+    assert [(o.attempt, o.finish) for o in delivered] == [
+        (attempt, FinishReason.ABORTED) for attempt in (1, 0, 1)
+    ]
+    supervisor.submit(_submit("x", attempt=2), delivered.append)
+    assert supervisor.live_attempt("x") == 2
+
+
 async def test_a_deadline_ends_a_request_although_its_engine_says_nothing() -> None:
     supervisor = _Supervisor()
     delivered: list[link.Output] = []
@@ -217,6 +243,85 @@ async def test_the_engine_does_not_inherit_the_key(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
     assert "PENSTOCK_API_KEY" not in _engine_environment()
+
+
+# ---- engines that do not start, are gone, or talk nonsense ----
+
+
+async def test_a_process_that_cannot_be_made_is_a_failed_start_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+    monkeypatch.setattr(engine_supervisor, "_FIRST_BACK_OFF_S", 0.001)
+    supervisor = _Supervisor(max_restarts=3)
+    # The engine before gave tokens: that says nothing of those that cannot be started.
+    supervisor._worked = True
+    with pytest.raises(EngineFailed, match="3 engines failed in a row: it cannot be started"):
+        await asyncio.wait_for(supervisor.run(), 5)
+    assert caplog.text.count("the engine cannot be started") == 3
+
+
+async def test_no_engine_is_started_for_a_shard_that_drains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = _Supervisor(max_restarts=2)
+    lives = 0
+
+    async def live() -> str:
+        nonlocal lives
+        lives += 1
+        supervisor._died()
+        return "killed by signal 9"
+
+    monkeypatch.setattr(engine_supervisor, "_FIRST_BACK_OFF_S", 0.05)
+    monkeypatch.setattr(supervisor, "_run_once", live)
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0.02)
+    # In the pause before the second.
+    assert lives == 1
+    supervisor.drain(hand_over=False)
+    await asyncio.sleep(0.1)
+    assert lives == 1
+    assert not running.done()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_an_engine_that_is_gone_while_the_shard_drains_is_no_failed_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = _Supervisor(max_restarts=1)
+
+    async def live() -> str:
+        supervisor.drain(hand_over=True)
+        supervisor._died()
+        return "killed by signal 9"
+
+    monkeypatch.setattr(supervisor, "_run_once", live)
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0.02)
+    assert not running.done()
+    assert "starting the engine again" not in caplog.text
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_an_engine_that_makes_no_sense_is_one_that_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    supervisor, reader = _Supervisor(), asyncio.StreamReader()
+    reader.feed_data(link.encode_frame(["beat", "not a number", 0.0]))
+    reader.feed_data(link.encode_frame(link.Beat(0.0, 9.0)))
+    async with asyncio.timeout(5):
+        await supervisor._listen_to(reader)
+    assert supervisor._beat.step_expected_s == 0.0
+    [record] = caplog.records
+    assert "makes no sense" in record.getMessage()
 
 
 # ---- the watchdog, without an engine process ----
@@ -314,3 +419,81 @@ async def test_a_late_abort_of_an_earlier_attempt_does_not_undo_that_of_a_later_
     assert [output.finish for output in outputs] == [FinishReason.ABORTED]
     supervisor.submit(_submit("a", 2), outputs.append)
     assert supervisor.live_attempt("a") == 2
+
+
+async def test_an_early_abort_is_forgotten_after_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supervisor = _Supervisor()
+    outputs: list[link.Output] = []
+    now_s = time.monotonic()
+    supervisor.abort("a", 0)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 31)
+    supervisor._beat_at_s = now_s + 31
+    supervisor.submit(_submit("a"), outputs.append)
+    assert outputs == []
+    assert supervisor.live_attempt("a") == 0
+
+
+async def test_an_attempt_that_takes_over_takes_the_place_too() -> None:
+    supervisor = _Supervisor(max_num_seqs=1, max_queued_requests=1)
+    outputs: list[link.Output] = []
+    for name, attempt in (("a", 0), ("b", 0), ("c", 0), ("a", 1)):
+        supervisor.submit(_submit(name, attempt), outputs.append)
+    refused = [output.request_id for output in outputs if output.error is not None]
+    assert refused == ["c"]
+    assert supervisor.live_attempt("a") == 1
+
+
+# ---- calls, without an engine process ----
+
+
+def _message(request_id: str, attempt: int = 0) -> pb.GenerateRequest:
+    return pb.GenerateRequest(request_id=request_id, attempt=attempt, prompt_token_ids=[7])
+
+
+class _Context:
+    """Keeps with what a call was ended."""
+
+    ended: tuple[grpc.StatusCode, str] | None = None
+
+    async def abort(self, status: grpc.StatusCode, text: str) -> None:
+        self.ended = status, text
+
+
+async def test_an_attempt_is_not_left_alone_when_the_next_one_is_refused() -> None:
+    supervisor = _Supervisor()
+
+    async def messages() -> AsyncIterator[pb.GenerateRequest]:
+        yield _message("a")
+        supervisor.draining = True
+        yield _message("a", attempt=1)
+
+    outputs = ShardServicer(supervisor, ShardConfig()).Generate(messages(), cast("Any", None))
+    refused = await anext(outputs)
+    assert [(output.attempt, output.error.code) for output in refused.outputs] == [(1, 14)]
+    reading = asyncio.ensure_future(anext(outputs))
+    await asyncio.sleep(0.01)
+    supervisor._take_step(link.StepOutputs([_output("a", finish=FinishReason.STOP)], link.Load()))
+    async with asyncio.timeout(5):
+        ended = await reading
+    assert [(output.attempt, output.HasField("finish")) for output in ended.outputs] == [(0, True)]
+
+
+async def test_a_call_whose_requests_cannot_be_taken_ends_and_so_do_they(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, context = _Supervisor(), _Context()
+
+    async def messages() -> AsyncIterator[pb.GenerateRequest]:
+        yield _message("a")
+        monkeypatch.setattr(wire, "incoming", lambda message: 1 // 0)
+        yield _message("b")
+
+    call = ShardServicer(supervisor, ShardConfig()).Generate(messages(), cast("Any", context))
+    async with asyncio.timeout(5):
+        assert [response async for response in call] == []
+    assert context.ended == (grpc.StatusCode.INTERNAL, "the shard failed: ZeroDivisionError")
+    assert caplog.records[-1].exc_info is not None
+    await asyncio.sleep(0)
+    assert supervisor.sent[-1].aborts == [("a", 0)]

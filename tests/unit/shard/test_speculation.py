@@ -1,4 +1,4 @@
-"""Guessed tokens in the engine: the same tokens in fewer steps, and never at anybody's cost."""
+"""Drafted tokens in the engine: the same tokens in fewer steps, and never at anybody's cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock_shard.request import (
 )
 from penstock_shard.runner.base import Logprobs, StepPlan
 
-# Sixteen ids, so that guesses from a request's own tokens are right now and then.
+# Sixteen ids, so that drafts from a request's own tokens are right now and then.
 FEW = tuple(range(100, 116))
 
 
@@ -73,8 +73,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_given_is_what_is_given_without_guesses(name: str, ahead: int) -> None:
-    rng = seeded(f"guesses, {name}")
+def test_what_is_given_is_what_is_given_without_drafts(name: str, ahead: int) -> None:
+    rng = seeded(f"drafts, {name}")
     for seed in range(budget(4, 100)):
         case = _seeded(CASES[name], seed)
         plain = _run(_request(**case), None)
@@ -82,22 +82,22 @@ def test_what_is_given_is_what_is_given_without_guesses(name: str, ahead: int) -
         foresee = always(whole)
         drafters = [Drafter(4), Oracle(4, foresee), FickleOracle(4, foresee, rng)]
         for drafter in drafters:
-            guessed = _run(_request(**case), drafter, ahead)
-            assert guessed.tokens("r") == whole
-            assert [o.finish for o in guessed.endings("r")] == [
+            drafted = _run(_request(**case), drafter, ahead)
+            assert drafted.tokens("r") == whole
+            assert [o.finish for o in drafted.endings("r")] == [
                 o.finish for o in plain.endings("r")
             ]
-            assert guessed.outputs[-1].stop_token_id == plain.outputs[-1].stop_token_id
+            assert drafted.outputs[-1].stop_token_id == plain.outputs[-1].stop_token_id
             if name == "logprobs":
-                assert _logprobs(guessed.outputs) == _logprobs(plain.outputs)
-            assert guessed.blocks.num_referenced == 0
+                assert _logprobs(drafted.outputs) == _logprobs(plain.outputs)
+            assert drafted.blocks.num_referenced == 0
 
 
 def _seeded(case: dict[str, Any], seed: int) -> dict[str, Any]:
     return {**case, "sampling": {**case.get("sampling", {}), "seed": seed}}
 
 
-def test_right_guesses_come_out_together_and_take_fewer_steps() -> None:
+def test_right_drafts_come_out_together_and_take_fewer_steps() -> None:
     whole = _run(_request(), None).tokens("r")
     drafter = Oracle(4, always(whole))
     under_test = _run(_request(), drafter, 0)
@@ -113,7 +113,7 @@ def test_right_guesses_come_out_together_and_take_fewer_steps() -> None:
     assert load.prompt_tokens_total == 16
 
 
-def test_wrong_guesses_cost_no_step() -> None:
+def test_wrong_drafts_cost_no_step() -> None:
     drafter = Oracle(4, always([EOS_ID] * 99))
     under_test = _run(_request(), drafter, 0)
     assert under_test.engine.load().accepted_tokens_total == 0
@@ -123,7 +123,7 @@ def test_wrong_guesses_cost_no_step() -> None:
     assert ending.work.steps == 40
 
 
-def test_a_stop_within_a_guess_ends_the_request_there() -> None:
+def test_a_stop_within_a_draft_ends_the_request_there() -> None:
     whole = _run(_request(logprobs=0), None).tokens("r")
     stop = whole[8]
     drafter = Oracle(16, always(whole))
@@ -138,8 +138,8 @@ def test_a_stop_within_a_guess_ends_the_request_there() -> None:
 
 
 @pytest.mark.parametrize("kind", ["regex", "choice", "json_object"])
-def test_constrained_outputs_are_those_without_guesses(kind: str) -> None:
-    rng = seeded("constrained guesses")
+def test_constrained_outputs_are_those_without_drafts(kind: str) -> None:
+    rng = seeded("constrained drafts")
     constraint = {
         "regex": Constraint("regex", "[a-f]{3,9}-[0-9]{2}(ab|cd){4,12}"),
         "choice": Constraint("choice", options=("left " * 9, "left left right", "neither")),
@@ -159,7 +159,7 @@ def test_constrained_outputs_are_those_without_guesses(kind: str) -> None:
     assert drafter.proposed_total > 0
 
 
-def test_an_error_after_right_guesses_comes_after_their_tokens() -> None:
+def test_an_error_after_right_drafts_comes_after_their_tokens() -> None:
     sampling = SamplingParams(temperature=1.0, allowed_token_ids=(7,), bad_words=((7, 7, 7, 7),))
     request = dataclasses.replace(make_request(max_tokens=9), sampling=sampling)
     under_test = _run(request, Oracle(8, always([7] * 9)))
@@ -169,7 +169,7 @@ def test_an_error_after_right_guesses_comes_after_their_tokens() -> None:
     assert "at position 3" in ending.error.message
 
 
-# ---- which rows guess, and how much ----
+# ---- which rows draft, and how much ----
 
 
 def _decoding(under_test: EngineUnderTest, count: int, **options: Any) -> StepPlan:
@@ -182,7 +182,7 @@ def _decoding(under_test: EngineUnderTest, count: int, **options: Any) -> StepPl
 
 
 class _Always(Drafter):
-    """Guesses as many as it may."""
+    """Drafts as many as it may."""
 
     def expects(self, request: Request) -> bool:
         return True
@@ -195,7 +195,7 @@ def _counts(plan: StepPlan) -> list[int]:
     return [row.count for row in plan.rows]
 
 
-def test_guesses_take_half_of_what_decodes_leave() -> None:
+def test_drafts_take_half_of_what_decodes_leave() -> None:
     engine = make_engine(
         drafter=_Always(8), max_steps_ahead=0, max_num_batched_tokens=40, max_num_seqs=20
     )
@@ -204,7 +204,7 @@ def test_guesses_take_half_of_what_decodes_leave() -> None:
     assert [len(row.drafts) for row in plan.rows] == [0, 8, 8, 2]
 
 
-def test_prompts_get_what_guesses_leave_of_the_budget() -> None:
+def test_prompts_get_what_drafts_leave_of_the_budget() -> None:
     engine = make_engine(
         drafter=_Always(8), max_steps_ahead=0, max_num_batched_tokens=40, max_num_seqs=20
     )
@@ -214,19 +214,19 @@ def test_prompts_get_what_guesses_leave_of_the_budget() -> None:
     assert _counts(engine.scheduler.schedule(1.0, 1.0)) == [9, 31]
 
 
-def test_a_step_has_no_more_guesses_than_sequences_may_run() -> None:
+def test_a_step_has_no_more_drafts_than_sequences_may_run() -> None:
     engine = make_engine(
         drafter=_Always(4), max_steps_ahead=0, max_num_batched_tokens=512, max_num_seqs=5
     )
     assert _counts(_decoding(engine, 5, max_tokens=30)) == [1, 1, 1, 5, 2]
 
 
-def test_nothing_is_guessed_beyond_the_last_token_a_request_may_give() -> None:
+def test_nothing_is_drafted_beyond_the_last_token_a_request_may_give() -> None:
     engine = make_engine(drafter=_Always(8), max_steps_ahead=0)
     assert _counts(_decoding(engine, 1, max_tokens=4)) == [3]
 
 
-def test_nobody_is_put_down_for_a_guess() -> None:
+def test_nobody_is_put_down_for_a_draft() -> None:
     # Two blocks each, of which the second is full but for one token: there is no third.
     engine = make_engine(
         num_blocks=4, max_model_len=64, drafter=_Always(8), max_steps_ahead=0, prefix_caching=False
@@ -239,7 +239,7 @@ def test_nobody_is_put_down_for_a_guess() -> None:
     assert engine.scheduler.preemptions_total == 0
 
 
-def test_whoever_said_how_far_apart_tokens_may_be_is_not_held_up_by_guesses(
+def test_whoever_said_how_far_apart_tokens_may_be_is_not_held_up_by_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(drafter=_Always(8), max_steps_ahead=0, max_num_batched_tokens=512)
@@ -259,7 +259,7 @@ def test_whoever_said_how_far_apart_tokens_may_be_is_not_held_up_by_guesses(
     assert max(_counts(plan)) == 1
 
 
-def test_guesses_leave_prompts_half_of_the_time_that_objectives_leave() -> None:
+def test_drafts_leave_prompts_half_of_the_time_that_objectives_leave() -> None:
     engine = make_engine(drafter=_Always(32), max_steps_ahead=0, max_num_batched_tokens=512)
     hurried = make_request("hurried", range(10), max_tokens=90)
     hurried.objective = Objective(seconds_between_tokens=0.03)
@@ -273,7 +273,7 @@ def test_guesses_leave_prompts_half_of_the_time_that_objectives_leave() -> None:
     assert _counts(plan) == [1 + 13, 14]
 
 
-def test_a_row_without_guesses_takes_no_block_for_them() -> None:
+def test_a_row_without_drafts_takes_no_block_for_them() -> None:
     class Silent(_Always):
         def propose(self, request: Request, most: int) -> list[int]:
             return []
@@ -283,7 +283,7 @@ def test_a_row_without_guesses_takes_no_block_for_them() -> None:
     assert len(row.request.block_ids) == 1
 
 
-def test_whoever_said_how_far_apart_tokens_may_be_is_not_left_out_for_a_guess() -> None:
+def test_whoever_said_how_far_apart_tokens_may_be_is_not_left_out_for_a_draft() -> None:
     class Picky(_Always):
         def expects(self, request: Request) -> bool:
             return request.request_id == "0"
@@ -298,7 +298,7 @@ def test_whoever_said_how_far_apart_tokens_may_be_is_not_left_out_for_a_guess() 
         assert len(under_test.scheduler.schedule(1.0, 1.0).rows) == rows
 
 
-def test_few_that_wait_for_a_guess_hold_nobody_up_and_many_hold_all() -> None:
+def test_few_that_wait_for_a_draft_hold_nobody_up_and_many_hold_all() -> None:
     class Picky(_Always):
         def __init__(self, waiting: int) -> None:
             super().__init__(2)
@@ -318,7 +318,7 @@ def test_few_that_wait_for_a_guess_hold_nobody_up_and_many_hold_all() -> None:
         assert len(plan.rows) == rows
 
 
-def test_a_request_is_in_one_step_while_its_guesses_are_verified() -> None:
+def test_a_request_is_in_one_step_while_its_drafts_are_verified() -> None:
     """`ShadowRunner` looks at each launch; here both kinds of rows must have been there."""
     outputs = {str(i): _run(_request(str(i)), None).tokens(str(i)) for i in range(6)}
     rng = seeded("one step at a time")

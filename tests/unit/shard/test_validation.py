@@ -22,7 +22,8 @@ from penstock_shard.request import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_shard.validation import IncomingRequest, Refusal, check, usable_defaults
+from penstock_shard.sampling_ranges import usable_defaults
+from penstock_shard.validation import IncomingRequest, Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5, max_constraint_bytes=100)
 
@@ -52,7 +53,7 @@ def test_absent_parameters_take_the_models_defaults_and_given_ones_do_not() -> N
 
 
 def test_a_given_zero_is_not_an_absent_value() -> None:
-    assert _check(_incoming(temperature=0.0), temperature=0.7).sampling.is_greedy
+    assert _check(_incoming(temperature=0.0), temperature=0.7).sampling.temperature == 0.0
     assert _check(_incoming(top_k=0), top_k=20.0).sampling.top_k == 0
 
 

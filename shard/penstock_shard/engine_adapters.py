@@ -1,8 +1,8 @@
-"""The adapters of an engine: which there are, under which names and in which of the runner's slots.
+"""The adapters of an engine: which there are, under which names and which index of the runner.
 
-One is read in a thread while steps go on, and put into its slot between two of them. One that is
-unloaded has no name any more, but keeps its slot until the last request that has it is over. Knows
-requests by their slots only.
+One is read in a thread while steps go on, and put in place between two of them. One that is
+unloaded has no name any more, but keeps its index until the last request that has it is over. Knows
+requests by their adapters' indices only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from penstock_shard.codes import Code
 from penstock_shard.link import AdapterChange, AdapterChanged, Error
 from penstock_shard.models.errors import ModelError
 from penstock_shard.runner.base import Adapter, AdapterStore, ReadAdapter
-
-# google.rpc.Code
-_INVALID_ARGUMENT = 3
-_FAILED_PRECONDITION = 9
-_INTERNAL = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +24,13 @@ class PlacedAdapter:
     """One that requests may have."""
 
     adapter: Adapter
-    slot: int
+    index: int
 
 
 NO_ADAPTER = PlacedAdapter(Adapter("", "", "", 0), 0)
 
 
-class Adapters:
+class EngineAdapters:
     """All but `on_read` happens in the thread that steps."""
 
     def __init__(
@@ -65,12 +61,16 @@ class Adapters:
     def load(self, name: str, source: str) -> None:
         """Load one before there are requests. Raises ModelError."""
         assert self._store is not None
-        self._place(name, source, self._store.read(source))
+        read = self._store.read(source)
+        refused = self._refused(name, read)
+        if refused is not None:
+            raise ModelError(refused.message)
+        self._place(name, source, read)
 
     def change(self, change: AdapterChange) -> None:
         """Begin what the server asks for; `settle` has the answer."""
         if not change.source:
-            self._leaving.add(self._placed.pop(change.name).slot)
+            self._leaving.add(self._placed.pop(change.name).index)
             self._answers.append(AdapterChanged(change.number))
             return
         assert self._store is not None
@@ -81,67 +81,66 @@ class Adapters:
         self._read.put((change, reading))
         self._on_read()
 
-    def settle(self, slots_in_use: Callable[[], set[int]]) -> list[AdapterChanged]:
-        """Between two steps: put in what has been read, and empty slots that nobody has any more.
+    def settle(self, indices_in_use: Callable[[], set[int]]) -> list[AdapterChanged]:
+        """Between two steps: put in what has been read, and drop those that nobody has any more.
         The answers that have become known.
         """
         if self._leaving:
-            self._empty(self._leaving - slots_in_use())
+            self._drop(self._leaving - indices_in_use())
         while not self._read.empty():
             change, reading = self._read.get()
             self._answers.append(self._outcome(change, reading))
         answers, self._answers = self._answers, []
         return answers
 
-    def _empty(self, slots: set[int]) -> None:
+    def _drop(self, indices: set[int]) -> None:
         assert self._store is not None
-        for slot in slots:
-            self._store.drop(slot)
-            self._leaving.remove(slot)
-            self._free.append(slot)
+        for index in indices:
+            self._store.drop(index)
+            self._leaving.remove(index)
+            self._free.append(index)
 
     def _outcome(self, change: AdapterChange, reading: Future[ReadAdapter]) -> AdapterChanged:
         error = reading.exception()
         if error is None:
-            try:
-                adapter = self._place(change.name, change.source, reading.result())
-                return AdapterChanged(change.number, adapter)
-            except ModelError as refusal:
-                error = refusal
-        if isinstance(error, _NoSlot):
-            return AdapterChanged(change.number, error=Error(_FAILED_PRECONDITION, str(error)))
-        if isinstance(error, _NameTaken):
-            failed = Error(_INVALID_ARGUMENT, str(error), "name", change.name)
-            return AdapterChanged(change.number, error=failed)
+            read = reading.result()
+            refused = self._refused(change.name, read)
+            if refused is not None:
+                return AdapterChanged(change.number, error=refused)
+            return AdapterChanged(change.number, self._place(change.name, change.source, read))
         if isinstance(error, ModelError):
-            failed = Error(_INVALID_ARGUMENT, str(error), "source", change.source[:80])
-            return AdapterChanged(change.number, error=failed)
-        text = f"{change.source}: the adapter cannot be read: {type(error).__name__}: {error}"
-        return AdapterChanged(change.number, error=Error(_INTERNAL, text))
+            failed = Error(Code.INVALID_ARGUMENT, str(error), "source", change.source[:80])
+        else:
+            text = f"{change.source}: the adapter cannot be read: {type(error).__name__}: {error}"
+            failed = Error(Code.INTERNAL, text)
+        return AdapterChanged(change.number, error=failed)
 
-    def _place(self, name: str, source: str, read: ReadAdapter) -> Adapter:
-        """Raises ModelError where there is no place for it."""
-        assert self._store is not None
+    def _refused(self, name: str, read: ReadAdapter) -> Error | None:
+        """Why it cannot be placed under this name; None where it can."""
         present = self._placed.get(name)
         if present is not None:
             if present.adapter.content_hash == read.content_hash:
-                return present.adapter
-            raise _NameTaken(f"{name}: another adapter has this name; unload it first")
-        if not self._free:
-            raise _NoSlot(
-                f"{name}: {len(self._placed)} adapters are loaded, and {len(self._leaving)} that "
-                "were unloaded still have requests; unload one, or start with a higher --max-loras"
-            )
-        slot = self._free.pop()
-        self._store.place(slot, read)
+                return None
+            text = f"{name}: another adapter has this name; unload it first"
+            return Error(Code.INVALID_ARGUMENT, text, "name", name)
+        if self._free:
+            return None
+        return Error(
+            Code.FAILED_PRECONDITION,
+            f"{name}: {len(self._placed)} adapters are loaded, and {len(self._leaving)} that were "
+            "unloaded still have requests; unload one, or start with a higher --max-loras",
+        )
+
+    def _place(self, name: str, source: str, read: ReadAdapter) -> Adapter:
+        """One that is not refused. What fails here ends the engine: nobody knows what is in its
+        place.
+        """
+        assert self._store is not None
+        present = self._placed.get(name)
+        if present is not None:
+            return present.adapter
+        index = self._free.pop()
+        self._store.place(index, read)
         adapter = Adapter(name, read.content_hash, source, read.rank)
-        self._placed[name] = PlacedAdapter(adapter, slot)
+        self._placed[name] = PlacedAdapter(adapter, index)
         return adapter
-
-
-class _NameTaken(ModelError):
-    """Another adapter has the name."""
-
-
-class _NoSlot(ModelError):
-    """It would fit, but all places are taken."""

@@ -10,25 +10,21 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
+from penstock_proto.bounds import MAX_ADAPTER_SOURCE_CHARACTERS
 from penstock_shard.adapter_flags import name_refusal
+from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import AdapterChange, AdapterChanged, Error
 from penstock_shard.runner.base import Adapter
-from penstock_shard.validation import (
-    FAILED_PRECONDITION,
-    INVALID_ARGUMENT,
-    NOT_FOUND,
-    Refusal,
-)
+from penstock_shard.validation import Refusal
 
-# google.rpc.Code
-_UNAVAILABLE = 14
-_MAX_SOURCE_CHARACTERS = 4096
+# Changes that the engine has not answered: it reads one adapter after the other.
+_MAX_ASKED = 64
 
 Loaded = tuple[Adapter, ...]
 
 
-class AdapterDesk:
+class ServerAdapters:
     """Lives as long as the server; engines come and go."""
 
     def __init__(
@@ -76,7 +72,7 @@ class AdapterDesk:
         self._unloading.clear()
         for future in asked.values():
             if not future.done():
-                future.set_exception(Refusal(_UNAVAILABLE, "the shard's engine died"))
+                future.set_exception(Refusal(Code.UNAVAILABLE, "the shard's engine died"))
 
     async def load(self, name: str, source: str) -> Adapter:
         """Have the engine load it. Raises `Refusal`."""
@@ -84,8 +80,11 @@ class AdapterDesk:
         reason = name_refusal(name, {self._config.model_name, *self._config.served_model_names})
         if reason:
             self._refuse("name", name, reason)
-        if not 1 <= len(source) <= _MAX_SOURCE_CHARACTERS or not source.isprintable():
+        if not 1 <= len(source) <= MAX_ADAPTER_SOURCE_CHARACTERS or not source.isprintable():
             self._refuse("source", source, "must be a directory on the shard's machine or a hub id")
+        if len(self._asked) >= _MAX_ASKED:
+            text = f"{len(self._asked)} changes of adapters are under way; wait for them"
+            raise Refusal(Code.RESOURCE_EXHAUSTED, text)
         answer = await self._ask(name, source)
         assert answer.adapter is not None
         return answer.adapter
@@ -97,7 +96,7 @@ class AdapterDesk:
         if len(left) == len(self._loaded):
             names = ", ".join(sorted(adapter.name for adapter in left)) or "none"
             raise Refusal(
-                NOT_FOUND,
+                Code.NOT_FOUND,
                 f"adapter {name[:80]!r} is not loaded here; loaded: {names}",
                 field="name",
                 value=name,
@@ -137,8 +136,8 @@ class AdapterDesk:
     def _check_served(self) -> None:
         if not self._config.serves_adapters:
             text = "adapters are not served by this shard; start it with --enable-lora or --lora"
-            raise Refusal(FAILED_PRECONDITION, text, field="adapter")
+            raise Refusal(Code.FAILED_PRECONDITION, text, field="adapter")
 
     def _refuse(self, field: str, value: str, reason: str) -> None:
         text = f"{field}: {value[:80]!r}: {reason}"
-        raise Refusal.of(Error(INVALID_ARGUMENT, text, field, value[:80]))
+        raise Refusal.of(Error(Code.INVALID_ARGUMENT, text, field, value[:80]))

@@ -1,0 +1,126 @@
+"""An engine's adapters: names, indices, and who may still be using one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock_shard.engine_adapters import EngineAdapters
+from penstock_shard.link import AdapterChange, AdapterChanged
+from penstock_shard.models.errors import ModelError
+from penstock_shard.runner.base import ReadAdapter
+
+
+class Store:
+    """Adapters whose source is their content; `bad` is none."""
+
+    def __init__(self) -> None:
+        self.placed: dict[int, str] = {}
+
+    def read(self, source: str) -> ReadAdapter:
+        if source == "bad":
+            raise ModelError("bad: it is bad")
+        if source == "odd":
+            raise KeyError("odd")
+        return ReadAdapter(source, 4)
+
+    def place(self, index: int, adapter: ReadAdapter) -> None:
+        assert index not in self.placed
+        self.placed[index] = adapter.content_hash
+
+    def drop(self, index: int) -> None:
+        del self.placed[index]
+
+
+class Places:
+    """Adapters with two places, and requests that use them."""
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self.read = threading.Semaphore(0)
+        self.adapters = EngineAdapters(self.store, 2, self.read.release)
+        self.in_use: set[int] = set()
+        self.number = 0
+
+    def change(self, name: str, source: str = "") -> AdapterChanged:
+        self.number += 1
+        self.adapters.change(AdapterChange(self.number, name, source))
+        if source:
+            assert self.read.acquire(timeout=5)
+        (answer,) = self.adapters.settle(lambda: self.in_use)
+        assert answer.number == self.number
+        return answer
+
+
+@pytest.fixture
+def places() -> Places:
+    return Places()
+
+
+def test_an_adapter_is_placed_when_it_was_read(places: Places) -> None:
+    answer = places.change("one", "a")
+    assert answer.adapter is not None
+    assert (answer.adapter.name, answer.adapter.content_hash) == ("one", "a")
+    placed = places.adapters.find("one")
+    assert places.store.placed == {placed.index: "a"}
+    assert placed.index > 0
+    assert places.adapters.find("").index == 0
+    assert places.adapters.loaded == (placed.adapter,)
+
+
+def test_the_same_content_under_its_name_is_no_error(places: Places) -> None:
+    first = places.change("one", "a")
+    again = places.change("one", "a")
+    assert again.adapter == first.adapter
+    assert len(places.store.placed) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "code", "words"),
+    [
+        ("x", "bad", 3, "it is bad"),
+        ("x", "odd", 13, "KeyError"),
+        ("one", "b", 3, "another adapter has this name"),
+        ("x", "c", 9, "2 adapters are loaded"),
+    ],
+)
+def test_what_cannot_be_placed_changes_nothing(
+    name: str, source: str, code: int, words: str, places: Places
+) -> None:
+    places.change("one", "a")
+    places.change("two", "b")
+    before = dict(places.store.placed)
+    answer = places.change(name, source)
+    assert answer.adapter is None
+    assert answer.error is not None
+    assert answer.error.code == code
+    assert words in answer.error.message
+    assert places.store.placed == before
+
+
+def test_an_adapter_is_dropped_when_the_last_request_is_over(places: Places) -> None:
+    places.change("one", "a")
+    places.change("two", "b")
+    index = places.adapters.find("one").index
+    places.in_use = {index}
+    assert places.change("one").error is None
+    assert [adapter.name for adapter in places.adapters.loaded] == ["two"]
+    assert index in places.store.placed
+    refused = places.change("three", "c")
+    assert refused.error is not None
+    assert "1 adapters are loaded, and 1 that were unloaded" in refused.error.message
+    places.in_use = set()
+    assert places.change("three", "c").adapter is not None
+    assert places.store.placed[index] == "c"
+
+
+def test_a_place_that_cannot_be_filled_is_no_fault_of_the_adapter_s(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(index: int, adapter: ReadAdapter) -> None:
+        raise ModelError("rank 1 is gone")
+
+    monkeypatch.setattr(places.store, "place", fail)
+    with pytest.raises(ModelError, match="rank 1 is gone"):
+        places.change("one", "a")
