@@ -392,9 +392,8 @@ def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
         capabilities=frozenset(message.capabilities),
         batch_invariant=message.batch_invariant,
         numerics_fingerprint=message.numerics_fingerprint,
-        adapters=tuple(message.adapters),
+        adapters={each.name: adapter(each) for each in message.loaded_adapters},
         embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
-        loaded_adapters=tuple(map(adapter, message.loaded_adapters)),
     )
 
 

@@ -9,11 +9,13 @@ import math
 import os
 from urllib.parse import urlsplit
 
+from penstock_client.membership import check_address
 from penstock_proto.flags import OneLineParser, add_api_key
 from penstock_proto.tls import Tls, TlsFilesUnusable
 
 CUT_OFF = "the answer was cut off"
 NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
+MODEL_HELP = "which model to ask (default: the only one that is served)"
 MAX_PORT = 65535
 _DAY_S = 86400
 
@@ -32,7 +34,7 @@ def add_url(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="address of the router (default: %(default)s)",
     )
-    add_api_key(parser, "API key to show")
+    add_api_key(parser, "API key to send")
 
 
 def add_shard_tls(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +85,14 @@ def http_url(text: str) -> str:
             f"must be http:// or https:// and a host, as in http://127.0.0.1:8000, not {text!r}"
         )
     return text.rstrip("/")
+
+
+def shard_address(text: str) -> str:
+    """HOST:PORT of a shard."""
+    try:
+        return check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole_number(text: str) -> int:

@@ -127,18 +127,6 @@ def _hash(data: bytes, key: bytes, purpose: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32, key=key, person=purpose).hexdigest()
 
 
-def request_to_dict(request: GenerationRequest) -> dict[str, Any]:
-    """Every field of the request, as what JSON can hold. Raises `TypeError` for a wrong type."""
-    plain: dict[str, Any] = to_plain(GenerationRequest, request)
-    return plain
-
-
-def request_from_dict(data: object) -> GenerationRequest:
-    """The request again; sequences come back as tuples. Raises `ValueError` naming the field."""
-    request: GenerationRequest = from_plain(GenerationRequest, data, "request")
-    return request
-
-
 # ---- writing ----
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_client.arguments import (
+    MODEL_HELP,
     add_url,
     one_line,
     parser_for,
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     add_url(parser)
-    parser.add_argument("--model", metavar="NAME", help="default: the first the router serves")
+    parser.add_argument("--model", metavar="NAME", help=MODEL_HELP)
     _add_load(parser)
     _add_requests(parser)
     _add_results(parser)
@@ -83,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("load", "Several, as in 1,4,16, run one after another.")
+    group = parser.add_argument_group(
+        "load", "Several loads, as in --streams 1,4,16, run one after another."
+    )
     loop = group.add_mutually_exclusive_group()
     loop.add_argument(
         "--streams",

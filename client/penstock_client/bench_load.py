@@ -9,7 +9,9 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -265,6 +267,9 @@ async def _complete(
         await _stream(session, server.endpoint, body, answer)
     except aiohttp.ClientPayloadError:
         answer.fail("cut off", CUT_OFF)
+    except aiohttp.ClientConnectorError as error:
+        # Before ValueError, which one of a bad certificate is too.
+        answer.fail("connection", f"cannot connect to {server.url}: {_reason(error.os_error)}")
     except ValueError as error:
         answer.fail("no completion", one_line(error))
     except (aiohttp.ClientError, OSError) as error:
@@ -274,6 +279,14 @@ async def _complete(
         answer.fail(kind, NOT_HTTP if unreadable else one_line(error))
     answer.ended_s = time.perf_counter()
     return answer
+
+
+def _reason(error: OSError) -> str:
+    """In the system's words: asyncio's name the call."""
+    # The numbers of TLS are none of the system's.
+    number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
+    # Those of a name that is not found are below.
+    return os.strerror(number) if number > 0 else error.strerror or one_line(error)
 
 
 async def _stream(

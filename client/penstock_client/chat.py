@@ -14,7 +14,14 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from penstock_client.arguments import CUT_OFF, add_url, one_line, parser_for, positive_int
+from penstock_client.arguments import (
+    CUT_OFF,
+    MODEL_HELP,
+    add_url,
+    one_line,
+    parser_for,
+    positive_int,
+)
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # What a piece of an answer is; a call begins with the name of its function.
@@ -24,7 +31,7 @@ _Kind = Literal["reasoning", "content", "call", "arguments"]
 def main(arguments: Sequence[str]) -> int:
     parser = parser_for("chat", "Talk to a model. An empty line or Ctrl-D ends it.")
     add_url(parser)
-    parser.add_argument("--model", help="default: the first the router serves")
+    parser.add_argument("--model", metavar="NAME", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="of each answer")

@@ -31,7 +31,7 @@ use it
   translate       a command line of vLLM or TGI as one of penstock
   keys            make, list and revoke API keys of a router
 
-`penstock COMMAND --help` says more.
+`penstock COMMAND --help` says more, `penstock --version` which version this is.
 """
 
 _PROCESSES = {"router": "penstock_router", "shard": "penstock_shard"}
@@ -49,6 +49,8 @@ _TOOLS = {
 
 def main() -> None:
     """Entry point of the `penstock` command."""
+    # What is started from here imports nothing from the folder that it happens to be in.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     sys.exit(run(sys.argv[1:]))
 
 

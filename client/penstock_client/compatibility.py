@@ -20,8 +20,7 @@ def same_model(first: ShardInfo, second: ShardInfo) -> bool:
 
 def same_adapter(first: ShardInfo, second: ShardInfo, name: str) -> bool:
     """Whether both have the adapter of this name ("" is none), of the same content."""
-    content = second.adapter_hash(name)
-    return content is not None and first.adapter_hash(name) == content
+    return first.has_adapter(name) and second.has_adapter(name, first.adapter_hash(name))
 
 
 def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
@@ -43,7 +42,7 @@ def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationR
         request,
         sampling=sampling,
         max_tokens=max_tokens,
-        adapter_hash=request.adapter_hash or info.adapter_hash(request.adapter) or "",
+        adapter_hash=request.adapter_hash or info.adapter_hash(request.adapter),
     )
 
 

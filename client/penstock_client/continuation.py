@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock_client.compatibility import (
@@ -33,7 +33,7 @@ from penstock_client.errors import (
 )
 from penstock_client.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.policies import Policy
-from penstock_client.shard_state import ShardState, serving
+from penstock_client.shard_state import ShardState, check_served, known_infos, serving
 from penstock_client.stream import GenerationStream
 from penstock_client.suspects import (
     POISON_DEATHS,
@@ -45,7 +45,6 @@ from penstock_client.types import (
     AttemptRecord,
     GenerationRequest,
     Output,
-    ShardInfo,
     random_seed,
 )
 from penstock_proto.tracing import SpanContext
@@ -113,8 +112,8 @@ class Continuations:
         """Send a request to the shard the policy chooses, or let it wait for one.
 
         Raises:
-            InvalidRequest: no ready shard knows the model or has the adapter, or a value does not
-                fit the wire.
+            InvalidRequest: no ready shard knows the model, none has the adapter or may come back
+                with it, or a value does not fit the wire.
             NoShardAvailable: those that serve the model have another tokenizer.
             PoisonousRequest: engines died of its like a short while ago.
             ShardUnavailable: the fleet was closed.
@@ -279,8 +278,7 @@ class Continuations:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:
             return False
-        content = info.adapter_hash(request.adapter)
-        if content is None or request.adapter_hash not in ("", content):
+        if not info.has_adapter(request.adapter, stream.adapter_hash):
             return False
         if info.instance_id in stream.avoided or not shard.breaker.allows(now_s):
             return False
@@ -291,9 +289,7 @@ class Continuations:
         made_by = stream.made_by
         if made_by is None:
             return True
-        if not (same_model(made_by, info) and same_adapter(made_by, info, request.adapter)):
-            return False
-        return not request.exact or same_numerics(made_by, info)
+        return same_model(made_by, info) and (not request.exact or same_numerics(made_by, info))
 
     def _on(self, shard: ShardState) -> Collection[FleetStream]:
         return self._running.get(shard.address, ())
@@ -306,17 +302,9 @@ class Continuations:
                 field="shard",
                 value=request.shard,
             )
-        if shards := serving(self._shards.values(), request.model):
-            self._check_tokenizer(request)
-            _check_adapter(request, [shard.info for shard in shards if shard.info is not None])
-            return
-        served = {shard.info.model for shard in self._shards.values() if shard.ready and shard.info}
-        if served:
-            raise InvalidRequest(
-                f"model {request.model!r} is not served; served: {', '.join(sorted(served))}",
-                field="model",
-                value=request.model,
-            )
+        check_served(self._shards.values(), request.model)
+        self._check_tokenizer(request)
+        self._check_adapter(request, request.adapter_hash)
 
     def _check_tokenizer(self, request: GenerationRequest) -> None:
         """Raises `NoShardAvailable` where all that serve the model have another tokenizer."""
@@ -325,6 +313,25 @@ class Continuations:
             shards, request.model, request.tokenizer_hash
         ):
             raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
+
+    def _check_adapter(self, request: GenerationRequest, content_hash: str) -> None:
+        """Raises `InvalidRequest` where no shard has the adapter, and none that is away may come
+        back with it.
+        """
+        name = request.adapter
+        if not name:
+            return
+        shards = [s for s in self._shards.values() if request.shard in ("", s.address)]
+        infos = known_infos(shards, request.model)
+        if not serving(shards, request.model) or any(
+            info.has_adapter(name, content_hash) for info in infos
+        ):
+            return
+        loaded = sorted({each for info in infos for each in info.adapters})
+        text = f"adapter {name!r} is not loaded; loaded: {', '.join(loaded) or 'none'}"
+        if name in loaded:
+            text = f"adapter {name!r} is another one by now than the request wants"
+        raise InvalidRequest(text, field="adapter", value=name)
 
     # ---- sending ----
 
@@ -341,11 +348,14 @@ class Continuations:
         return True
 
     def _send_waiting(self, stream: FleetStream) -> None:
-        """As `_send`; raises `NoShardAvailable` where waiting for its tokenizer makes no sense."""
-        if not self._send(stream) and stream.attempt < 0:
+        """As `_send`; raises an error where waiting on makes no sense."""
+        if self._send(stream):
+            return
+        if stream.attempt < 0:
             # Nobody took it yet: its sender loses nothing by making its ids anew. One that was
             # taken may find the shard that restarts, or others of its kind.
             self._check_tokenizer(stream.request)
+        self._check_adapter(stream.request, stream.adapter_hash)
 
     def _send_to(self, stream: FleetStream, shard: ShardState, reason: str) -> None:
         info = shard.info
@@ -355,7 +365,7 @@ class Continuations:
         request = _request_now(stream, now_s)
         if request.adapter and not request.adapter_hash:
             # What was chosen for what it has under this name: another one is refused there.
-            content = info.adapter_hash(request.adapter) or ""
+            content = info.adapter_hash(request.adapter)
             request = dataclasses.replace(request, adapter_hash=content)
         context = SpanContext.parse(request.traceparent) if self._traces_attempts else None
         if context is not None:
@@ -501,18 +511,6 @@ class Continuations:
     def _forget(self, stream: FleetStream) -> None:
         self._stop_waiting(stream)
         self._leave(stream)
-
-
-def _check_adapter(request: GenerationRequest, infos: Sequence[ShardInfo]) -> None:
-    """Raises `InvalidRequest` where none of these shards has the adapter."""
-    held = {info.adapter_hash(request.adapter) for info in infos} - {None}
-    if not held or (request.adapter_hash and request.adapter_hash not in held):
-        loaded = sorted({name for info in infos for name in info.adapters})
-        raise InvalidRequest(
-            f"adapter {request.adapter!r} is not loaded; loaded: {', '.join(loaded) or 'none'}",
-            field="adapter",
-            value=request.adapter,
-        )
 
 
 def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:

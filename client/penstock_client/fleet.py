@@ -24,7 +24,7 @@ from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavai
 from penstock_client.fleet_stream import FleetStream
 from penstock_client.membership import Source, StaticSource, check_address, parse_source
 from penstock_client.policies import make_policy
-from penstock_client.shard_state import ShardState, ShardWatch, serving
+from penstock_client.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
 from penstock_client.verification import Verification
 from penstock_proto.tls import Tls
@@ -145,27 +145,22 @@ class Fleet:
 
     def info(self, model: str = "") -> ShardInfo:
         """What a ready shard that serves `model` ("" is any) says of itself."""
-        info = self._serving(model).info
+        info = self._serving(model)[0].info
         assert info is not None  # ready implies it
         return info
 
     async def tokenizer_files(self, model: str = "", tokenizer_hash: str = "") -> dict[str, bytes]:
         """The tokenizer's files, from a shard that serves `model` with that tokenizer ("": any)."""
-        return await self._serving(model, tokenizer_hash).client.tokenizer_files()
+        return await self._serving(model, tokenizer_hash)[0].client.tokenizer_files()
 
-    def _serving(self, model: str, tokenizer_hash: str = "") -> ShardState:
+    def _serving(self, model: str, tokenizer_hash: str = "") -> list[ShardState]:
+        """One at least; raises `InvalidRequest` and `NoShardAvailable`."""
         shards = self._shards.values()
-        for shard in serving(shards, model, tokenizer_hash):
-            return shard
+        if found := serving(shards, model, tokenizer_hash):
+            return found
+        check_served(shards, model)
         if serving(shards, model):
             raise NoShardAvailable(f"no ready shard serves {model!r} with that tokenizer")
-        served = {shard.info.model for shard in shards if shard.ready and shard.info}
-        if served:
-            raise InvalidRequest(
-                f"model {model!r} is not served; served: {', '.join(sorted(served))}",
-                field="model",
-                value=model,
-            )
         raise NoShardAvailable(self._problems())
 
     def _problems(self) -> str:
@@ -177,10 +172,12 @@ class Fleet:
     def submit(self, request: GenerationRequest) -> FleetStream:
         """Send the request to the shard the policy chooses; when that one fails, to another.
 
-        Where no shard can take it now it waits: the iteration raises `NoShardAvailable` in the end.
+        Where no shard can take it now it waits: the iteration raises `NoShardAvailable` in the end,
+        or `InvalidRequest` at once when its adapter is unloaded meanwhile.
 
         Raises:
-            InvalidRequest: no ready shard knows the model, or a value does not fit the wire.
+            InvalidRequest: no ready shard knows the model, none has the adapter or may come back
+                with it, or a value does not fit the wire.
             PoisonousRequest: engines died of its like a short while ago.
             NoShardAvailable: those that serve the model have another tokenizer.
             ShardUnavailable: the fleet was closed.
@@ -199,10 +196,13 @@ class Fleet:
             NoShardAvailable: no shard is ready, or none has the request's tokenizer.
             ShardUnavailable: shards failed it one after another, or the fleet was closed.
         """
-        if self._closed:
-            raise ShardUnavailable("the fleet was closed")
+        self._check_open()
         self._serving(request.model)
         return await self._embeddings.run(request)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ShardUnavailable("the fleet was closed")
 
     # ---- adapters ----
 
@@ -217,29 +217,26 @@ class Fleet:
             ShardUnavailable: a shard went away, and others as `errors` lists them. What other
                 shards have loaded by then stays loaded.
         """
-        await self._change_adapters(model, lambda shard: shard.client.load_adapter(name, source))
+        self._check_open()
+        shards = self._serving(model)
+        await self._change_adapters(shards, lambda shard: shard.client.load_adapter(name, source))
 
     async def unload_adapter(self, name: str, model: str = "") -> None:
         """No further request gets the adapter at any shard that serves `model`; those that run keep
         it. Raises `InvalidRequest` where no shard has it, and others as `load_adapter`.
         """
-        self._serving(model)
-        shards = [shard for shard in serving(self._shards.values(), model) if _has(shard, name)]
+        self._check_open()
+        shards = [
+            shard for shard in self._serving(model) if shard.info and shard.info.has_adapter(name)
+        ]
         if not shards:
             text = f"adapter {name!r} is not loaded"
             raise InvalidRequest(text, field="adapter", value=name)
-        await self._change_adapters(model, lambda shard: shard.client.unload_adapter(name), shards)
+        await self._change_adapters(shards, lambda shard: shard.client.unload_adapter(name))
 
     async def _change_adapters(
-        self,
-        model: str,
-        change: Callable[[ShardState], Awaitable[object]],
-        shards: Sequence[ShardState] = (),
+        self, shards: Sequence[ShardState], change: Callable[[ShardState], Awaitable[object]]
     ) -> None:
-        if self._closed:
-            raise ShardUnavailable("the fleet was closed")
-        self._serving(model)
-        shards = shards or serving(self._shards.values(), model)
         outcomes = await asyncio.gather(
             *(self._change_at(shard, change) for shard in shards), return_exceptions=True
         )
@@ -257,8 +254,9 @@ class Fleet:
         await change(shard)
         # Not to wait for its next report: whoever asked for it uses it now.
         info = await shard.client.info()
-        if shard.info is not None:
-            shard.info = info
+        # Of another engine its watch has more to learn than this.
+        if shard.info is not None and shard.info.instance_id == info.instance_id:
+            self._learned(shard, info)
             self._shard_changed(shard)
 
     def _ended(self, stream: FleetStream) -> None:
@@ -308,7 +306,9 @@ class Fleet:
     def _join(self, address: str) -> None:
         shard = ShardState(address, self._api_key, self._connector)
         self._shards[address] = shard
-        self._watches[address] = ShardWatch(shard, self._stall_timeout_s, self._shard_changed)
+        self._watches[address] = ShardWatch(
+            shard, self._stall_timeout_s, self._learned, self._shard_changed
+        )
 
     def _leave(self, shard: ShardState) -> None:
         if shard.leaving:
@@ -329,6 +329,12 @@ class Fleet:
         task.add_done_callback(self._parting.discard)
         del self._shards[shard.address]
         await self._watches.pop(shard.address).close()
+
+    def _learned(self, shard: ShardState, info: ShardInfo) -> None:
+        for name in shard.learned(info):
+            # Nobody waits for an adapter that is being taken away.
+            for other in self._shards.values():
+                other.forget_adapter(info.model, name)
 
     def _shard_changed(self, shard: ShardState) -> None:
         self._changed.set()
@@ -352,10 +358,6 @@ def _record(stream: FleetStream) -> AuditRecord:
         approximate=stream.approximate,
         attempts=stream.attempt + 1,
     )
-
-
-def _has(shard: ShardState, adapter: str) -> bool:
-    return shard.info is not None and adapter in shard.info.adapters
 
 
 def _source(shards: Sequence[str] | Source) -> Source:

@@ -109,6 +109,13 @@ class FleetStream(GenerationStream):
             self._kind = fingerprint(self.request)
         return self._kind
 
+    @property
+    def adapter_hash(self) -> str:
+        """Of what content its adapter must be: once it has tokens, that which made them."""
+        if self.request.adapter_hash or self.made_by is None:
+            return self.request.adapter_hash
+        return self.made_by.adapter_hash(self.request.adapter)
+
     def feed(self, output: Output) -> None:
         """Take what a shard sent."""
         if self._ended or not self._accept(output):

@@ -14,6 +14,7 @@ from penstock_client.arguments import (
     one_line,
     parser_for,
     seconds,
+    shard_address,
     shard_tls,
 )
 from penstock_proto.tls import Tls
@@ -41,7 +42,11 @@ def main(arguments: Sequence[str]) -> int:
         "--live", action="store_true", help="alive instead of ready: still loads, drains, restarts"
     )
     parser.add_argument(
-        "--timeout", type=seconds, default=2.0, metavar="S", help="seconds (default: %(default)s)"
+        "--timeout",
+        type=seconds,
+        default=2.0,
+        metavar="S",
+        help="seconds to wait for an answer (default: %(default)g)",
     )
     add_shard_tls(parser)
     args = parser.parse_args(arguments)
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _target(text: str) -> str:
-    return http_url(text) if "://" in text else text
+    return http_url(text) if "://" in text else shard_address(text)
 
 
 def _router_problem(url: str, timeout_s: float) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from penstock_client.arguments import add_shard_tls, parser_for, shard_tls
+from penstock_client.arguments import add_shard_tls, parser_for, shard_address, shard_tls
 from penstock_client.errors import PenstockError
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
@@ -16,8 +16,15 @@ from penstock_proto.tls import Tls
 
 def main(arguments: Sequence[str]) -> int:
     parser = parser_for("info", "Show what a shard serves, and how busy it is.")
-    parser.add_argument("address", metavar="HOST:PORT", nargs="?", default="127.0.0.1:50051")
-    add_api_key(parser, "API key to show")
+    parser.add_argument(
+        "address",
+        metavar="HOST:PORT",
+        nargs="?",
+        default="127.0.0.1:50051",
+        type=shard_address,
+        help="of the shard (default: %(default)s)",
+    )
+    add_api_key(parser, "API key to send")
     add_shard_tls(parser)
     args = parser.parse_args(arguments)
     tls = shard_tls(parser, args)
@@ -78,7 +85,7 @@ def _embeddings(info: ShardInfo) -> str:
 def _adapters(info: ShardInfo) -> str:
     if "adapter" not in info.capabilities:
         return "none are served"
-    named = (f"{adapter.name} (rank {adapter.rank})" for adapter in info.loaded_adapters)
+    named = (f"{adapter.name} (rank {adapter.rank})" for adapter in info.adapters.values())
     return ", ".join(named) or "none is loaded"
 
 

@@ -81,6 +81,11 @@ def check_address(text: str) -> str:
     return f"{host}:{int(port)}"
 
 
+def authority(host: str, port: int) -> str:
+    """Host and port as addresses and URLs have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 # ---- the sources ----
 
 
@@ -114,7 +119,7 @@ class DnsSource:
     sleep: Sleep = asyncio.sleep
 
     def __str__(self) -> str:
-        return f"dns://{_join(self.name, self.port)}"
+        return f"dns://{authority(self.name, self.port)}"
 
     def addresses(self) -> AsyncGenerator[frozenset[str], None]:
         settling = Settling(self.settle_s)
@@ -125,7 +130,9 @@ class DnsSource:
             answers = await self.resolve(self.name, self.port)
         except OSError as error:
             raise ValueError(f"lookup failed: {_reason(error)}") from None
-        found = frozenset(check_address(_join(sockaddr[0], self.port)) for *_, sockaddr in answers)
+        found = frozenset(
+            check_address(authority(sockaddr[0], self.port)) for *_, sockaddr in answers
+        )
         if not found:
             raise ValueError("the answer has no address")
         _check_count(len(found))
@@ -353,10 +360,6 @@ def _canonical_host(text: str) -> str:
         return ""
     valid = text.isascii() and len(host) <= 253 and _HOST_NAME.fullmatch(host)
     return host if valid else ""
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check_count(count: int) -> None:

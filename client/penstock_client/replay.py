@@ -15,13 +15,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock_client.arguments import add_shard_tls, parser_for, positive_int, shard_tls
+from penstock_client.arguments import (
+    add_shard_tls,
+    parser_for,
+    positive_int,
+    shard_address,
+    shard_tls,
+)
 from penstock_client.audit import AuditRecord, read_audit, read_key
 from penstock_client.errors import PenstockError
 from penstock_client.fleet import Fleet
-from penstock_client.membership import check_address
 from penstock_client.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
+from penstock_proto.bounds import GREEDY_TEMPERATURE
 from penstock_proto.flags import add_api_key
 
 _DESCRIPTION = """\
@@ -32,8 +38,6 @@ the command line is wrong.
 _READY_TIMEOUT_S = 30.0
 _OTHERS_TIMEOUT_S = 5.0
 _PROGRESS_EVERY_S = 5.0
-# Below this temperature nothing is drawn.
-_GREEDY_TEMPERATURE = 1e-5
 
 
 class NotComparable(Exception):
@@ -90,7 +94,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shards", required=True, type=_addresses, metavar="HOST:PORT,...", help="where to do it"
     )
-    add_api_key(parser, "API key to show")
+    add_api_key(parser, "API key to send")
     add_shard_tls(parser)
     parser.add_argument("--key-file", metavar="FILE", help="the log's key, if it has one")
     parser.add_argument(
@@ -117,10 +121,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _addresses(text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        addresses = list(dict.fromkeys(map(check_address, parts)))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    addresses = list(dict.fromkeys(map(shard_address, parts)))
     if not addresses:
         raise argparse.ArgumentTypeError("give at least one HOST:PORT")
     return addresses
@@ -208,7 +209,7 @@ def check_recorded_whole(record: AuditRecord) -> None:
     if record.withheld_prompt is not None:
         raise NotComparable("the log was written without prompts, and nothing follows from none")
     sampling = record.request.sampling
-    greedy = sampling.temperature is not None and sampling.temperature < _GREEDY_TEMPERATURE
+    greedy = sampling.temperature is not None and sampling.temperature < GREEDY_TEMPERATURE
     if sampling.seed is None and not greedy:
         raise NotComparable("no seed was recorded, and the tokens were drawn")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import http.client
 import itertools
 import os
@@ -15,6 +16,7 @@ import shlex
 import signal
 import socket
 import ssl
+import subprocess
 import sys
 import time
 import urllib.request
@@ -23,6 +25,8 @@ from dataclasses import dataclass, field
 
 from penstock_client.arguments import MAX_PORT, parser_for, port_number, positive_int, seconds
 from penstock_client.gpus import visible_gpus
+from penstock_client.listening import listen
+from penstock_client.membership import authority
 from penstock_proto.flags import usable_key
 
 _POLL_S = 0.2
@@ -33,8 +37,11 @@ _MAX_BACK_OFF_S = 10.0
 # A child that ran this long has recovered: its next death is a new story.
 _STEADY_S = 30.0
 _MAX_DEATHS = 5
-# What our processes exit with when they were told something impossible.
+# What our processes exit with when they were told something impossible, and we then too.
 _USAGE_STATUS = 2
+_READ_ROUTER_FLAGS = (
+    "import sys; from penstock_router.command_line import parse_config; parse_config(sys.argv[1:])"
+)
 # Where a router that listens everywhere is reached.
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -77,9 +84,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"penstock serve: {taken}", file=sys.stderr)
         return _USAGE_STATUS
     children = _children(args, [*model_flags, *shard_flags], router_flags)
+    router = children[-1]
+    if _refuses_its_flags(router):
+        print(f"penstock serve: {_last_words(router, _USAGE_STATUS)}", file=sys.stderr)
+        return _USAGE_STATUS
     scheme = "https" if args.tls_cert_file else "http"
-    authority = _authority(_HERE.get(args.host, args.host), args.port)
-    return asyncio.run(_serve(children, f"{scheme}://{authority}"))
+    here = authority(_HERE.get(args.host, args.host), args.port)
+    return asyncio.run(_serve(children, f"{scheme}://{here}"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,26 +100,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.usage = "penstock serve [MODEL] [FLAGS] [-- FLAGS OF THE ROUTER]"
     parser.epilog = (
-        "MODEL is a directory or a hub id (default: the built-in toy model). "
+        "MODEL, which comes first, is a directory or a hub id (default: the built-in toy model). "
         "Other flags are handed to the shards: see `penstock shard --help`; those after `--` to "
         "the router: see `penstock router --help`. Several shards take the GPUs in turn, each as "
         "many as its model is split over."
     )
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="of the router (default: %(default)s)")
-    add("--port", default=8000, type=port_number, help="of the router (default: 8000)")
-    add("--workers", default=1, type=positive_int, help="of the router")
-    add(
+    parser.add_argument(
         "--api-key",
         type=usable_key,
         metavar="KEY",
-        help="that callers of the router and of its shards must send",
+        help="that callers of the router and of its shards must send (default: PENSTOCK_API_KEY, "
+        "or none)",
+    )
+    _add_router_flags(parser.add_argument_group("router"))
+    _add_shard_flags(parser.add_argument_group("shards"))
+    return parser
+
+
+def _add_router_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", default=8000, type=port_number, help="its port (default: %(default)s)")
+    add(
+        "--workers",
+        default=1,
+        type=positive_int,
+        metavar="N",
+        help="processes that share the port (default: %(default)s)",
     )
     add(
         "--tls-cert-file",
         "--ssl-certfile",
         metavar="FILE",
-        help="of the router, which then serves HTTPS",
+        help="serve HTTPS with this certificate, read again when it changes",
     )
     add("--tls-key-file", "--ssl-keyfile", metavar="FILE", help="and its key")
     add(
@@ -118,16 +142,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long running requests may take to finish when this ends (default: %(default)g)",
     )
-    add("--shards", default=1, type=positive_int, help="how many (default: 1)")
+
+
+def _add_shard_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--shards", default=1, type=positive_int, metavar="N", help="how many (default: 1)")
     add(
         "--tensor-parallel-size",
         default=1,
         type=positive_int,
         metavar="N",
-        help="GPUs of each shard, over which its model is split (default: 1)",
+        help="GPUs of each, over which its model is split (default: %(default)s)",
     )
-    add("--shard-port", default=50051, type=port_number, metavar="PORT", help="of the first shard")
-    return parser
+    add(
+        "--shard-port",
+        default=50051,
+        type=port_number,
+        metavar="PORT",
+        help="of the first; the others have those after it (default: %(default)s)",
+    )
 
 
 def _children(
@@ -199,27 +232,27 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
     """
     for number in range(port, port + count):
         try:
-            _try_to_bind(host, number)
+            # As the router does.
+            listen(host, number).close()
+        except socket.gaierror:
+            return f"argument --host: {host!r} is no name or address of a host"
         except OSError as error:
-            where, reason = _authority(host, number), error.strerror
-            return f"cannot listen on {where} ({reason}); give another {flag}"
-        except UnicodeError:
-            return f"argument --host: {host!r} is no name of a host"
+            wrong = "--host" if error.errno == errno.EADDRNOTAVAIL else flag
+            where = authority(host, number)
+            return f"cannot listen on {where} ({error.strerror}); give another {wrong}"
     return ""
 
 
-def _try_to_bind(host: str, port: int) -> None:
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    # The router listens on the first too.
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-
-
-def _authority(host: str, port: int) -> str:
-    """Host and port as a URL has them."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _refuses_its_flags(router: _Child) -> bool:
+    """Whether the router does, and has said why: looked at before shards begin to load."""
+    python, _, _, *flags = router.command
+    read = subprocess.run(
+        [python, "-c", _READ_ROUTER_FLAGS, *flags],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **router.environment},
+        check=False,
+    )
+    return read.returncode == _USAGE_STATUS
 
 
 def _python(module: str, *arguments: str) -> list[str]:
@@ -245,7 +278,7 @@ async def _serve(children: list[_Child], url: str) -> int:
     # The router first: it lets its requests finish, and for that it needs the shards.
     for child in reversed(children):
         await _end(child)
-    return 0 if stopped in done else 1
+    return 0 if stopped in done else max(task.result() for task in keepers if task in done)
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -256,8 +289,10 @@ def _stop_signals() -> list[signal.Signals]:
     return signals
 
 
-async def _keep(child: _Child) -> None:
-    """Run a child, again when it dies; returns when that makes no sense any more."""
+async def _keep(child: _Child) -> int:
+    """Run a child, again when it dies; returns when that makes no sense any more: what to exit
+    with.
+    """
     back_off_s = _FIRST_BACK_OFF_S
     while True:
         # Its own session: Ctrl-C reaches us alone, and we end children in the right order.
@@ -273,12 +308,22 @@ async def _keep(child: _Child) -> None:
             child.deaths, back_off_s = 0, _FIRST_BACK_OFF_S
         child.deaths += 1
         if status == _USAGE_STATUS or child.deaths >= _MAX_DEATHS:
-            print(f"penstock serve: the {child.name} exited with {status}", file=sys.stderr)
-            return
+            print(f"penstock serve: {_last_words(child, status)}", file=sys.stderr)
+            return _USAGE_STATUS if status == _USAGE_STATUS else 1
         print(f"penstock serve: the {child.name} died ({status}), starting it again in "
               f"{back_off_s:g} s", file=sys.stderr)  # fmt: skip
         await asyncio.sleep(back_off_s)
         back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
+
+
+def _last_words(child: _Child, status: int) -> str:
+    """Why a child is not started again."""
+    if status != _USAGE_STATUS:
+        return f"the {child.name} died {child.deaths} times in a row, at last with status {status}"
+    return (
+        f"the {child.name} cannot run as it was told, and has said why; what stands before -- "
+        "is for shards, what stands after it for the router"
+    )
 
 
 async def _end(child: _Child) -> None:

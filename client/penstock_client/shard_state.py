@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 
 from penstock_client.breaker import CircuitBreaker
-from penstock_client.errors import IncompatibleShard, PenstockError, ShardUnavailable
+from penstock_client.errors import (
+    IncompatibleShard,
+    InvalidRequest,
+    PenstockError,
+    ShardUnavailable,
+)
 from penstock_client.policies import Candidate
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
@@ -34,6 +40,8 @@ class ShardState:
     ) -> None:
         self.client = ShardClient(address, api_key=api_key, connector=connector)
         self.info: ShardInfo | None = None
+        # The same, also while it is away.
+        self.last_info: ShardInfo | None = None
         self.load = LoadReport()
         self.problem = "not connected yet"
         # It reports, whether or not it serves.
@@ -111,6 +119,20 @@ class ShardState:
         self.sent_requests += num_requests
         self.sent_prompt_tokens += num_tokens
 
+    def learned(self, info: ShardInfo) -> set[str]:
+        """What it says of itself; returns the names of adapters that it unloaded."""
+        before, self.info, self.last_info = self.last_info, info, info
+        if before is None or before.instance_id != info.instance_id:
+            return set()
+        return before.adapters.keys() - info.adapters.keys()
+
+    def forget_adapter(self, model: str, name: str) -> None:
+        """If it is away, it is not expected to come back with this adapter of the model."""
+        last = self.last_info
+        if self.info is None and last is not None and last.model == model:
+            left = {other: last.adapters[other] for other in last.adapters if other != name}
+            self.last_info = dataclasses.replace(last, adapters=left)
+
     def reported(self, load: LoadReport) -> None:
         """A report counts what the shard's server has, also what its engine has not looked at."""
         self.load = load
@@ -133,6 +155,24 @@ def serving(
     ]
 
 
+def check_served(shards: Collection[ShardState], model: str) -> None:
+    """Raises `InvalidRequest` where shards are ready and none serves the model of this name."""
+    served = {shard.info.model for shard in shards if shard.ready and shard.info is not None}
+    if served and not serving(shards, model):
+        raise InvalidRequest(
+            f"model {model!r} is not served; served: {', '.join(sorted(served))}",
+            field="model",
+            value=model,
+        )
+
+
+def known_infos(shards: Collection[ShardState], model: str) -> list[ShardInfo]:
+    """What those say, or said last, that serve the model of this name or may again."""
+    own_name = _own_name(shards, model) if model else ""
+    infos = (shard.last_info for shard in shards if not shard.leaving)
+    return [info for info in infos if info is not None and own_name in ("", info.model)]
+
+
 def _own_name(shards: Collection[ShardState], name: str) -> str:
     """That of the model which `name` means: its own name goes before another one's alias, and an
     alias that models share is the first one's.
@@ -146,15 +186,21 @@ def _own_name(shards: Collection[ShardState], name: str) -> str:
 
 
 class ShardWatch:
-    """Follows one shard for as long as it belongs to the fleet; `changed` is told of all news that
-    matter to requests.
-    """
+    """Follows one shard for as long as it belongs to the fleet."""
 
     def __init__(
-        self, shard: ShardState, stall_timeout_s: float, changed: Callable[[ShardState], None]
+        self,
+        shard: ShardState,
+        stall_timeout_s: float,
+        learned: Callable[[ShardState, ShardInfo], None],
+        changed: Callable[[ShardState], None],
     ) -> None:
+        """`learned` is told what the shard says of itself, `changed` of all news that matter to
+        requests.
+        """
         self.shard = shard
         self._stall_timeout_s = stall_timeout_s
+        self._learned = learned
         self._changed = changed
         # Those that `info` is of, and whether nobody was told of them yet.
         self._adapters_revision = 0
@@ -189,7 +235,7 @@ class ShardWatch:
                 is_new = load.serving and load.instance_id != known
                 changed = load.serving and load.adapters_revision != self._adapters_revision
                 if is_new or changed:
-                    shard.info = await shard.client.info(timeout_s=self._stall_timeout_s)
+                    self._learned(shard, await shard.client.info(timeout_s=self._stall_timeout_s))
                     self._adapters_revision = load.adapters_revision
                     self._has_new_adapters = True
                 if is_new:

@@ -315,20 +315,22 @@ class ShardInfo:
     capabilities: frozenset[str]
     batch_invariant: bool
     numerics_fingerprint: str
-    adapters: tuple[str, ...]
+    # By name.
+    adapters: Mapping[str, Adapter]
     # None where "embed" is not among the capabilities.
     embedding: EmbeddingDefaults | None = None
-    # The same adapters in the same order.
-    loaded_adapters: tuple[Adapter, ...] = ()
 
-    def adapter_hash(self, name: str) -> str | None:
-        """Of the content of the adapter of this name, which is "" for none; None: not loaded."""
-        if not name:
-            return ""
-        for adapter in self.loaded_adapters:
-            if adapter.name == name:
-                return adapter.content_hash
-        return None
+    def has_adapter(self, name: str, content_hash: str = "") -> bool:
+        """Whether the adapter of this name is loaded, and of this content ("" is any). The bare
+        model's name is "", and that is always there.
+        """
+        adapter = self.adapters.get(name)
+        return not name or (adapter is not None and content_hash in ("", adapter.content_hash))
+
+    def adapter_hash(self, name: str) -> str:
+        """Of the content of the adapter of this name; "" where it is not loaded."""
+        adapter = self.adapters.get(name)
+        return "" if adapter is None else adapter.content_hash
 
 
 @dataclass(frozen=True, slots=True)

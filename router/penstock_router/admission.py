@@ -25,9 +25,10 @@ import copy
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal
 
 from penstock_router.config import RouterConfig
@@ -68,20 +69,9 @@ class TimeLimit:
         if self._ended is not None:
             raise self._error()
 
-    @asynccontextmanager
-    async def scope(self) -> AsyncIterator[None]:
+    def scope(self) -> _Scope:
         """Runs its body up to the limit; raises `TimedOut` there, or what `end` was given."""
-        self.check()
-        timer = self._timer = asyncio.timeout_at(self._at)
-        try:
-            async with timer:
-                yield
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            raise self._error() from None
-        finally:
-            self._timer = None
+        return _Scope(self)
 
     def _error(self) -> ApiError:
         # Another one each time: what is raised refers to all that it ends, and that to this.
@@ -92,6 +82,38 @@ class TimeLimit:
         self._at, self._ended = asyncio.get_running_loop().time(), error
         if self._timer is not None and not self._timer.expired():
             self._timer.reschedule(self._at)
+
+
+class _Scope:
+    """See `TimeLimit.scope`. Not a generator: since Python 3.12 what is raised through one of
+    contextlib's stays until garbage is collected, with all that it refers to.
+    """
+
+    def __init__(self, limit: TimeLimit) -> None:
+        self._limit = limit
+
+    async def __aenter__(self) -> None:
+        self._limit.check()
+        self._timer = self._limit._timer = asyncio.timeout_at(self._limit._at)
+        await self._timer.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        is_timeout = isinstance(error, TimeoutError)
+        try:
+            await self._timer.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            is_timeout = True
+        finally:
+            self._limit._timer = None
+            # What is raised below refers to this frame.
+            del error, traceback
+        if is_timeout and self._timer.expired():
+            raise self._limit._error() from None
 
 
 class Pace:

@@ -53,6 +53,9 @@ class ShardState(Protocol):
     def info(self) -> ShardInfo | None: ...
 
     @property
+    def last_info(self) -> ShardInfo | None: ...
+
+    @property
     def load(self) -> LoadReport: ...
 
     @property

@@ -3,7 +3,7 @@
 Its length alone says so, before anybody has looked into it: building objects of megabytes of JSON,
 or a list of 300,000 ids, holds the interpreter lock, and with it the event loop, whatever thread it
 is done in. Of a long body nothing but ids in one block of memory, and texts that an answer shows,
-ever is in this process.
+ever is in this process. A stored response that is long is looked into there too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from penstock_router.apis.responses_stored import Page, shown
 from penstock_router.errors import ApiError, TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
@@ -24,6 +25,7 @@ from penstock_router.text_messages import (
     ModelFacts,
     NeedsFiles,
     Read,
+    Show,
     WasAnswered,
     WasLoaded,
     WasPrepared,
@@ -175,6 +177,23 @@ class Bodies:
         if not isinstance(known, BodyKind):
             raise error
         return Body(self, number, arrived_s, incoming, Reading(known, refusal=error))
+
+    async def show(
+        self, response: bytes, messages: bytes, page: Page | None = None
+    ) -> bytes | bytearray:
+        """What `shown` makes of a stored response, and may raise; others as `read`."""
+        num_bytes = len(response) + len(messages)
+        if num_bytes <= LONG_BYTES:
+            return shown(response, messages, page)
+        with self.incoming() as incoming:
+            incoming.enqueue(num_bytes)
+            lease = await self.pool.lease(num_bytes, asyncio.get_running_loop().time())
+            task = Show(page, len(response), len(messages))
+            report, after = await lease.ask(task, (response, messages))
+            lease.give_back()
+        if isinstance(report, WasAnswered):
+            return after
+        raise _error(report)
 
 
 class Body:

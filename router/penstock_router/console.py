@@ -11,8 +11,9 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -157,6 +158,7 @@ class Console:
             "followed": _MAX_RUNNING,
         }
         shards = [self._shown_shard(shard, now_s) for shard in self._fleet.shards]
+        self._rates.forget_others([shard["address"] for shard in shards])
         return {**self._about, "router": router, "shards": shards}
 
     def _shown_shard(self, shard: ShardState, now_s: float) -> dict[str, Any]:
@@ -175,23 +177,36 @@ class Console:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Looks:
+    """At one engine: when, its steps so far, and how long they took."""
+
+    instance_id: str
+    seen: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_LOOKS))
+
+
 class StepRates:
     """Steps a second and the mean time of one, over the last looks at each shard."""
 
     def __init__(self) -> None:
-        # When it was looked at, its steps so far, and how long they took.
-        self._looks: dict[str, deque[tuple[float, int, float]]] = {}
-        self._instances: dict[str, str] = {}
+        self._looks: dict[str, _Looks] = {}
+
+    def forget_others(self, addresses: Collection[str]) -> None:
+        """Shards that are none of these have left."""
+        for address in self._looks.keys() - set(addresses):
+            del self._looks[address]
 
     def look(self, shard: ShardState, now_s: float) -> tuple[float | None, float | None]:
         """Steps a second and seconds a step; None where that is not known."""
-        address, load = shard.address, shard.load
-        looks = self._looks.setdefault(address, deque(maxlen=_RATE_LOOKS))
-        is_another = self._instances.get(address) != load.instance_id
-        if is_another or (looks and load.steps_total < looks[-1][1]):
-            # Another engine counts from zero.
-            self._instances[address] = load.instance_id
-            looks.clear()
+        load, known = shard.load, self._looks.get(shard.address)
+        # Another engine counts from zero.
+        if (
+            known is None
+            or known.instance_id != load.instance_id
+            or load.steps_total < known.seen[-1][1]
+        ):
+            known = self._looks[shard.address] = _Looks(load.instance_id)
+        looks = known.seen
         looks.append((now_s, load.steps_total, load.steps_seconds_total))
         (then_s, steps_before, seconds_before), elapsed_s = looks[0], now_s - looks[0][0]
         if not load.instance_id or elapsed_s <= 0:

@@ -117,6 +117,11 @@ class NotFound(ApiError):
     type = "NotFoundError"
 
 
+def unknown_model(name: str) -> NotFound:
+    """Of a model, or an adapter, that nobody serves."""
+    return NotFound(f"The model `{name[:200]}` does not exist.", param="model")
+
+
 class MethodNotAllowed(ApiError):
     """The route exists, with other methods."""
 

@@ -28,7 +28,14 @@ from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
 from penstock_router.deltas import Deltas, Usage, nobody
-from penstock_router.errors import BadRequest, SlowReader, TimedOut, Unavailable, as_api_error
+from penstock_router.errors import (
+    BadRequest,
+    SlowReader,
+    TimedOut,
+    Unavailable,
+    as_api_error,
+    unknown_model,
+)
 from penstock_router.job import Job
 from penstock_router.metrics import Metrics
 from penstock_router.records import RequestRecord, outcome_of
@@ -98,7 +105,10 @@ class Generation(Deltas):
                 choice.finished = True
                 self._choices.append(choice)
                 continue
-            choice.stream = self._fleet.submit(request)
+            try:
+                choice.stream = self._fleet.submit(request)
+            except RequestRefused as error:
+                raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)
             # Of the first token at once: when it came is counted.
             choice.stream.listen(functools.partial(self._came, choice))
@@ -244,6 +254,9 @@ class Generation(Deltas):
 
     def _refused(self, error: RequestRefused) -> Exception:
         """By the field of the request that a shard's word for it came from."""
+        if error.field == "adapter":
+            # Its sender named it as a model.
+            return unknown_model(self.job.model.adapter)
         if error.field not in _CONSTRAINTS:
             return error
         field = self.job.options.constraint_field or "tools"

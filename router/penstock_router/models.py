@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError, RequestRefused
@@ -18,7 +18,7 @@ from penstock_router.backend import Fleet
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.config import RouterConfig
 from penstock_router.conventions import Conventions, conventions_of
-from penstock_router.errors import BadRequest, NotFound, Unavailable
+from penstock_router.errors import BadRequest, Unavailable, unknown_model
 from penstock_router.prompts import TextModel
 from penstock_router.threads import Threads
 from penstock_router.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer
@@ -67,7 +67,7 @@ class ServedModel:
     @property
     def adapter_hash(self) -> str:
         """Of the adapter's content, as the shard has it that `info` is of."""
-        return self.info.adapter_hash(self.adapter) or ""
+        return self.info.adapter_hash(self.adapter)
 
 
 _Key = tuple[str, str]
@@ -141,11 +141,8 @@ class Models:
         """One of each model that a ready shard serves."""
         infos: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
-            info = shard.info
-            if info is not None:
-                self._names.update((info.model, *info.model_aliases))
-                if shard.ready:
-                    infos.setdefault(info.model, info)
+            if shard.ready and shard.info is not None:
+                infos.setdefault(shard.info.model, shard.info)
         return list(infos.values())
 
     def names_of(self, info: ShardInfo) -> list[str]:
@@ -165,6 +162,15 @@ class Models:
                     adapters.setdefault(name, other)
         return adapters
 
+    def _holder(self, infos: Sequence[ShardInfo], adapter: str) -> ShardInfo | None:
+        """What the first ready shard says that has the adapter, of the first model that has it."""
+        holders: dict[str, ShardInfo] = {}
+        for shard in self._fleet.shards:
+            info = shard.info
+            if adapter and shard.ready and info is not None and info.has_adapter(adapter):
+                holders.setdefault(info.model, info)
+        return next((holders[info.model] for info in infos if info.model in holders), None)
+
     def info(self, name: str) -> ShardInfo:
         """Of the model a request names, or whose adapter it names; raises `NotFound` or
         `Unavailable`.
@@ -173,6 +179,7 @@ class Models:
 
     def _resolve(self, name: str) -> tuple[ShardInfo, str]:
         """The model, and the adapter, "" for none."""
+        self._note_names()
         infos = self.infos()
         # A shard's own name goes before an alias.
         names = {own for info in infos for own in (info.model, *info.model_aliases)}
@@ -184,11 +191,10 @@ class Models:
         for info in infos:
             if name in info.model_aliases:
                 return info, ""
-        for info in infos:
-            # An operator's alias may mean an adapter, too.
-            if holder := self.adapters_of(info).get(name):
-                return holder, name
-        if name in self._names:
+        # An operator's alias may mean an adapter, too.
+        if holder := self._holder(infos, name):
+            return holder, name
+        if name in self._names or self._is_away(name):
             raise Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
         if not infos:
             raise Unavailable("no shard serves at present; try again shortly")
@@ -197,7 +203,18 @@ class Models:
                 text = "model: needed, as several are served; see /v1/models"
                 raise BadRequest(text, param="model")
             return infos[0], ""
-        raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
+        raise unknown_model(name)
+
+    def _note_names(self) -> None:
+        """Of shards that may leave the fleet."""
+        for shard in self._fleet.shards:
+            if shard.info is not None:
+                self._names.update((shard.info.model, *shard.info.model_aliases))
+
+    def _is_away(self, adapter: str) -> bool:
+        """Whether a shard that is away may come back with it."""
+        infos = [shard.last_info for shard in self._fleet.shards if not shard.leaving]
+        return bool(adapter) and any(info.has_adapter(adapter) for info in infos if info)
 
     async def get(self, name: str) -> ServedModel:
         """The model a request names, loaded. Waits for a shard that serves it, for a while where
@@ -280,6 +297,7 @@ class Models:
                 await self._fleet.wait_ready()
             except PenstockError as error:
                 logger.debug("no shard is ready: %s", error)
+            self._note_names()
             infos = self.infos()
             self._forget_replaced()
             await asyncio.gather(*(self._load_ahead(info) for info in infos))

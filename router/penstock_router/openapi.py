@@ -13,6 +13,7 @@ from penstock_router import errors
 from penstock_router.apis.base import ErrorForm
 from penstock_router.errors import ApiError
 from penstock_router.fields import STRING, Field, JsonObject, Table, body_schema, table
+from penstock_router.request import MAX_REQUEST_ID_CHARS
 from penstock_router.routes.base import VERSION, Route
 from penstock_router.type_schemas import TypeSchemas
 
@@ -31,8 +32,8 @@ _HEADERS = table(
         Field(
             "X-Request-Id",
             STRING,
-            "Names the request in its answer and in logs: up to 256 printable ASCII characters. "
-            "Else the router makes a name.",
+            f"Names the request in its answer and in logs: up to {MAX_REQUEST_ID_CHARS} printable "
+            "ASCII characters. Else the router makes a name.",
         )
     ]
 )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock_client.types import Constraint
+from penstock_proto.bounds import MAX_BAD_WORD_TOKENS
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.constraints import answer_constraint, tools_of
 from penstock_router.conventions import Conventions
@@ -26,8 +27,6 @@ from penstock_router.tool_calls.plain_json import in_words, instructions
 
 # What an item of a message costs a template, in characters of text.
 _ITEM_CHARS = 10
-# As shards have it.
-_MAX_BAD_WORD_IDS = 64
 # Up to so many ids are decoded on the event loop (about 0.2 us each).
 INLINE_IDS = 1000
 ID_BYTES = 4
@@ -301,9 +300,9 @@ def _bad_words(model: TextModel, request: Options) -> list[list[int]]:
         return []
     encoded = model.tokenizer.encode(words, add_special_tokens=False, max_tokens=INT32_MAX)
     longest = max(map(len, encoded))
-    if longest > _MAX_BAD_WORD_IDS:
+    if longest > MAX_BAD_WORD_TOKENS:
         raise BadRequest(
-            f"bad_words: a word may have {_MAX_BAD_WORD_IDS} tokens; one has {longest}",
+            f"bad_words: a word may have {MAX_BAD_WORD_TOKENS} tokens; one has {longest}",
             param="bad_words",
         )
     return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]

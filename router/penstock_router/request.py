@@ -17,6 +17,8 @@ from penstock_client.types import Constraint
 Message = dict[str, Any]
 # Of `Options.session`, however it was given.
 MAX_SESSION_CHARS = 256
+# Of `Options.request_id`, likewise.
+MAX_REQUEST_ID_CHARS = 256
 # Of `Options.timeout_s`: what fits into a deadline that shards are told, in ms of 32 bits.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, (2**32 - 1) // 1000
 

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock_client.types import Constraint
 from penstock_router import errors
+from penstock_router.apis.responses_stored import Page
 from penstock_router.errors import ApiError, ContextExceeded
 from penstock_router.prompts import ID_BYTES, Prepared, Prompt, pack_ids, unpack_ids
 
@@ -66,7 +67,15 @@ class Files(msgspec.Struct, tag=True, frozen=True):
     sizes: dict[str, int]
 
 
-Task = Read | Work | Files
+class Show(msgspec.Struct, tag=True, frozen=True):
+    """Show a stored response, which follows, then its conversation; `page` is as `shown` has it."""
+
+    page: Page | None
+    response_bytes: int
+    messages_bytes: int
+
+
+Task = Read | Work | Files | Show
 
 
 # ---- From a text process -----------------------------------------------------------------------

@@ -17,10 +17,12 @@ import signal
 import socket
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock_proto.logs import set_up_logging
+from penstock_router.apis.responses_stored import shown
 from penstock_router.chat_template import ChatTemplate, load_chat_template
 from penstock_router.conventions import conventions_named
 from penstock_router.errors import ApiError, as_api_error
@@ -32,6 +34,7 @@ from penstock_router.text_messages import (
     NeedsFiles,
     Read,
     Report,
+    Show,
     Task,
     WasAnswered,
     WasLoaded,
@@ -56,6 +59,8 @@ _OOM_SCORE = 500
 # Longer than any router waits for a task. What keeps the interpreter lock for ever, as a power in a
 # template may, would keep its process also when the router is gone.
 _MAX_TASK_S = 90
+# A router that serves more of them at once sends some files again: a tokenizer takes many MB.
+MAX_MODELS = 8
 # Longer bodies leave memory behind that is worth a few milliseconds.
 _MUCH_BYTES = 1024 * 1024
 
@@ -69,8 +74,8 @@ class TextWorker:
 
     def __init__(self) -> None:
         self._kept: tuple[int, Reading] | None = None
-        # By model and tokenizer hash.
-        self._loaded: dict[_Key, tuple[Tokenizer, ChatTemplate | None]] = {}
+        # By model and tokenizer hash, the longest unused first.
+        self._loaded: OrderedDict[_Key, tuple[Tokenizer, ChatTemplate | None]] = OrderedDict()
 
     def do(self, task: Task, after: memoryview) -> _Reply:
         """A task, with what came after it. Never raises but for want of memory."""
@@ -81,6 +86,10 @@ class TextWorker:
                     return self._read(task, after)
                 case Files():
                     return self._load(task, after)
+                case Show():
+                    sizes = task.response_bytes, task.messages_bytes
+                    response, messages = split(after, sizes)
+                    return WasAnswered(), (shown(response, messages, task.page),)
             kind = task.kind
             return self._work(task, after)
         except MemoryError:
@@ -123,10 +132,11 @@ class TextWorker:
         return reading
 
     def _model(self, facts: ModelFacts) -> TextModel | None:
-        loaded = self._loaded.get((facts.name, facts.tokenizer_hash))
-        if loaded is None:
+        key = facts.name, facts.tokenizer_hash
+        if key not in self._loaded:
             return None
-        tokenizer, chat_template = loaded
+        self._loaded.move_to_end(key)
+        tokenizer, chat_template = self._loaded[key]
         return TextModel(
             name=facts.name,
             max_model_len=facts.max_model_len,
@@ -147,6 +157,8 @@ class TextWorker:
             load_tokenizer(files),
             load_chat_template(files, task.chat_template),
         )
+        if len(self._loaded) > MAX_MODELS:
+            self._loaded.popitem(last=False)
         return WasLoaded(), ()
 
 

@@ -22,8 +22,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -34,10 +35,13 @@ from aiohttp import web
 
 from penstock_client import Fleet, Patience
 from penstock_client.audit import AuditLog
+from penstock_client.listening import BACKLOG, listen
+from penstock_client.membership import authority
 from penstock_proto.logs import set_up_logging
 from penstock_proto.tls import TlsFilesUnusable
 from penstock_proto.trace_export import open_sink
 from penstock_router.config import RouterConfig
+from penstock_router.connections import Runner
 from penstock_router.https import https_context
 from penstock_router.response_store import StoreUnusable, store_file
 
@@ -50,7 +54,6 @@ logger = logging.getLogger("penstock.router")
 EXIT_USAGE = 2
 # In traces.
 _SERVICE = "penstock-router"
-_BACKLOG = 2048
 _RESTART_DELAY_S = 1.0
 # So many starts in a row of a worker that never gets to serve, and there is no more.
 _MAX_FAILED_STARTS = 3
@@ -74,10 +77,10 @@ def run(config: RouterConfig) -> int:
     # One for all workers.
     config = dataclasses.replace(config, resume_key=config.resume_key or secrets.token_hex(16))
     try:
-        listener = bind(config.host, config.port)
+        listener = listen(config.host, config.port)
     except OSError as error:
         reason = error.strerror or str(error)
-        return _refuse(f"cannot listen on {config.host}:{config.port}: {reason}")
+        return _refuse(f"cannot listen on {authority(config.host, config.port)}: {reason}")
     try:
         with store_file(
             config.response_store or None, max_bytes=config.response_store_bytes
@@ -104,7 +107,7 @@ def _serve_all(config: RouterConfig, listener: socket.socket) -> int:
     port = listener.getsockname()[1]
     listener.close()
     config = dataclasses.replace(config, port=port)
-    with bind(config.host, port, shared=True), tempfile.TemporaryDirectory() as folder:
+    with listen(config.host, port, shared=True), tempfile.TemporaryDirectory() as folder:
         # Read when the children import prometheus_client.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         config = dataclasses.replace(config, changes_file=os.path.join(folder, "changes"))
@@ -121,27 +124,6 @@ def _set_up_logging(config: RouterConfig) -> None:
     set_up_logging(config.log_format, config.log_level)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-
-
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket on the port; raises OSError.
-
-    One that is not shared listens at once: until somebody does, the system lets several bind.
-    """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        if not shared:
-            listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 # ---- One worker --------------------------------------------------------------------------------
@@ -162,7 +144,6 @@ async def serve(
     """
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
-    from penstock_router.connections import Runner
     from penstock_router.metrics import Metrics
     from penstock_router.routes.base import ROUTER
 
@@ -180,25 +161,13 @@ async def serve(
     with ThreadPoolExecutor(config.tokenizer_threads, "tokenize") as executor:
         async with _fleet(config, metrics, audit) as fleet:
             app = build_app(config, fleet, executor, metrics, spans)
-            runner = Runner(
-                app,
-                max_connections=config.max_connections,
-                header_timeout_s=config.header_timeout_s,
-                access_log=None,
-                handler_cancellation=True,
-                # The application itself waits for its requests when it shuts down.
-                shutdown_timeout=_LAST_WORDS_S,
-                read_bufsize=_READ_BUFFER_BYTES,
-            )
+            runner = _runner(app, config)
             await runner.setup()
             try:
                 if waits:
                     await _until_ready(app[ROUTER].models)
                 _rest_collector()
-                async with https_context(config.tls_cert_file, config.tls_key_file) as tls:
-                    await web.SockSite(runner, listener, ssl_context=tls, backlog=_BACKLOG).start()
-                    host, port = listener.getsockname()[:2]
-                    logger.info("listening on http%s://%s:%d", "s" if tls else "", host, port)
+                async with _listening(runner, listener, config):
                     on_serving()
                     await stop.wait()
             finally:
@@ -208,6 +177,31 @@ async def serve(
     if spans is not None:
         spans.close()
     return 0
+
+
+def _runner(app: web.Application, config: RouterConfig) -> Runner:
+    return Runner(
+        app,
+        max_connections=config.max_connections,
+        header_timeout_s=config.header_timeout_s,
+        access_log=None,
+        handler_cancellation=True,
+        # The application itself waits for its requests when it shuts down.
+        shutdown_timeout=_LAST_WORDS_S,
+        read_bufsize=_READ_BUFFER_BYTES,
+    )
+
+
+@asynccontextmanager
+async def _listening(
+    runner: Runner, listener: socket.socket, config: RouterConfig
+) -> AsyncIterator[None]:
+    """Connections are taken; certificates are followed for as long as the scope lasts."""
+    async with https_context(config.tls_cert_file, config.tls_key_file) as tls:
+        await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
+        where = authority(*listener.getsockname()[:2])
+        logger.info("listening on http%s://%s", "s" if tls else "", where)
+        yield
 
 
 def _rest_collector() -> None:
@@ -280,9 +274,10 @@ def _worker_main(
 ) -> None:
     _set_up_logging(config)
     try:
-        listener = bind(config.host, config.port, shared=True)
+        listener = listen(config.host, config.port, shared=True)
     except OSError as error:
-        sys.exit(_refuse(f"cannot listen on {config.host}:{config.port}: {error.strerror}"))
+        where = authority(config.host, config.port)
+        sys.exit(_refuse(f"cannot listen on {where}: {error.strerror}"))
     try:
         router = serve(
             config,

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock_client.types import Constraint, ConstraintKind
+from penstock_proto.bounds import MAX_CHOICE_OPTIONS
 from penstock_router.errors import BadRequest
 from penstock_router.fields import (
     BOOLEAN,
@@ -32,12 +33,10 @@ from penstock_router.fields import (
 
 # Objects and arrays within each other, of schemas. Whatever goes through them later may recurse.
 MAX_NESTING = 200
-# As shards have it.
-MAX_CHOICES = 1024
 # A schema's key for how its JSON is written, as grammars of shards have it.
 WRITTEN_KEY = "x-guidance"
 _TEXT = string(1)
-_CHOICES = array_of(STRING, at_least=1, at_most=MAX_CHOICES, unit="choices")
+_CHOICES = array_of(STRING, at_least=1, at_most=MAX_CHOICE_OPTIONS, unit="choices")
 
 
 # ---- JSON that a field holds -------------------------------------------------------------------

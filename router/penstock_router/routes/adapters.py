@@ -9,14 +9,16 @@ from __future__ import annotations
 from aiohttp import web
 
 from penstock_client.errors import PenstockError, RequestRefused
+from penstock_proto.bounds import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTER_SOURCE_CHARACTERS
 from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.fields import BOOLEAN, STRING, Field, not_served, read_fields, string, table
 from penstock_router.routes.base import ROUTER, check_admin, read_object
 
-_MAX_NAME_CHARS = 256
-_MAX_PATH_CHARS = 4096
 _NAME = Field(
-    "lora_name", string(1, _MAX_NAME_CHARS), "What requests call it, as their model.", required=True
+    "lora_name",
+    string(1, MAX_ADAPTER_NAME_CHARACTERS),
+    "What requests call it, as their model.",
+    required=True,
 )
 _MODEL = Field("base_model_name", STRING, "Only shards of this model; needed where there are more.")
 LOAD_FIELDS = table(
@@ -24,7 +26,7 @@ LOAD_FIELDS = table(
         _NAME,
         Field(
             "lora_path",
-            string(1, _MAX_PATH_CHARS),
+            string(1, MAX_ADAPTER_SOURCE_CHARACTERS),
             "A directory on the shards' machines, or a hub id.",
             required=True,
         ),

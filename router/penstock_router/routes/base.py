@@ -30,6 +30,7 @@ from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 from penstock_router.rate_limits import Charge
 from penstock_router.records import Records, RequestRecord
+from penstock_router.request import MAX_REQUEST_ID_CHARS
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
 from penstock_router.text_work import AnyKind
@@ -169,7 +170,7 @@ def _client(request: web.Request) -> str:
 
 def usable_request_id(given: str | None) -> str | None:
     """The caller's id where it can stand in a header and a log line."""
-    if given and len(given) <= 256 and given.isascii() and given.isprintable():
+    if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return None
 

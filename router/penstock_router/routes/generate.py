@@ -19,11 +19,10 @@ import msgspec
 from aiohttp import web
 
 from penstock_client.membership import check_address
-from penstock_client.types import GenerationRequest
+from penstock_client.types import GenerationRequest, ShardInfo
 from penstock_router import sse
 from penstock_router.admission import Ticket
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
-from penstock_router.backend import ShardState
 from penstock_router.bodies import Body
 from penstock_router.deltas import LOGPROB_BYTES, Deltas, bounded, collect, spaced
 from penstock_router.errors import BadRequest
@@ -205,17 +204,17 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
     # Its last shard may have left meanwhile; the fleet would call the model unknown.
     name = router.models.info(job.model.info.model).model
     for shard in router.fleet.shards:
-        # It would be waited for, in vain.
-        if shard.address == asked.shard and shard.info is not None and shard.info.model != name:
-            raise BadRequest(f"x-penstock-shard: {shard.address} does not serve {name}")
-        if shard.address == asked.shard and not _has_adapter(shard, job):
-            text = f"{shard.address} does not have the adapter {job.model.adapter}"
-            raise BadRequest(f"x-penstock-shard: {text}")
+        if shard.address == asked.shard and shard.info is not None:
+            _check_pinned(shard.address, shard.info, name, job.model.adapter)
     return job
 
 
-def _has_adapter(shard: ShardState, job: Job) -> bool:
-    return shard.info is None or shard.info.adapter_hash(job.model.adapter) is not None
+def _check_pinned(address: str, info: ShardInfo, model: str, adapter: str) -> None:
+    """Raises `BadRequest` where this shard would be waited for in vain."""
+    if info.model != model:
+        raise BadRequest(f"x-penstock-shard: {address} does not serve {model}")
+    if not info.has_adapter(adapter):
+        raise BadRequest(f"x-penstock-shard: {address} does not have the adapter {adapter}")
 
 
 async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock_client.types import ShardInfo
 from penstock_router.apis import openai, tgi
-from penstock_router.errors import NotFound, Unavailable
+from penstock_router.errors import Unavailable, unknown_model
 from penstock_router.exposition import CONTENT_TYPE
 from penstock_router.routes.base import ROUTER, VERSION, json_response
 
@@ -76,17 +76,16 @@ class InfoAnswer(TypedDict):
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models"""
     models = request.app[ROUTER].models
-    cards = [
-        _card(name, info, models.started_at)
-        for info in models.infos()
-        for name in models.names_of(info)
-    ]
+    infos = models.infos()
+    named = [(name, info) for info in infos for name in models.names_of(info)]
+    cards = [_card(name, info, models.started_at) for name, info in named]
+    # A model goes before an adapter of its name.
+    taken = {name for name, _ in named}
     cards += [
         _card(name, info, models.started_at, parent=info.model)
-        for info in models.infos()
+        for info in infos
         for name in models.adapters_of(info)
-        # A model goes before an adapter of its name.
-        if models.names_of(models.info(name)).count(name) == 0
+        if name not in taken
     ]
     if not cards:
         raise Unavailable("no shard serves at present; try again shortly")
@@ -103,7 +102,7 @@ async def get_model(request: web.Request) -> web.Response:
         return json_response(_card(name, info, models.started_at))
     if name in models.adapters_of(info):
         return json_response(_card(name, info, models.started_at, parent=info.model))
-    raise NotFound(f"The model `{name[:200]}` does not exist.", param="model")
+    raise unknown_model(name)
 
 
 def _card(name: str, info: ShardInfo, created: int, *, parent: str | None = None) -> ModelCard:

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -28,17 +27,16 @@ from penstock_router.apis.responses_answers import (
     COMPLETED,
     INCOMPLETE,
     DeletedAnswer,
-    ItemList,
-    ResponseAnswer,
     ResponseShape,
-    lost,
 )
 from penstock_router.apis.responses_request import ResponsesRequest
+from penstock_router.apis.responses_stored import Page
 from penstock_router.deltas import bounded, for_each
 from penstock_router.errors import BadRequest, NotFound, Unavailable, noted
 from penstock_router.fields import STRING, Field, integer, one_of, short, table
 from penstock_router.generation import Generation
 from penstock_router.response_store import (
+    FAILED,
     UNFINISHED,
     ResponseTooLarge,
     Stored,
@@ -190,7 +188,7 @@ async def retrieve(request: web.Request) -> web.Response:
     if request.query.get("stream", "false") != "false":
         text = "stream: stored responses are not streamed; ask again until it is finished"
         raise BadRequest(text, param="stream")
-    return json_response(_shown(await _get(request)))
+    return await _shown(request, await _get(request))
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -206,47 +204,32 @@ async def delete(request: web.Request) -> web.Response:
 async def cancel(request: web.Request) -> web.Response:
     """POST /v1/responses/{id}/cancel, whichever worker makes it."""
     router, response_id = request.app[ROUTER], request.match_info["id"]
-    shown = _shown(await _get(request))
-    if not shown["background"]:
-        raise BadRequest("Cannot cancel a response that is not made in the background.")
-    if shown["status"] == CANCELLED:
-        return json_response(shown)
-    if shown["status"] not in UNFINISHED:
-        raise BadRequest(f"Cannot cancel a response that is {shown['status']}.")
+    stored = await _get(request)
+    if stored.status == CANCELLED:
+        return await _shown(request, stored)
+    if stored.status not in UNFINISHED:
+        raise BadRequest(
+            f"Cannot cancel a response that is {stored.status}: only one that is still made in the "
+            "background can be."
+        )
     with _store_errors():
         await router.responses.request_cancel(response_id)
     router.background.cancel(response_id)
     until_s = time.monotonic() + _CANCEL_WAIT_S
-    while shown["status"] in UNFINISHED and time.monotonic() < until_s:
+    while stored.status in UNFINISHED and time.monotonic() < until_s:
         await asyncio.sleep(_CANCEL_POLL_S)
-        shown = _shown(await _get(request))
-    return json_response(shown)
+        stored = await _get(request)
+    return await _shown(request, stored)
 
 
 async def input_items(request: web.Request) -> web.Response:
     """GET /v1/responses/{id}/input_items: the conversation that the response answers."""
     limit = _limit(request.query.get("limit"))
     order = _ORDER.read("order", request.query.get("order", "desc"))
+    page = Page(limit, order, request.query.get("after"))
     stored = await _get(request)
-    answered = {item["id"] for item in _shown(stored)["output"]}
-    items = [item for item in msgspec.json.decode(stored.messages) if item["id"] not in answered]
-    if order == "desc":
-        items.reverse()
-    after = request.query.get("after")
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise BadRequest(f"after: no item has the id {short(after)}", param="after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    listed: ItemList = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else "",
-        "last_id": page[-1]["id"] if page else "",
-        "has_more": len(items) > limit,
-    }
-    return json_response(listed)
+    listed = await request.app[ROUTER].bodies.show(stored.response, stored.messages, page)
+    return _json(listed)
 
 
 def _limit(given: str | None) -> int:
@@ -282,12 +265,15 @@ def _not_found(response_id: str) -> NotFound:
     return NotFound(f"Response with id {short(response_id)} not found.")
 
 
-def _shown(stored: Stored) -> ResponseAnswer:
-    shown: Any = msgspec.json.decode(stored.response)
-    if shown["status"] != stored.status:
-        lost(shown)
-    answered: ResponseAnswer = shown
-    return answered
+async def _shown(request: web.Request, stored: Stored) -> web.Response:
+    """As it was stored, without a look into it, but for one whose maker may be gone."""
+    if stored.status != FAILED:
+        return _json(stored.response)
+    return _json(await request.app[ROUTER].bodies.show(stored.response, b""))
+
+
+def _json(data: bytes | bytearray) -> web.Response:
+    return web.Response(body=data, content_type="application/json")
 
 
 @contextlib.contextmanager

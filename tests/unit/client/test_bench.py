@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import random
+import ssl
 import statistics
 import threading
 import time
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.budget import budget, seeded
+from support.certificates import Authority
 
 from penstock_client import bench, bench_load
 from penstock_client.bench_load import Answer, Lengths, Load, Plan, Server
@@ -106,6 +109,31 @@ def _closed(streams: int, **ends: Any) -> Plan:
 
 def _open(rate: float, **ends: Any) -> Plan:
     return Plan(Load(open_loop=True, level=rate), Lengths(8, 2), **ends)
+
+
+@pytest.mark.parametrize(
+    ("speaks_tls", "reason"), [(True, "certificate verify failed"), (False, "[SSL: ")]
+)
+async def test_what_is_wrong_with_tls_is_said_in_its_own_words(
+    speaks_tls: bool, reason: str, tmp_path: Path
+) -> None:
+    async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    context = None
+    if speaks_tls:
+        pair = Authority(tmp_path, "unknown").issue("127.0.0.1")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(pair.cert, pair.key)
+    async with await asyncio.start_server(speak, "127.0.0.1", 0, ssl=context) as listener:
+        url = f"https://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with aiohttp.ClientSession() as session:
+            answer = await bench_load._complete(session, Server(url, {}), {}, 0.0)
+    assert answer.error_kind == "connection"
+    assert answer.error.startswith(f"cannot connect to {url}: ")
+    assert reason in answer.error
 
 
 def _answer(

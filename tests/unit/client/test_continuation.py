@@ -71,7 +71,7 @@ def info(address: str, **differences: object) -> ShardInfo:
         capabilities=frozenset(),
         batch_invariant=True,
         numerics_fingerprint="f",
-        adapters=(),
+        adapters={},
     )
     return dataclasses.replace(facts, **differences)  # type: ignore[arg-type]
 
@@ -129,7 +129,7 @@ class World:
     def add(self, name: str, **differences: object) -> ShardState:
         shard = ShardState(name)
         shard.client = Double(name)  # type: ignore[assignment]
-        shard.info = info(name, **differences)
+        shard.learned(info(name, **differences))
         shard.load = LoadReport(serving=True, num_blocks=10)
         self.shards[name] = shard
         return shard
@@ -546,12 +546,101 @@ async def test_a_shard_without_the_adapter_is_no_room(make: Make) -> None:
     world = make("a", "b")
     shard = world.shards["a"]
     assert shard.info is not None
-    shard.info = dataclasses.replace(
-        shard.info, adapters=("x",), loaded_adapters=(Adapter("x", "hash", "", 4),)
-    )
+    shard.info = dataclasses.replace(shard.info, adapters=adapters("hash"))
     stream = world.start(adapter="x")
     assert world.where(stream) == "a"
     assert not world.last(stream).attempt.hand_back
+
+
+def adapters(content: str) -> dict[str, Adapter]:
+    return {"x": Adapter("x", content, "", 4)}
+
+
+def lose(world: World, name: str) -> None:
+    """The shard says nothing any more."""
+    shard = world.shards[name]
+    shard.info, shard.load = None, LoadReport()
+    world.continuations.shard_changed(shard)
+
+
+def come_back(world: World, name: str, **differences: object) -> None:
+    shard = world.shards[name]
+    shard.learned(info(name, **differences))
+    shard.load = LoadReport(serving=True, num_blocks=10)
+    world.continuations.shard_changed(shard)
+
+
+async def test_a_request_ends_at_once_when_its_adapter_is_unloaded_everywhere(make: Make) -> None:
+    world = make("bare")
+    holder = world.add("holder", adapters=adapters("hash"))
+    taken, waiting = world.start(adapter="x"), world.start(adapter="x")
+    assert [world.where(stream) for stream in (taken, waiting)] == ["holder", "holder"]
+    taken.feed(Output([10], 0))
+    for stream in (taken, waiting):
+        stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert not taken.ended
+    assert holder.info is not None
+    assert holder.learned(dataclasses.replace(holder.info, adapters={})) == {"x"}
+    world.continuations.shard_changed(holder)
+    await settled()
+    for stream in (taken, waiting):
+        assert stream.ended
+        assert isinstance(stream.final_error, InvalidRequest)
+        assert stream.final_error.field == "adapter"
+    with pytest.raises(InvalidRequest, match="'x' is not loaded; loaded: none"):
+        world.start(adapter="x")
+
+
+async def test_a_request_waits_while_the_only_shard_with_its_adapter_restarts(make: Make) -> None:
+    world = make("bare")
+    world.add("holder", adapters=adapters("hash"))
+    taken = world.start(adapter="x")
+    lose(world, "holder")
+    taken.fail(ShardUnavailable("gone"))
+    late = world.start(adapter="x")
+    world.continuations.shard_changed(world.shards["bare"])
+    await settled()
+    assert [taken.ended, late.ended] == [False, False]
+    come_back(world, "holder", adapters=adapters("hash"))
+    await settled()
+    assert [world.where(stream) for stream in (taken, late)] == ["holder", "holder"]
+
+
+async def test_a_shard_that_comes_back_without_the_adapter_ends_the_wait(make: Make) -> None:
+    world = make("bare")
+    world.add("holder", adapters=adapters("hash"))
+    lose(world, "holder")
+    stream = world.start(adapter="x")
+    await settled()
+    assert not stream.ended
+    come_back(world, "holder")
+    await settled()
+    with pytest.raises(InvalidRequest, match="'x' is not loaded"):
+        await anext(stream)
+
+
+async def test_a_request_with_tokens_ends_when_its_adapter_is_replaced(make: Make) -> None:
+    world = make()
+    world.add("holder", adapters=adapters("one"))
+    begun, fresh = world.start(adapter="x"), world.start(adapter="x")
+    begun.feed(Output([10], 0))
+    lose(world, "holder")
+    for stream in (begun, fresh):
+        stream.fail(ShardUnavailable("gone"))
+    come_back(world, "holder", adapters=adapters("two"))
+    await settled()
+    assert world.where(fresh) == "holder"
+    assert str(begun.final_error) == "adapter 'x' is another one by now than the request wants"
+
+
+async def test_a_pinned_request_waits_for_no_adapter_that_its_shard_lacks(make: Make) -> None:
+    world = make("bare")
+    world.add("holder", adapters=adapters("hash"))
+    with pytest.raises(InvalidRequest, match="'x' is not loaded"):
+        world.start(adapter="x", shard="bare")
+    lose(world, "holder")
+    assert not world.start(adapter="x", shard="holder").ended
 
 
 async def test_every_request_is_told_of_once_when_it_has_ended(make: Make) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock_client import (
+    Adapter,
     Fleet,
     GenerationRequest,
     InvalidRequest,
     LoadReport,
     NoShardAvailable,
     Patience,
+    ShardInfo,
     ShardState,
     ShardUnavailable,
 )
@@ -73,6 +77,58 @@ async def test_a_fleet_tells_of_the_model_whose_own_name_it_is_asked_for(
             monkeypatch.setattr(shard, "info", info)
             monkeypatch.setattr(shard, "load", LoadReport(serving=True))
         assert [fleet.info(name).model for name in ("a", "b", "c")] == ["a", "b", "b"]
+
+
+async def test_an_adapter_that_is_unloaded_is_not_expected_from_shards_that_are_away() -> None:
+    @dataclass(frozen=True)
+    class Info:
+        model: str
+        instance_id: str
+        adapters: dict[str, Adapter]
+
+    def told(shard: ShardState, *names: str, model: str = "m", instance_id: str = "first") -> None:
+        info = Info(model, instance_id, {name: Adapter(name, "hash", "", 4) for name in names})
+        fleet._learned(shard, info)  # type: ignore[arg-type]
+
+    async with Fleet([f"127.0.0.1:{port}" for port in range(1, 5)]) as fleet:
+        up, away, other, stranger = fleet.shards
+        for shard in (up, away, other):
+            told(shard, "x", "y")
+        told(stranger, "x", "y", model="another")
+        away.info = stranger.info = None
+        told(up, "y")
+        both = ["x", "y"]
+        for shard, names in ((up, ["y"]), (away, ["y"]), (other, both), (stranger, both)):
+            assert shard.last_info is not None
+            assert list(shard.last_info.adapters) == names
+        # An engine that begins without it was not told to unload it.
+        told(up, instance_id="second")
+        assert away.last_info is not None
+        assert "y" in away.last_info.adapters
+
+
+async def test_when_adapters_change_another_engine_is_left_for_the_watch_to_learn_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(instance_id: str, *names: str) -> Any:
+        adapters = {name: Adapter(name, "hash", "", 4) for name in names}
+        return SimpleNamespace(model="m", instance_id=instance_id, adapters=adapters)
+
+    async def change(_: ShardState) -> None:
+        pass
+
+    async with Fleet(["127.0.0.1:1"]) as fleet:
+        (shard,) = fleet.shards
+        for said, learned in [("first", True), ("second", False), ("first", True)]:
+            shard.info = before = told("first")
+            after = told(said, "x")
+
+            async def info(after: ShardInfo = after) -> ShardInfo:
+                return after
+
+            monkeypatch.setattr(shard.client, "info", info)
+            await fleet._change_at(shard, change)
+            assert shard.info is (after if learned else before)
 
 
 async def test_a_shard_that_comes_back_while_it_is_seen_off_is_another_and_the_first_is_closed(

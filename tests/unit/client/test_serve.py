@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+
 import pytest
 
 from penstock_client import serve
@@ -21,10 +24,10 @@ def test_flags_after_two_dashes_are_the_routers(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(serve, "_serve", note)
     monkeypatch.setattr(serve, "_first_taken", lambda *_, **__: "")
-    assert serve.main(["m", "--max-num-seqs", "5", "--", "--policy", "round_robin"]) == 0
+    assert serve.main(["m", "--max-num-seqs", "5", "--", "--policy", "round-robin"]) == 0
     shard, router = (child.command for child in started)
     assert shard[-4:] == ["--model", "m", "--max-num-seqs", "5"]
-    assert router[-2:] == ["--policy", "round_robin"]
+    assert router[-2:] == ["--policy", "round-robin"]
     assert "--policy" not in shard
     assert "--max-num-seqs" not in router
 
@@ -34,6 +37,17 @@ def test_the_router_gets_the_time_that_requests_may_take_and_a_little_more() -> 
     assert router.command[-2:] == ["--shutdown-timeout-s", "90.0"]
     assert router.stop_timeout_s > 90
     assert shard.stop_timeout_s < 20
+
+
+def test_nothing_is_started_where_the_router_refuses_its_flags(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_first_taken", lambda *_, **__: "")
+    monkeypatch.setattr(serve, "_serve", None)
+    assert serve.main(["m", "--", "--max-num-seqs", "5"]) == 2
+    reason, words = capfd.readouterr().err.splitlines()
+    assert reason.startswith("penstock router: unrecognized arguments: --max-num-seqs")
+    assert words.startswith("penstock serve: the router cannot run as it was told")
 
 
 @pytest.mark.parametrize(
@@ -106,3 +120,14 @@ def test_a_shortened_flag_is_none_of_ours_and_goes_to_the_shards_which_refuse_it
     shard, router = children("--work", "2")
     assert shard.command[-2:] == ["--work", "2"]
     assert router.command[router.command.index("--workers") + 1] == "1"
+
+
+async def test_a_child_that_refuses_its_flags_is_not_started_again_and_it_is_said_whose_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    child = serve._Child("shard 127.0.0.1:1", [sys.executable, "-c", "raise SystemExit(2)"])
+    assert await asyncio.wait_for(serve._serve([child], "http://127.0.0.1:1"), 20) == 2
+    line = capsys.readouterr().err
+    assert child.deaths == 1
+    assert line.startswith("penstock serve: the shard 127.0.0.1:1 cannot run as it was told")
+    assert "what stands before -- is for shards, what stands after it for the router" in line

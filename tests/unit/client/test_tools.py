@@ -23,6 +23,7 @@ from grpc_health.v1.health import HealthServicer
 from support.processes import free_port, is_alive, wait_until
 
 from penstock_client import bench, chat, health, info, keys, serve
+from penstock_client.membership import authority
 
 Main = Callable[[Sequence[str]], int]
 
@@ -137,6 +138,15 @@ def test_a_url_that_cannot_be_is_one_line_and_status_2(tool, url, capsys) -> Non
 def test_health_of_a_url_that_cannot_be_is_one_line_and_status_2(target, capsys) -> None:
     assert _status(health.main, target) == 2
     assert "TARGET: must be http:// or https:// and a host" in _complaint(capsys)
+
+
+@pytest.mark.parametrize("tool", [info, health])
+@pytest.mark.parametrize("address", ["127.0.0.1", "x:y", "h:0", "h:99999", "::1:50051", ""])
+def test_an_address_of_a_shard_that_cannot_be_is_one_line_and_status_2(
+    tool, address, capsys
+) -> None:
+    assert _status(tool.main, address) == 2
+    assert f"{address!r} is not HOST:PORT with a port from 1 to 65535" in _complaint(capsys)
 
 
 @pytest.mark.parametrize("tool", [serve, chat, bench, info])
@@ -318,7 +328,8 @@ def test_bench_counts_an_answer_without_its_end_as_failed(missing, capsys) -> No
 
 def test_bench_with_nobody_is_one_line_and_status_1(capsys) -> None:
     assert _status(bench.main, "--url", "http://127.0.0.1:1", "--requests", "2") == 1
-    assert "127.0.0.1" in _complaint(capsys)
+    reason = "cannot connect to http://127.0.0.1:1: Connection refused"
+    assert _complaint(capsys).endswith(f"{reason}\n")
 
 
 # ---- serve -------------------------------------------------------------------------------------
@@ -341,10 +352,21 @@ def test_serve_looks_at_a_port_of_an_ipv6_host(ipv6) -> None:
     assert serve._first_taken("::1", port, "--port") == ""
 
 
+def test_serve_blames_a_host_that_is_no_host_and_not_the_port() -> None:
+    wrong = "argument --host: 'no.invalid' is no name or address of a host"
+    assert serve._first_taken("no.invalid", 8000, "--port") == wrong
+    # Too long for a part of a name.
+    long = "a" * 70
+    wrong = f"argument --host: '{long}' is no name or address of a host"
+    assert serve._first_taken(long, 8000, "--port") == wrong
+    # Of TEST-NET-1, which is nobody's.
+    assert "give another --host" in serve._first_taken("192.0.2.1", 8000, "--port")
+
+
 async def test_serve_waits_for_an_ipv6_router_and_prints_its_url(ipv6, capsys) -> None:
     ok = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     with _stub(ok, host="::1") as port:
-        await asyncio.wait_for(serve._greet("http://" + serve._authority("::1", port)), 5)
+        await asyncio.wait_for(serve._greet("http://" + authority("::1", port)), 5)
     out = capsys.readouterr().out
     assert f"penstock is ready at http://[::1]:{port} " in out
     # Quoted: to some shells brackets are a pattern.

@@ -288,7 +288,7 @@ def test_embeddings_are_not_pooled_in_another_way_than_the_model_says() -> None:
     assert of(result, "--convert")[0] is Loss.LOST
 
 
-def test_guesses_from_a_sequences_own_tokens_are_kept_and_those_of_models_are_not() -> None:
+def test_drafts_from_a_sequences_own_tokens_are_kept_and_those_of_models_are_not() -> None:
     ngrams = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
     assert "--speculative-tokens 5" in shlex.join(
         read(f"vllm serve m --speculative-config '{ngrams}'").arguments

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from router_doubles import INFO, FakeFleet
 from support.engines import runner_info
+from unit.router.router_doubles import INFO, FakeFleet
 
 from penstock_client import _wire
 from penstock_client.errors import PenstockError

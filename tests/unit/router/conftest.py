@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
+import unit.router.router_doubles as doubles
 from tokenizers import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import router_doubles as doubles
 
 
 @pytest.fixture(scope="session")

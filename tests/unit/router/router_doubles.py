@@ -199,7 +199,7 @@ INFO = ShardInfo(
     capabilities=frozenset({"embed"}),
     batch_invariant=True,
     numerics_fingerprint="f",
-    adapters=(),
+    adapters={},
     embedding=EmbeddingDefaults("last", normalize=True, size=8),
 )
 
@@ -214,6 +214,7 @@ class FakeShard:
     in_flight: int = 0
     problem: str = ""
     leaving: bool = False
+    last_info: ShardInfo | None = None
 
     async def drain(self) -> None:
         self.load = LoadReport(draining=True, handing_over=True)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
+from unit.router.router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
 
 from penstock_router.routes.admin import Changes
 

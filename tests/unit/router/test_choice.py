@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from router_doubles import INFO, fake_logprobs, id_of, model_files
 from tokenizers import Tokenizer
+from unit.router.router_doubles import INFO, fake_logprobs, id_of, model_files
 
 from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Output
 from penstock_router.choice import Choice, Delta, first_rows

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_doubles import (
+from unit.router.router_doubles import (
     Connection,
     FakeFleet,
     FakeShard,
@@ -337,6 +337,11 @@ def test_rates_are_of_the_last_second_and_of_one_engine() -> None:
     # Started anew, it counts from the beginning.
     shard.load = LoadReport("two", steps_total=3, steps_seconds_total=0.1)
     assert rates.look(shard, 12.25) == (None, None)
+    shard.load = LoadReport("two", steps_total=8, steps_seconds_total=0.2)
+    rates.forget_others([shard.address])
+    assert rates.look(shard, 13.25) == (5.0, 0.02)
+    rates.forget_others([])
+    assert rates.look(shard, 14.25) == (None, None)
 
 
 def test_a_request_s_times_are_unix_times_and_its_attempts_are_in_order() -> None:

@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from router_doubles import decoder_of, id_of, random_text
 from support.budget import budget, seeded
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from unit.router.router_doubles import decoder_of, id_of, random_text
 
 from penstock_router.detokenizer import (
     REPLACEMENT,

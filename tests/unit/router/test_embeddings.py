@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_doubles import (
+from tokenizers import Tokenizer
+from unit.router.router_doubles import (
     INFO,
     FakeFleet,
     FakeShard,
@@ -17,7 +18,6 @@ from router_doubles import (
     memory_router,
     model_files,
 )
-from tokenizers import Tokenizer
 
 from penstock_client.types import EmbeddingDefaults
 

@@ -15,8 +15,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from checked_fleet import CheckedFleet
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import Tokenizer, processors
+from unit.router.checked_fleet import CheckedFleet
+from unit.router.router_doubles import (
     INFO,
     Answer,
     byte_level_tokenizer,
@@ -26,8 +28,6 @@ from router_doubles import (
     random_text,
     wordpiece_tokenizer,
 )
-from support.budget import budget, seeded
-from tokenizers import Tokenizer, processors
 
 from penstock_client.types import GenerationRequest
 from penstock_router.apis.openai import (

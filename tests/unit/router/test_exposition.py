@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import Counter, generate_latest
-from router_doubles import INFO, FakeFleet, FakeShard
+from unit.router.router_doubles import INFO, FakeFleet, FakeShard
 
 from penstock_client.types import LoadReport
 from penstock_router import exposition

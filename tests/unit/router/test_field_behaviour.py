@@ -8,8 +8,10 @@ from itertools import chain, pairwise
 from typing import Any
 
 import pytest
-from checked_fleet import CheckedFleet
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import Tokenizer
+from unit.router.checked_fleet import CheckedFleet
+from unit.router.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -19,8 +21,6 @@ from router_doubles import (
     model_files,
     random_text,
 )
-from support.budget import budget, seeded
-from tokenizers import Tokenizer
 
 from penstock_client.types import GenerationRequest, Logprobs, Output
 from penstock_router.apis.chat_messages import MAX_PIECES

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections import Counter
 
-from router_doubles import MemoryRouter
+from unit.router.router_doubles import MemoryRouter
 
 from penstock_client.errors import ShardFailed
 

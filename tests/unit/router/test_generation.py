@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 from tokenizers import Tokenizer
+from unit.router.router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 
-from penstock_client.errors import NoShardAvailable, ShardFailed
+from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardFailed
 from penstock_client.stream import GenerationStream
-from penstock_client.types import FinishReason, GenerationRequest, Output, SamplingParams
+from penstock_client.types import Adapter, FinishReason, GenerationRequest, Output, SamplingParams
 from penstock_router.apis.openai import parse_completion
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
@@ -215,6 +215,60 @@ async def test_a_model_that_is_away_is_503_and_an_unknown_one_404(
             models.info(name)
     with pytest.raises(NotFound):
         models.info("third")
+
+
+async def test_a_model_that_nobody_asked_for_is_away_once_it_was_there(
+    fleet: FakeFleet, models: Models
+) -> None:
+    second = FakeShard(info=replace(INFO, model="second"))
+    fleet.shards.append(second)
+    # A list is a look, and nothing is noted for it.
+    assert [info.model for info in models.infos()] == [INFO.model, "second"]
+    assert "second" not in models._names
+    loading = asyncio.create_task(models.keep_loading())
+    async with asyncio.timeout(10):
+        while "second" not in models._names:
+            await asyncio.sleep(0.01)
+    loading.cancel()
+    fleet.shards.remove(second)
+    with pytest.raises(Unavailable, match="at present"):
+        models.info("second")
+
+
+async def test_an_adapter_whose_shard_is_away_is_503_and_one_that_was_unloaded_404(
+    fleet: FakeFleet, models: Models
+) -> None:
+    adapted = replace(INFO, adapters={"sql": Adapter("sql", "hash", "", 4)})
+    holder = FakeShard(ready=False, info=None, last_info=adapted)
+    fleet.shards.append(holder)
+    with pytest.raises(Unavailable, match="no shard serves sql at present"):
+        models.info("sql")
+    holder.last_info = INFO
+    with pytest.raises(NotFound):
+        models.info("sql")
+    # Of the bare model there is a shard, and nothing else is meant by no name.
+    assert models.info("") is INFO
+
+
+async def test_an_adapter_that_is_unloaded_while_a_request_runs_is_an_unknown_model(
+    fleet: FakeFleet, models: Models
+) -> None:
+    fleet.shards[0].info = replace(INFO, adapters={"sql": Adapter("sql", "hash", "", 4)})
+    gone = InvalidRequest("adapter 'sql' is not loaded; loaded: none", field="adapter")
+    job = replace(await job_of(models), model=await models.get("sql"))
+
+    async def answered() -> None:
+        async with Generation(job, fleet, Metrics(), record()) as generation:
+            async for _ in generation:
+                pass
+
+    fleet.script = lambda request: [gone]
+    with pytest.raises(NotFound, match="The model `sql` does not exist") as caught:
+        await answered()
+    assert caught.value.param == "model"
+    fleet.refusal, fleet.accepts = gone, 0
+    with pytest.raises(NotFound, match="The model `sql` does not exist"):
+        await answered()
 
 
 async def test_texts_of_a_replaced_tokenizer_are_dropped(fleet: FakeFleet, models: Models) -> None:

@@ -14,7 +14,9 @@ import pytest
 from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_writer import StreamWriter
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import Tokenizer
+from unit.router.router_doubles import (
     INFO,
     Connection,
     FakeFleet,
@@ -29,8 +31,6 @@ from router_doubles import (
     parse_events,
     random_text,
 )
-from support.budget import budget, seeded
-from tokenizers import Tokenizer
 
 from penstock_client.errors import (
     DeadlineExceeded,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
+from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_client import key_file
 from penstock_router import keys as keys_module

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
+from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_router.routes.base import ROUTER
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_doubles import INFO, FakeFleet, memory_router, model_files
 from support.budget import seeded
 from tokenizers import Tokenizer
+from unit.router.router_doubles import INFO, FakeFleet, memory_router, model_files
 
 from penstock_router import bodies as bodies_module
 from penstock_router import errors, text_pool
@@ -41,7 +41,12 @@ from penstock_router.resumption import job_digest
 from penstock_router.routes import base
 from penstock_router.text_messages import (
     HEADER,
+    Files,
+    ModelFacts,
+    NeedsFiles,
     Read,
+    WasLoaded,
+    Work,
     decode_report,
     decode_task,
     framed,
@@ -51,6 +56,7 @@ from penstock_router.text_messages import (
     unpack_prepared,
 )
 from penstock_router.text_pool import Lease, TextPool, TextProcess
+from penstock_router.text_process import MAX_MODELS, TextWorker
 from penstock_router.text_work import KINDS
 from penstock_router.threads import Threads
 
@@ -387,6 +393,30 @@ async def test_what_a_job_is_made_of_does_not_depend_on_where_its_text_was_worke
     assert job_digest(here) == job_digest(there) == expected
 
 
+def test_a_text_process_keeps_the_models_that_it_worked_for_last(fleet: FakeFleet) -> None:
+    worker = TextWorker()
+    sizes = {name: len(data) for name, data in fleet.files.items()}
+    files = memoryview(b"".join(fleet.files.values()))
+    body = msgspec.json.encode({"prompt": "fox"})
+
+    def load(name: str) -> None:
+        report, _ = worker.do(Files(name, "t", None, sizes), files)
+        assert isinstance(report, WasLoaded)
+
+    def is_known(name: str) -> bool:
+        facts = ModelFacts(name, "t", 512, 500, False, "", "")
+        task = Work(1, "completions", facts, len(body), 0)
+        return not isinstance(worker.do(task, memoryview(body))[0], NeedsFiles)
+
+    names = [f"model {index}" for index in range(MAX_MODELS)]
+    for name in names:
+        load(name)
+    assert all(map(is_known, names))
+    assert is_known(names[0])
+    load("another")
+    assert [name for name in (*names, "another") if not is_known(name)] == [names[1]]
+
+
 # ---- processes that are lost -------------------------------------------------------------------
 
 
@@ -488,7 +518,7 @@ async def test_work_without_end_is_killed_when_its_client_leaves_or_its_time_is_
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:
     monkeypatch.setattr(text_pool, "_GRACE_S", 0.05)
-    monkeypatch.setattr(text_pool, "MAX_TASK_S", 5.0 if small else 0.5)
+    monkeypatch.setattr(text_pool, "MAX_TASK_S", 5.0 if small else 2.0)
     async with made_bodies(fleet) as bodies:
         task = await endless(bodies)
         [pid] = bodies.pool.pids
@@ -496,6 +526,8 @@ async def test_work_without_end_is_killed_when_its_client_leaves_or_its_time_is_
             task.cancel()
         with pytest.raises(asyncio.CancelledError if small else TimeoutError):
             await task
+        # The next process has to start first.
+        monkeypatch.setattr(text_pool, "MAX_TASK_S", 60.0)
         assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
         assert bodies.pool.pids != [pid]
         with pytest.raises(ProcessLookupError):

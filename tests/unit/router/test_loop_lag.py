@@ -7,7 +7,7 @@ import random
 import re
 import time
 
-from router_doubles import FakeFleet, MemoryRouter, memory_router
+from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.loop_lag import RecentWorst, watch_loop
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from router_doubles import FakeFleet, MemoryRouter
+from unit.router.router_doubles import FakeFleet, MemoryRouter
 
 from penstock_client.types import ConstraintKind
 from penstock_router.apis.messages import parse, parse_count

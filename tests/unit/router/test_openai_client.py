@@ -9,7 +9,8 @@ import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
-from router_doubles import (
+from tokenizers import Tokenizer
+from unit.router.router_doubles import (
     INFO,
     Connection,
     FakeFleet,
@@ -19,7 +20,6 @@ from router_doubles import (
     memory_router,
     model_files,
 )
-from tokenizers import Tokenizer
 
 from penstock_client.errors import ShardUnavailable
 

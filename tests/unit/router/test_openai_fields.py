@@ -6,8 +6,8 @@ import gc
 from typing import Any, NoReturn
 
 import pytest
-from router_doubles import random_text
 from support.budget import budget, seeded
+from unit.router.router_doubles import random_text
 
 from penstock_router.apis.chat_messages import Called, assistant_message, tool_message
 from penstock_router.apis.openai import (

@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 import pytest
-from router_doubles import FakeFleet, MemoryRouter, memory_router
+from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.apis.base import ErrorForm
 from penstock_router.errors import ApiError

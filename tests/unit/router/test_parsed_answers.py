@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import AddedToken, Tokenizer
+from unit.router.router_doubles import (
     INFO,
     FakeFleet,
     MemoryRouter,
@@ -17,8 +19,6 @@ from router_doubles import (
     memory_router,
     model_files,
 )
-from support.budget import budget, seeded
-from tokenizers import AddedToken, Tokenizer
 
 from penstock_client.types import FinishReason, GenerationRequest, Output
 from penstock_router.choice import Choice, Delta

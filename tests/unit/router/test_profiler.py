@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from xml.etree import ElementTree
 
 import pytest
-from router_doubles import FakeFleet, memory_router
+from unit.router.router_doubles import FakeFleet, memory_router
 
 from penstock_router.profiler import (
     STYLE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from chat_template_styles import STYLES as TEMPLATES
 from support.budget import budget, seeded
+from unit.router.chat_template_styles import STYLES as TEMPLATES
 
 from penstock_router.pieces import Piece, PieceKind, joined
 from penstock_router.reasoning import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_doubles import MemoryRouter
+from unit.router.router_doubles import MemoryRouter
 
 from penstock_client.errors import (
     DeadlineExceeded,

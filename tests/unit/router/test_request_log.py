@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from router_doubles import FakeFleet, memory_router
+from unit.router.router_doubles import FakeFleet, memory_router
 
 from penstock_client.types import Adapter, AttemptRecord
 from penstock_proto.logs import JsonFormatter, TextFormatter
@@ -167,9 +167,7 @@ async def test_a_line_tells_the_adapter_that_the_request_named(
     caplog.set_level(logging.INFO, LOGGER)
     (shard,) = fleet.shards
     assert shard.info is not None
-    shard.info = dataclasses.replace(
-        shard.info, adapters=("sql",), loaded_adapters=(Adapter("sql", "hash", "", 4),)
-    )
+    shard.info = dataclasses.replace(shard.info, adapters={"sql": Adapter("sql", "hash", "", 4)})
     async with memory_router(fleet) as router:
         for model in ("sql", shard.info.model):
             await router.complete("Hi", max_tokens=2, model=model)

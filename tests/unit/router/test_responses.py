@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import Tokenizer
+from unit.router.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -18,11 +20,10 @@ from router_doubles import (
     memory_router,
     model_files,
 )
-from support.budget import budget, seeded
-from tokenizers import Tokenizer
 
 from penstock_client.errors import NoShardAvailable, RequestRefused, ShardFailed
 from penstock_client.types import GenerationRequest
+from penstock_router import bodies
 from penstock_router.apis import chat_messages
 from penstock_router.response_store import ResponseStore, ResponseTooLarge, StoreUnavailable
 from penstock_router.routes.base import ROUTER
@@ -535,6 +536,41 @@ async def test_a_bad_page_is_refused(router: MemoryRouter, query: str, param: st
     assert (answer.status, answer.error["param"]) == (400, param)
     answer = await router.get(f"/v1/responses/{response['id']}/input_items?after=nothing")
     assert (answer.status, answer.error["param"]) == (400, "after")
+
+
+async def test_a_stored_response_is_sent_without_a_look_into_it(router: MemoryRouter) -> None:
+    data = b'{"status" : "completed", nobody reads this'
+    await router.app[ROUTER].responses.put("resp_1", data, b"[]", status="completed")
+    assert (await router.get("/v1/responses/resp_1")).body == data
+
+
+async def test_a_long_stored_response_is_read_in_a_text_process(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [{"id": f"msg_{index}", "text": "the fox " * 3000} for index in range(5)]
+    response = {"status": "in_progress", "output": items[-1:], "id": "resp_1"}
+    data, messages = json.dumps(response).encode(), json.dumps(items).encode()
+    store = router.app[ROUTER].responses
+    await store.put("resp_1", data, messages, status="failed")
+
+    def here(*_: object) -> bytes:
+        raise AssertionError("read on the event loop")
+
+    monkeypatch.setattr(bodies, "shown", here)
+    path = "/v1/responses/resp_1/input_items"
+    page = (await router.get(f"{path}?order=asc&limit=2&after=msg_0")).json()
+    assert (page["data"], page["has_more"]) == (items[1:3], True)
+    page = (await router.get(f"{path}?limit=2&after=msg_2")).json()
+    assert (page["data"], page["has_more"]) == (items[1::-1], False)
+    answer = await router.get(f"{path}?after=msg_4")
+    assert (answer.status, answer.error["param"]) == (400, "after")
+    assert "no item has the id 'msg_4'" in answer.error["message"]
+
+    # Its maker is gone: stored while it was made, and failed.
+    lost_data = json.dumps({**response, "instructions": "be brief " * 10_000}).encode()
+    await store.put("resp_1", lost_data, b"[]", status="failed")
+    shown = await stored(router, "resp_1")
+    assert (shown["status"], shown["error"]["code"]) == ("failed", "server_error")
 
 
 async def test_a_stored_response_is_not_streamed(router: MemoryRouter) -> None:

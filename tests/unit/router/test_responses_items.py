@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
-from router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 from support.budget import budget, seeded
 from tokenizers import Tokenizer
+from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_client.types import Constraint, ConstraintKind
 from penstock_router.apis import chat_messages

@@ -10,8 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from router_doubles import FakeFleet, MemoryRouter, byte_level_tokenizer, memory_router, model_files
 from support.budget import budget, seeded
+from unit.router.router_doubles import (
+    FakeFleet,
+    MemoryRouter,
+    byte_level_tokenizer,
+    memory_router,
+    model_files,
+)
 
 from penstock_client.errors import ShardFailed
 from penstock_client.stream import GenerationStream

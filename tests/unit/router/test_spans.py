@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from router_doubles import FakeFleet, memory_router
-from test_request_log import failed_over, record_of
+from unit.router.router_doubles import FakeFleet, memory_router
+from unit.router.test_request_log import failed_over, record_of
 
 from penstock_proto.tracing import Span, SpanContext
 from penstock_router.records import RequestRecord

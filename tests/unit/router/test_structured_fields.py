@@ -12,11 +12,11 @@ import pytest
 from support.budget import budget, seeded
 
 from penstock_client.types import Constraint, ConstraintKind
+from penstock_proto.bounds import MAX_CHOICE_OPTIONS
 from penstock_router.apis.openai import CHAT_FIELDS, parse_chat, parse_completion
 from penstock_router.apis.structured import (
     CONSTRAINT_FIELDS,
     FORMATS,
-    MAX_CHOICES,
     MAX_NESTING,
     close,
     constraint_of_format,
@@ -240,7 +240,7 @@ def test_structured_outputs_may_ask_for_nothing(given: Any) -> None:
         ({"regex": 3}, "structured_outputs.regex: must be a string"),
         ({"choice": []}, "structured_outputs.choice: must name at least 1"),
         ({"choice": ["a", 1]}, "structured_outputs.choice: must be a string"),
-        ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"at most {MAX_CHOICES} choices; given: 1025"),
+        ({"choice": ["a"] * (MAX_CHOICE_OPTIONS + 1)}, "at most 1024 choices; given: 1025"),
         ({"grammar": ""}, "structured_outputs.grammar: must be a string of 1"),
         ({"json_object": 1}, "structured_outputs.json_object: must be true or false"),
         ({"structural_tag": "x"}, "structured_outputs.structural_tag: not valid JSON"),

@@ -15,7 +15,9 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from unit.router.router_doubles import (
     CHATML,
     CORPUS,
     INFO,
@@ -29,8 +31,6 @@ from router_doubles import (
     random_text,
     sentencepiece_tokenizer,
 )
-from support.budget import budget, seeded
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock_client.types import GenerationRequest
 from penstock_router.job import choice_seed

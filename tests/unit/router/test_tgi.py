@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import Tokenizer
+from unit.router.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -18,8 +20,6 @@ from router_doubles import (
     model_files,
     random_text,
 )
-from support.budget import budget, seeded
-from tokenizers import Tokenizer
 
 from penstock_client.errors import (
     NoShardAvailable,

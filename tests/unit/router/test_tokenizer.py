@@ -7,10 +7,10 @@ import functools
 import json
 
 import pytest
-from router_doubles import random_text
 from support.budget import budget, seeded
 from tokenizers import Regex, normalizers
 from tokenizers import Tokenizer as FastTokenizer
+from unit.router.router_doubles import random_text
 
 from penstock_router.errors import BadRequest
 from penstock_router.tokenizer import (

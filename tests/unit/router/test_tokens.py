@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
+from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_router import text_work
 from penstock_router.tokenizer import MAX_TEXT_CHARS

@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from chat_template_styles import STYLES
 from openai import AsyncOpenAI
-from router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 from support.budget import budget, seeded
-from test_message_blocks import events_of, message_of
-from test_openai_client import MemoryHttp
 from tokenizers import Tokenizer
+from unit.router.chat_template_styles import STYLES
+from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
+from unit.router.test_message_blocks import events_of, message_of
+from unit.router.test_openai_client import MemoryHttp
 
 SAID = (
     "<think>\nHm.\n</think>\n\nI look.\n"

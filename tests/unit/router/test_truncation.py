@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_doubles import (
+from support.budget import budget, seeded
+from tokenizers import Tokenizer, processors
+from unit.router.router_doubles import (
     CHATML,
     INFO,
     FakeFleet,
@@ -21,8 +23,6 @@ from router_doubles import (
     sentencepiece_tokenizer,
     wordpiece_tokenizer,
 )
-from support.budget import budget, seeded
-from tokenizers import Tokenizer, processors
 
 pytest.importorskip("transformers")
 from transformers import PreTrainedTokenizerFast

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock_router.config import RouterConfig
-from penstock_router.workers import EXIT_USAGE, _config_of
+from penstock_router.workers import EXIT_USAGE, _config_of, run
 
 # The module is imported again in each worker, as `__mp_main__`.
 SCRIPT = """
@@ -262,3 +262,13 @@ def test_bounds_are_shared_out_over_workers() -> None:
     assert [part.max_concurrent_requests_per_key for part in parts] == [2, 1, 1]
     assert {part.max_queued_requests_per_key for part in parts} == {None}
     assert [part.audit_log for part in parts] == ["log-worker0", "log-worker1", "log-worker2"]
+
+
+@pytest.mark.parametrize("host", ["no.invalid", "a" * 70])
+def test_a_host_that_is_no_host_is_one_line_and_status_2(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(RouterConfig("a:1", host=host)) == EXIT_USAGE
+    line = capsys.readouterr().err
+    assert line.startswith(f"penstock router: cannot listen on {host}:8000: ")
+    assert line.count("\n") == 1

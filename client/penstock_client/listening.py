@@ -1,0 +1,35 @@
+"""A socket that listens, on the first address of a host. Knows nothing of what is served there."""
+
+from __future__ import annotations
+
+import socket
+
+# The kernel's queue of connections that nobody has accepted yet.
+BACKLOG = 2048
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket on the port; raises OSError, `socket.gaierror` for what is no host.
+
+    One that is not shared listens at once: until somebody does, the system lets several bind.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except UnicodeError:
+        # What is no name at all, as Python has it.
+        raise socket.gaierror(socket.EAI_NONAME, "no name of a host") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        if not shared:
+            listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

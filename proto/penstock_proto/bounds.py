@@ -1,0 +1,13 @@
+"""Bounds of requests that are told at both ends: whoever comes first refuses in words of its own,
+and a shard refuses whatever gets so far. Knows numbers and nothing of what is refused.
+"""
+
+# A LoRA adapter's name, and where it is loaded from.
+MAX_ADAPTER_NAME_CHARACTERS = 256
+MAX_ADAPTER_SOURCE_CHARACTERS = 4096
+# A sequence of tokens that is never completed.
+MAX_BAD_WORD_TOKENS = 64
+# Texts of which an output must be one.
+MAX_CHOICE_OPTIONS = 1024
+# Below this temperature nothing is drawn.
+GREEDY_TEMPERATURE = 1e-5

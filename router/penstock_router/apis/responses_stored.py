@@ -1,0 +1,59 @@
+"""What is shown of a response that was stored: itself, and pages of its conversation.
+
+Plain functions of stored JSON, and the same ones wherever they run: `bodies.py` says where. Knows
+no store and no HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from penstock_router.apis.responses_answers import FAILED, ItemList, lost
+from penstock_router.errors import BadRequest
+from penstock_router.fields import short
+
+_decode, _encode = msgspec.json.decode, msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Of items: so many, in this order, after the one of this id."""
+
+    limit: int
+    order: Literal["asc", "desc"]
+    after: str | None
+
+
+def shown(response: bytes | memoryview, messages: bytes | memoryview, page: Page | None) -> bytes:
+    """A page of the conversation that the response answers; without one the response itself, which
+    has failed: its maker may be gone. Raises `BadRequest`.
+    """
+    answer: dict[str, Any] = _decode(response)
+    if page is not None:
+        answered = {item["id"] for item in answer["output"]}
+        items = [item for item in _decode(messages) if item["id"] not in answered]
+        return _encode(_listed(items, page))
+    if answer["status"] != FAILED:
+        lost(answer)
+    return _encode(answer)
+
+
+def _listed(items: list[Any], page: Page) -> ItemList:
+    if page.order == "desc":
+        items.reverse()
+    if page.after is not None:
+        ids = [item["id"] for item in items]
+        if page.after not in ids:
+            raise BadRequest(f"after: no item has the id {short(page.after)}", param="after")
+        items = items[ids.index(page.after) + 1 :]
+    listed = items[: page.limit]
+    return {
+        "object": "list",
+        "data": listed,
+        "first_id": listed[0]["id"] if listed else "",
+        "last_id": listed[-1]["id"] if listed else "",
+        "has_more": len(items) > page.limit,
+    }
