@@ -1,48 +1,62 @@
 """What one GPU gives beside what it could: decode, attention, prefill, serving, exactness.
 
     python benchmarks/gpu.py
-    python benchmarks/gpu.py --parts machine decode-8b exact-8b --out benchmarks/results
+    python benchmarks/gpu.py --parts machine 8b 8b-exact --out benchmarks/results
     python benchmarks/gpu.py --device cpu --tiny
 
 Weights are random, in the shapes of models people serve. Each part runs in a process of its own,
-with a bound on its time; what fails is a line of the table, and the others go on. Prints one table
-and writes one JSON file with the device, the versions and the commit. After --minutes no part is
-started any more, and those that were not are lines of the table: the parts that matter most come
-first. With --tiny the same runs on a processor in a minute: its figures mean nothing, and its goals
-are not met.
+with a bound on its time; what fails is a line of the table, beside the figures it had by then, and
+the others go on. Prints one table and writes one JSON file with the device, the versions and the
+commit. After --minutes no part is started any more, and those that were not are lines of the table:
+the parts that matter most come first, and --parts runs the others. With --tiny the same runs on a
+processor in a few minutes: its figures mean nothing, and its goals are not met.
 
 parts
-  machine       bytes a second of a copy, and flops of a product: what the rest is held against
-  attention     keys and values read a second by decode attention
-  decode-*      a step's time beside bytes / (0.9 x the copy's rate); batch 1, 32, 256, context 512
-  prefill-*     prompts a second beside the product's rate
-  served-*      steps while streams are read over gRPC, beside the device's own time for them
-  requests      ShareGPT-like requests over HTTP, completions and chats; beside transformers'
-                continuous batching
-  exact-*       equal bits whatever the batch and the chunks, and what that costs
+  machine      bytes a second of a copy, and flops of a product: what the rest is held against
+  8b           a decode step's time beside bytes / (0.9 x the copy's rate), batch 1, 32 and 256,
+               context 512; prompts a second beside the product's rate
+  attention    keys and values read a second by decode attention
+  8b-exact     equal bits whatever the batch and the chunks, and what that costs
+  requests     ShareGPT-like requests over HTTP, completions and chats
+  transformers the same requests through transformers' continuous batching
+  8b-fp8       decode steps with weights in fp8
+  1.5b         steps while streams are read over gRPC, beside the device's own time for them; decode
+               steps
+  70b-fp8      the same of a large model, with up to 1,024 streams
+  30b-a3b      decode steps of a model with experts
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu_bench import attention, goals, machine, serving, steps
-from benchmarks.gpu_bench.steps import Variant
+# What needs torch or servers is imported by the parts: one that cannot be is a line of the table.
+from benchmarks.gpu_bench import goals
+from benchmarks.gpu_bench.shapes import Variant
 
+ROOT = Path(__file__).parents[1]
+Row = dict[str, Any]
 _BATCHES = (1, 32, 256)
 _CONTEXT = 512
+# As many tokens as sequences have whose bits are compared.
+_LEAST_LEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,7 @@ class Size:
 
 _FULL = Size(
     steps=40,
-    seconds=2.0,
+    seconds=3.0,
     requests=2000,
     batches=_BATCHES,
     large_batches=(1, 32, 1024),
@@ -81,101 +95,106 @@ _TINY = Size(
     context=48,
 )
 
-# What a part's process runs: size, device and folder -> rows.
-Part = Callable[[Size, str, Path], list[dict[str, Any]]]
+# What a part's process runs: size, device and folder -> rows, each as soon as it is known.
+Part = Callable[[Size, str, Path], Iterator[Row]]
 
 
 def _variant(shape: str, device: str, **changes: Any) -> Variant:
     return Variant("tiny" if device == "cpu" else shape, device, **changes)
 
 
-def _machine(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
+def _machine(size: Size, device: str, folder: Path) -> Iterator[Row]:
+    from benchmarks.gpu_bench import machine
+
     place = machine.device_of(device)
-    return [
-        {
-            "what": "machine",
-            "copy_gb_per_s": 1e-9 * machine.copy_bytes_per_s(place),
-            "matmul_tflops": 1e-12 * machine.matmul_flops_per_s(place),
-        }
-    ]
+    yield {
+        "what": "machine",
+        "copy_gb_per_s": 1e-9 * machine.copy_bytes_per_s(place),
+        "matmul_tflops": 1e-12 * machine.matmul_flops_per_s(place),
+    }
 
 
-def _attention(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
+def _attention(size: Size, device: str, folder: Path) -> Iterator[Row]:
+    from benchmarks.gpu_bench import attention
+
     shape = "tiny" if device == "cpu" else "llama-3.1-8b"
     backend = "sdpa" if device == "cpu" else "auto"
     return attention.attention(shape, device, backend, size.attention)
 
 
-def _decode(shape: str, **changes: Any) -> Part:
-    def part(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
+def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Part:
+    """Decode steps, then equal bits of a variant that promises them, then prompts."""
+
+    def part(size: Size, device: str, folder: Path) -> Iterator[Row]:
+        from benchmarks.gpu_bench import steps
+
+        longest = max(_LEAST_LEN, *(length + 8 for length in size.prompts))
+        variant = _variant(shape, device, max_model_len=longest, **changes)
+        runner = steps.make_runner(variant, folder)
+        yield from steps.decode(runner, variant, size.batches, size.context, size.steps)
+        if variant.exact:
+            yield steps.exact_bits(runner, variant, size.batches[-1])
+        if prompts:
+            yield from steps.prefill(runner, variant, size.prompts)
+
+    return part
+
+
+def _served(shape: str, streams: str, context_share: int, **changes: Any) -> Part:
+    """Steps while streams are read, and the device's time for steps like them; decode steps."""
+
+    def part(size: Size, device: str, folder: Path) -> Iterator[Row]:
+        from benchmarks.gpu_bench import serving, steps
+
         variant = _variant(shape, device, **changes)
-        batches = [count for count in size.batches if count <= variant.max_num_seqs]
-        return steps.decode(variant, batches, size.context, size.steps, folder)
+        context, counts = size.context // context_share, getattr(size, streams)
+        rows: list[Row] = []
+        try:
+            rows.extend(serving.steps_over_grpc(variant, counts, context, size.seconds, folder))
+        finally:
+            # Of what was read before a failure too.
+            runner = steps.make_runner(variant, folder)
+            for row in rows:
+                device_s, launch_s = steps.device_and_launch_s(
+                    runner, row["batch"], row["context"], size.steps
+                )
+                yield {**row, "device_ms": 1e3 * device_s, "launch_ms": 1e3 * launch_s}
+            yield from steps.decode(runner, variant, size.batches, size.context, size.steps)
 
     return part
 
 
-def _decode_large(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
-    variant = _large(device)
-    return steps.decode(variant, size.batches, size.context, size.steps, folder)
+def _requests(size: Size, device: str, folder: Path) -> Iterator[Row]:
+    from benchmarks.gpu_bench import serving
 
-
-def _large(device: str) -> Variant:
-    quantization = None if device == "cpu" else "fp8"
-    return _variant("llama-70b", device, quantization=quantization, max_num_seqs=1024)
-
-
-def _prefill(shape: str) -> Part:
-    def part(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
-        variant = _variant(shape, device, max_model_len=max(size.prompts) + 8, max_num_seqs=8)
-        return steps.prefill(variant, size.prompts, folder)
-
-    return part
-
-
-def _served(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
-    variant = _variant("qwen2.5-1.5b", device, max_model_len=4096)
-    return serving.steps_over_grpc(variant, size.batches[-1:], size.context, size.seconds, folder)
-
-
-def _served_large(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
-    return serving.steps_over_grpc(
-        _large(device), size.large_batches, size.context // 4, size.seconds, folder
-    )
-
-
-def _requests(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
     variant = _variant("qwen2.5-1.5b", device, max_num_seqs=512, max_model_len=4096)
     return serving.requests_over_http(variant, size.requests, folder)
 
 
-def _transformers(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
+def _transformers(size: Size, device: str, folder: Path) -> Iterator[Row]:
+    from benchmarks.gpu_bench import serving
+
     # A quarter of the requests: it is the slower one.
     variant = _variant("qwen2.5-1.5b", device)
-    return serving.transformers_requests(variant, max(2, size.requests // 4), folder)
+    yield serving.transformers_requests(variant, max(2, size.requests // 4), folder)
 
 
-def _exact(size: Size, device: str, folder: Path) -> list[dict[str, Any]]:
-    variant = _variant("llama-3.1-8b", device, exact=True)
-    return steps.exact_bits(variant, size.batches[-1], folder)
-
-
-# Name, seconds it may take, and what it does.
+# Name, seconds it may take, and what it does. What is compiled at first takes its time too.
 PARTS: dict[str, tuple[float, Part]] = {
-    "machine": (30, _machine),
-    "decode-8b": (60, _decode("llama-3.1-8b")),
-    "attention": (45, _attention),
-    "decode-1.5b": (45, _decode("qwen2.5-1.5b")),
-    "served-1.5b": (60, _served),
-    "requests": (120, _requests),
+    "machine": (60, _machine),
+    "8b": (150, _decode("llama-3.1-8b", prompts=True)),
+    "attention": (90, _attention),
+    "8b-exact": (150, _decode("llama-3.1-8b", exact=True)),
+    "requests": (150, _requests),
     "transformers": (90, _transformers),
-    "prefill-8b": (60, _prefill("llama-3.1-8b")),
-    "decode-8b-fp8": (60, _decode("llama-3.1-8b", quantization="fp8")),
-    "exact-8b": (75, _exact),
-    "decode-8b-exact": (75, _decode("llama-3.1-8b", exact=True)),
-    "decode-30b-a3b": (75, _decode("qwen3-30b-a3b")),
-    "decode-70b-fp8": (90, _decode_large),
-    "served-70b-fp8": (120, _served_large),
+    "8b-fp8": (90, _decode("llama-3.1-8b", quantization="fp8")),
+    "1.5b": (120, _served("qwen2.5-1.5b", "batches", 1, max_model_len=8192)),
+    "70b-fp8": (
+        180,
+        # So short that keys and values of all streams fit.
+        _served("llama-70b", "large_batches", 16, quantization="fp8", max_num_seqs=1024),
+    ),
+    "30b-a3b": (120, _decode("qwen3-30b-a3b")),
 }
 
 
@@ -183,13 +202,16 @@ def main() -> int:
     args = _parse()
     if args.run is not None:
         return _run_part(args)
+    _allow_many_files()
     begun_s = time.monotonic()
     args.file_name = f"gpu-{time.strftime('%Y-%m-%d-%H%M')}.json"
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = [{"what": "run", "date": time.strftime("%Y-%m-%d"), "commit": _commit(args)}]
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.parts or PARTS:
             left_s = args.minutes * 60 - (time.monotonic() - begun_s)
-            rows += _run_in_process(name, args, Path(scratch) / name, left_s)
+            found = _run_in_process(name, args, Path(scratch) / name, left_s)
+            # Facts of the device come with each.
+            rows += [row for row in found if row not in rows]
             _write(args, rows)
     print(goals.table(list(goals.lines(rows))))
     print(f"{time.monotonic() - begun_s:.0f} s", file=sys.stderr)
@@ -206,6 +228,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), metavar="PART")
     parser.add_argument("--minutes", type=float, default=9.0, help="in all (default: 9)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the JSON file goes")
+    parser.add_argument("--commit", help="of the source, where git cannot say it")
     # A part, in its own process.
     parser.add_argument("--run", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -215,46 +238,109 @@ def _parse() -> argparse.Namespace:
     return args
 
 
-def _run_in_process(
-    name: str, args: argparse.Namespace, folder: Path, left_s: float
-) -> list[dict[str, Any]]:
-    """Rows of a part, or one that says why there are none."""
+def _allow_many_files() -> None:
+    """Each of thousands of connections is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _commit(args: argparse.Namespace) -> str:
+    if args.commit:
+        return str(args.commit)
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    found = subprocess.run(
+        [git, "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return found.stdout.strip() or "unknown"
+
+
+def _run_in_process(name: str, args: argparse.Namespace, folder: Path, left_s: float) -> list[Row]:
+    """Rows of a part, and one that says why there are no more."""
     if left_s < 10:
         return [{"part": name, "failed": "no time was left"}]
     folder.mkdir()
     print(f"{name}:", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--run", name, "--folder", str(folder)]
     command += ["--device", args.device, *(["--tiny"] if args.tiny else [])]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    try:
-        done = subprocess.run(
-            command, env=environment, stdout=sys.stderr, timeout=min(PARTS[name][0], left_s),
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        return [{"part": name, "failed": f"not within {error.timeout:.0f} s"}]
-    result = folder / "rows.json"
-    if done.returncode or not result.exists():
-        return [{"part": name, "failed": f"exit status {done.returncode}"}]
-    rows: list[dict[str, Any]] = json.loads(result.read_text())
+    packages = [str(ROOT / place) for place in ("proto", "client", "router", "shard")]
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+        # As they are here, installed or not.
+        "PYTHONPATH": os.pathsep.join(filter(None, [*packages, os.environ.get("PYTHONPATH")])),
+    }
+    begun_s, bound_s = time.monotonic(), min(PARTS[name][0], left_s)
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            status = process.wait(bound_s)
+            failed = f"exit status {status}: {_last_line(log)}" if status else ""
+        except subprocess.TimeoutExpired:
+            failed = f"not within {bound_s:.0f} s: {_last_line(log)}"
+        finally:
+            _end(process)
+    print(text := log.read_text(errors="replace"), file=sys.stderr, flush=True)
+    rows = _read_rows(folder)
+    rows.append({"what": "took", "part": name, "seconds": round(time.monotonic() - begun_s, 1)})
+    if failed:
+        rows.append({"part": name, "failed": failed, "log": text[-4000:]})
     return rows
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With the servers it started: they would keep the device's memory from the next part."""
+    if process.poll() is not None:
+        return
+    whole = [psutil.Process(process.pid)]
+    whole += whole[0].children(recursive=True)
+    for one in whole:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(whole, timeout=10)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line[:200] for line in reversed(lines) if line), "it said nothing")
+
+
 def _run_part(args: argparse.Namespace) -> int:
-    rows = PARTS[args.run][1](_TINY if args.tiny else _FULL, args.device, args.folder)
-    for row in rows:
+    from benchmarks.gpu_bench import machine
+
+    rows: list[Row] = [{"what": "facts", **machine.facts(machine.device_of(args.device))}]
+    _keep(args.folder, rows)
+    for row in PARTS[args.run][1](_TINY if args.tiny else _FULL, args.device, args.folder):
         print("  " + ", ".join(f"{name} {_brief(value)}" for name, value in row.items()))
-    facts = {"what": "facts", **machine.facts(machine.device_of(args.device))}
-    found = [facts, *rows] if args.run == "machine" else rows
-    (args.folder / "rows.json").write_text(json.dumps(found))
+        rows.append(row)
+        _keep(args.folder, rows)
     return 0
+
+
+def _keep(folder: Path, rows: Sequence[Row]) -> None:
+    """Whole or not at all: the process may be ended at any time."""
+    new = folder / "rows.json.new"
+    new.write_text(json.dumps(list(rows)))
+    new.replace(folder / "rows.json")
+
+
+def _read_rows(folder: Path) -> list[Row]:
+    result = folder / "rows.json"
+    rows: list[Row] = json.loads(result.read_text()) if result.exists() else []
+    return rows
 
 
 def _brief(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+def _write(args: argparse.Namespace, rows: Sequence[Row]) -> None:
     """After each part, so that nothing is lost with the next."""
     if args.out is None:
         return

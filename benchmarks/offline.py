@@ -67,7 +67,8 @@ def make_default_model(directory: Path) -> Path:
 
 
 def run(args: argparse.Namespace, directory: Path) -> None:
-    from penstock_shard.runner.create import create_runner, default_threads
+    from penstock_shard.runner.create import create_runner
+    from penstock_shard.runner.load import default_threads
 
     threads = args.threads or default_threads()
     config = ShardConfig(

@@ -1,19 +1,20 @@
 """Decode attention alone: bytes of keys and values read a second, beside a copy.
 
-Knows one layer and the backends; nothing of models.
+It is timed as a recorded graph, as decode steps run: launches of single kernels would take longer
+than some of them. Knows one layer and the backends; nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_bench.machine import copy_bytes_per_s, device_of, seconds_of
+from benchmarks.gpu_bench.machine import copy_bytes_per_s, device_of, recorded, seconds_of
 from benchmarks.gpu_bench.shapes import SHAPES
-from penstock_shard.models.attention import choose_backend
-from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
+from penstock_shard.models.attention import make_backend
+from penstock_shard.models.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 
 # Keys and values that are read in turn, so that no cache holds them.
 _ROTATE_BYTES = 2**30
@@ -21,7 +22,7 @@ _ROTATE_BYTES = 2**30
 
 def attention(
     shape_name: str, device_name: str, backend_name: str, cases: Sequence[tuple[int, int]]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row of figures for each (batch, context)."""
     device = device_of(device_name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -30,38 +31,65 @@ def attention(
         0, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.head_dim**-0.5
     )
     copy = copy_bytes_per_s(device)
-    backend = choose_backend(backend_name, device, dtype)
-    block_size = max(16, backend.block_multiple)
-    rows = []
+    backend = make_backend(backend_name, device, dtype)
     for count, context in cases:
         num_bytes = count * context * spec.elements_per_token * dtype.itemsize
-        sets = max(1, min(8, _ROTATE_BYTES // max(1, num_bytes)))
-        blocks = -(-context // block_size)
-        caches = [
-            backend.make_cache(spec, count * blocks, block_size, dtype, device) for _ in range(sets)
-        ]
-        batch = _decodes(count, context, blocks, block_size, device)
-        query = torch.randn(count, spec.num_heads, spec.head_dim, device=device).to(dtype)
-        turn = iter(range(2**31))
+        seconds = _seconds(backend, spec, count, context, num_bytes, device, dtype)
+        yield {
+            "what": "attention",
+            "model": shape_name,
+            "backend": backend.name,
+            "batch": count,
+            "context": context,
+            "us": 1e6 * seconds,
+            # A copy's bytes are read and written; these are only read.
+            "of_copy": num_bytes / seconds / copy,
+        }
 
-        def attend() -> None:
-            cache = caches[next(turn) % sets]  # noqa: B023 - called before the next case begins
-            backend.attend(cache, query, batch, scale=spec.scale)  # noqa: B023
 
-        seconds = seconds_of(attend, device)
-        rows.append(
-            {
-                "what": "attention",
-                "model": shape_name,
-                "backend": backend.name,
-                "batch": count,
-                "context": context,
-                "us": 1e6 * seconds,
-                # A copy's bytes are read and written; these are only read.
-                "of_copy": num_bytes / seconds / copy,
-            }
-        )
-    return rows
+@torch.inference_mode()
+def _seconds(
+    backend: AttentionBackend,
+    spec: LayerSpec,
+    count: int,
+    context: int,
+    num_bytes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
+    """One layer's attention of one step."""
+    block_size = max(16, backend.block_multiple)
+    blocks = -(-context // block_size)
+    caches = [
+        _cache(backend, spec, count * blocks, block_size, device, dtype)
+        for _ in range(max(1, min(8, _ROTATE_BYTES // max(1, num_bytes))))
+    ]
+    batch = _decodes(count, context, blocks, block_size, device)
+    query = torch.randn(count, spec.num_heads, spec.head_dim, device=device).to(dtype)
+
+    def attend() -> None:
+        for cache in caches:
+            backend.attend(cache, query, batch, scale=spec.scale)
+
+    work = recorded(attend, device) if backend.capturable else attend
+    return seconds_of(work, device) / len(caches)
+
+
+def _cache(
+    backend: AttentionBackend,
+    spec: LayerSpec,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
+    """Of random keys and values: a device may be faster on zeros."""
+    cache = backend.make_cache(spec, num_blocks, block_size, dtype, device)
+    slots = torch.arange(num_blocks * block_size, device=device)
+    for some in torch.split(slots, 2**16):
+        key = torch.randn(len(some), spec.num_kv_heads, spec.head_dim, device=device).to(dtype)
+        backend.write(cache, key, key, some)
+    return cache
 
 
 def _decodes(

@@ -13,6 +13,15 @@ Row = dict[str, Any]
 
 # At which the goals of exactness and of fp8 are stated.
 _COMPARED_BATCH = 32
+# Milliseconds, of an H200 at context 512: a model's floors as its goal states them, of all weights,
+# that of the embedding too, which a step does not read.
+_STATED_ON = "H200"
+_STATED_FLOORS = {
+    ("llama-3.1-8b", 1, 512): 4.2,
+    ("llama-3.1-8b", 32, 512): 4.7,
+    ("llama-3.1-8b", 256, 512): 8.6,
+}
+_MOST_OVER_FLOOR = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +36,31 @@ class Line:
 
 def lines(rows: Sequence[Row]) -> Iterator[Line]:
     """In the order of the parts."""
+    is_stated = any(_STATED_ON in row.get("device", "") for row in rows)
     for row in rows:
         if "failed" in row:
             yield Line(row["part"], row["failed"], "", False)
+        elif row["what"] == "decode":
+            yield _decode(row, is_stated=is_stated)
         elif make := _LINES.get(row["what"]):
             yield from make(row)
     yield from _across(rows)
 
 
-def _decode(row: Row) -> Iterator[Line]:
+def _decode(row: Row, *, is_stated: bool) -> Line:
+    """Beside the floor of what is read, or the one that the goal states."""
     what = f"{row['model']}: decode, batch {row['batch']}, context {row['context']}"
     figure = f"{row['period_ms']:.2f} ms, {row['of_floor']:.2f} x floor {row['floor_ms']:.2f}"
-    yield Line(what, figure, "<= 1.30 x", row["of_floor"] <= 1.3)
+    stated = _STATED_FLOORS.get((row["model"], row["batch"], row["context"]))
+    if stated is None or not is_stated:
+        return Line(what, figure, "<= 1.30 x", row["of_floor"] <= _MOST_OVER_FLOOR)
+    met = row["period_ms"] <= _MOST_OVER_FLOOR * stated
+    return Line(what, figure, f"<= 1.30 x {stated}", met)
+
+
+def _machine(row: Row) -> Iterator[Line]:
+    figure = f"{row['copy_gb_per_s']:,.0f} GB/s, {row['matmul_tflops']:,.0f} TFLOP/s"
+    yield Line("a copy, read and written; a product in bfloat16", figure, "", None)
 
 
 def _prefill(row: Row) -> Iterator[Line]:
@@ -65,7 +87,8 @@ def _requests(row: Row) -> Iterator[Line]:
 
 def _transformers(row: Row) -> Iterator[Line]:
     figure = f"{row['requests_per_s']:.0f} requests/s, {row['tokens_per_s']:,.0f} tokens/s"
-    yield Line(f"{row['model']}: transformers' continuous batching", figure, "", None)
+    what = f"{row['model']}: {row['requests']} in transformers' continuous batching"
+    yield Line(what, figure, "", None)
 
 
 def _exact(row: Row) -> Iterator[Line]:
@@ -83,7 +106,7 @@ def _served(row: Row) -> Iterator[Line]:
 
 
 _LINES: dict[str, Callable[[Row], Iterator[Line]]] = {
-    "decode": _decode,
+    "machine": _machine,
     "prefill": _prefill,
     "attention": _attention,
     "served steps": _served,

@@ -8,51 +8,78 @@ from __future__ import annotations
 import itertools
 import platform
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-_REPEATS = 20
+_REPEATS = 30
+# A GPU that was idle takes a while to run at its full clocks.
+_WARM_UP_S = 0.3
 
 
 def device_of(name: str) -> torch.device:
     return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
 
 
+def stamp(device: torch.device) -> Any:
+    """A moment of the device: on a GPU that at which all work it was given so far is done."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event
+    made = event(enable_timing=True)
+    made.record()
+    return made
+
+
+def spans_s(stamps: Sequence[Any], device: torch.device) -> list[float]:
+    """Seconds from each stamp to the next."""
+    pairs = itertools.pairwise(stamps)
+    if device.type != "cuda":
+        return [after - before for before, after in pairs]
+    torch.cuda.synchronize(device)
+    return [1e-3 * float(before.elapsed_time(after)) for before, after in pairs]
+
+
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
     """The median of single runs; on a GPU by its own clock, launched back to back."""
     work()
-    if device.type != "cuda":
-        return statistics.median(_clocked(work) for _ in range(repeats))
-    marks: list[Any] = [_mark() for _ in range(repeats + 1)]
-    torch.cuda.synchronize(device)
-    marks[0].record()
-    for mark in marks[1:]:
+    if device.type == "cuda":
+        until_s = time.perf_counter() + _WARM_UP_S
+        while time.perf_counter() < until_s:
+            work()
+            torch.cuda.synchronize(device)
+    stamps = [stamp(device)]
+    for _ in range(repeats):
         work()
-        mark.record()
+        stamps.append(stamp(device))
+    return statistics.median(spans_s(stamps, device))
+
+
+def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The work as one launch: on a GPU recorded as a graph, so that it waits for no Python."""
+    if device.type != "cuda":
+        return work
+    stream: Any = torch.cuda.Stream
+    aside = stream(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        # What is compiled at first cannot be recorded.
+        work()
+    torch.cuda.current_stream(device).wait_stream(aside)
     torch.cuda.synchronize(device)
-    spans = itertools.pairwise(marks)
-    return statistics.median(1e-3 * float(before.elapsed_time(after)) for before, after in spans)
-
-
-def _mark() -> Any:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True)
-
-
-def _clocked(work: Callable[[], object]) -> float:
-    before_s = time.perf_counter()
-    work()
-    return time.perf_counter() - before_s
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    replay: Callable[[], object] = graph.replay
+    return replay
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written by a large copy, a second."""
-    count = 2**31 if device.type == "cuda" else 2**26
-    source = torch.zeros(count, dtype=torch.int8, device=device)
+    count = 2**30 if device.type == "cuda" else 2**26
+    source = torch.randint(-128, 128, (count,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return 2 * count / seconds_of(lambda: target.copy_(source), device)
 
@@ -64,24 +91,28 @@ def matmul_flops_per_s(device: torch.device) -> float:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / seconds_of(lambda: left @ right, device)
+    product = torch.empty_like(left)
+    return 2 * size**3 / seconds_of(lambda: torch.mm(left, right, out=product), device)
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Of the device, the libraries and the source."""
-    on_gpu = device.type == "cuda"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    """Of the device and the libraries."""
+    found: dict[str, Any] = {"device": platform.processor() or platform.machine()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found = {
+            "device": properties.name,
+            "memory_gb": round(1e-9 * properties.total_memory, 1),
+            "multiprocessors": properties.multi_processor_count,
+        }
+    packages = ("triton", "transformers", "tokenizers", "numpy", "grpcio", "protobuf")
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "cpu",
+        **found,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
+        **{name: _version(name) for name in packages},
         "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
+        "cores": torch.get_num_threads(),
     }
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,20 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.processes import Router, Shard, running
 
-from benchmarks.gpu_bench.shapes import SHAPES
-from benchmarks.gpu_bench.steps import Variant, device_s, make_runner
+from benchmarks.gpu_bench.shapes import SHAPES, Variant
 from penstock_client import GenerationRequest, SamplingParams, ShardClient
 from penstock_client.bench_load import Lengths
+from penstock_client.types import LoadReport
 
 # Of `penstock bench --lengths sharegpt`.
 LENGTHS = Lengths(64, 128, spread=True)
 _START_TIMEOUT_S = 300.0
 _SETTLE_S = 0.5
-# Taken to find the device's own time.
-_DEVICE_STEPS = 30
+# Of the time that passes, what steps that follow one another without a gap take at least.
+_ALL = 0.97
+# Requests that transformers batches at most; a block of its cache has so many tokens.
+_MOST_AT_ONCE = 512
+_PAGE = 256
 
 
 def _shard(variant: Variant, directory: Path) -> Shard:
@@ -45,35 +49,28 @@ def _shard(variant: Variant, directory: Path) -> Shard:
 
 def steps_over_grpc(
     variant: Variant, streams: Sequence[int], context: int, seconds: float, directory: Path
-) -> list[dict[str, Any]]:
-    """The period of steps while so many streams are read by a client, one token a step each; and
-    the device's own time for steps like them, taken afterwards.
-    """
+) -> Iterator[dict[str, Any]]:
+    """The period of steps while so many streams are read by a client, one token a step each."""
     shard = _shard(variant, directory)
-    rows: list[dict[str, Any]] = []
     try:
         shard.wait_healthy(_START_TIMEOUT_S)
         for count in streams:
             found = asyncio.run(_steps(shard.address, count, context, seconds, variant))
-            rows.append({"what": "served steps", "model": variant.label, "batch": count, **found})
+            yield {"what": "served steps", "model": variant.label, "batch": count, **found}
     finally:
         shard.close()
-    runner = make_runner(variant, directory)
-    for row in rows:
-        row["device_ms"] = 1e3 * device_s(runner, row["batch"], row["context"], _DEVICE_STEPS)
-    return rows
 
 
 async def _steps(
     address: str, count: int, context: int, seconds: float, variant: Variant
 ) -> dict[str, Any]:
-    """Counted are steps, by the shard, in a window in which all streams decode."""
+    """Of the steps in a window in which all streams decode."""
     room = variant.max_model_len - context - 1
     rng = random.Random(count)
-    decoding = tokens = 0
+    decoding = 0
 
     async def read(client: ShardClient) -> None:
-        nonlocal decoding, tokens
+        nonlocal decoding
         request = GenerationRequest(
             rng.choices(range(3, 200), k=context),
             max_tokens=room,
@@ -84,8 +81,8 @@ async def _steps(
             async for _ in stream:
                 decoding += 1
                 break
-            async for output in stream:
-                tokens += len(output.token_ids)
+            async for _ in stream:
+                pass
 
     async with ShardClient(address) as client:
         readers = [asyncio.create_task(read(client)) for _ in range(count)]
@@ -95,50 +92,62 @@ async def _steps(
                 await done[0]
                 raise RuntimeError("a stream ended before all of them decoded: more context")
         await asyncio.sleep(min(_SETTLE_S, seconds))
-        before, before_s = await _steps_total(client), time.perf_counter()
-        earlier = tokens
+        before, before_s = await _load(client), time.perf_counter()
         await asyncio.sleep(seconds)
-        after, after_s = await _steps_total(client), time.perf_counter()
+        after, after_s = await _load(client), time.perf_counter()
         whole = not any(reader.done() for reader in readers)
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
     if not whole:
         raise RuntimeError("a stream ended while it was measured: a shorter window")
-    steps = max(1, after - before)
+    if after.preemptions_total > before.preemptions_total:
+        raise RuntimeError(f"{count} streams: too few KV blocks for all of them")
+    return _window(before, after, after_s - before_s, count)
+
+
+def _window(before: LoadReport, after: LoadReport, passed_s: float, count: int) -> dict[str, Any]:
+    """By the shard's clock, which a client that is behind does not slow down; but where its steps
+    do not follow one another without a gap, by the time that passed.
+    """
+    steps = max(1, after.steps_total - before.steps_total)
+    took_s = after.steps_seconds_total - before.steps_seconds_total
     return {
-        "period_ms": 1e3 * (after_s - before_s) / steps,
+        "period_ms": 1e3 * (took_s if took_s > _ALL * passed_s else passed_s) / steps,
         "steps": steps,
         # In the middle of the window.
-        "context": context + (earlier + tokens) // (2 * count),
+        "context": (before.running_tokens + after.running_tokens) // (2 * count),
     }
 
 
-async def _steps_total(client: ShardClient) -> int:
+async def _load(client: ShardClient) -> LoadReport:
     async for report in client.watch_load():
-        return report.steps_total
+        return report
     raise RuntimeError("the shard reports no load")
 
 
-def requests_over_http(variant: Variant, requests: int, directory: Path) -> list[dict[str, Any]]:
+def requests_over_http(
+    variant: Variant, requests: int, directory: Path
+) -> Iterator[dict[str, Any]]:
     """ShareGPT-like lengths, all sent at once: completions, then chats."""
     shard = _shard(variant, directory)
-    rows = []
     try:
         shard.wait_healthy(_START_TIMEOUT_S)
         flags = ("--max-concurrent-requests", str(requests + 16), "--log-level", "warning")
         router = Router(directory / "router.log", [shard.address], *flags)
         with running(router):
-            # The first loads warm up.
-            for chat, count in ((False, requests // 10 + 1), (False, requests), (True, requests)):
-                rows.append(_bench(router.url, count, chat=chat))
+            for chat in (False, True):
+                # The first load warms up.
+                _bench(router.url, requests // 10 + 1, chat=chat)
+                yield {
+                    "what": "requests",
+                    "model": variant.label,
+                    "api": "chat" if chat else "completions",
+                    "requests": requests,
+                    **_bench(router.url, requests, chat=chat),
+                }
     finally:
         shard.close()
-    names = ("completions", "chat")
-    return [
-        {"what": "requests", "model": variant.label, "api": name, "requests": requests, **row}
-        for name, row in zip(names, rows[1:], strict=True)
-    ]
 
 
 def _bench(url: str, requests: int, *, chat: bool) -> dict[str, Any]:
@@ -163,8 +172,10 @@ def _bench(url: str, requests: int, *, chat: bool) -> dict[str, Any]:
     }
 
 
-def transformers_requests(variant: Variant, requests: int, directory: Path) -> list[dict[str, Any]]:
-    """The same lengths through transformers' continuous batching, ids to ids, without servers."""
+def transformers_requests(variant: Variant, requests: int, directory: Path) -> dict[str, Any]:
+    """The same lengths through transformers' continuous batching, ids to ids, without servers: all
+    of them in one batch, in a cache that has room for them, which is made beforehand.
+    """
     import torch
     from transformers import (
         AutoConfig,
@@ -183,33 +194,42 @@ def transformers_requests(variant: Variant, requests: int, directory: Path) -> l
         ).eval()
     rng = random.Random(requests)
     lengths = [LENGTHS.draw(rng) for _ in range(requests)]
-    vocabulary = model.config.vocab_size
     # It has one length of answers for all: those of a batch are as long as they are on average.
     output_tokens = round(sum(tokens for _, tokens in lengths) / requests)
-    prompts = [rng.choices(range(3, vocabulary), k=words) for words, _ in lengths]
+    prompts = [
+        rng.choices(range(3, SHAPES[variant.shape].values["vocab_size"]), k=words)
+        for words, _ in lengths
+    ]
     generation = GenerationConfig(
         max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    batching = ContinuousBatchingConfig(max_batch_tokens=8192 if on_gpu else 512)
+    batching = ContinuousBatchingConfig(
+        block_size=_PAGE,
+        num_blocks=sum(math.ceil((len(p) + output_tokens) / _PAGE) + 1 for p in prompts),
+        max_batch_tokens=8192 if on_gpu else 512,
+        max_requests_per_batch=min(requests, _MOST_AT_ONCE),
+    )
 
     def generate(some: list[list[int]]) -> float:
         before_s = time.perf_counter()
         outputs = model.generate_batch(
-            some, generation_config=generation, continuous_batching_config=batching
+            some,
+            generation_config=generation,
+            continuous_batching_config=batching,
+            persistent_manager=True,
         )
         found = sum(len(output.generated_tokens) for output in outputs.values())
         if found != len(some) * output_tokens:
             raise RuntimeError(f"transformers gave {found} tokens")
         return time.perf_counter() - before_s
 
+    # The cache is made, and everything is warm.
     generate(prompts[: requests // 10 + 1])
     seconds = generate(prompts)
-    return [
-        {
-            "what": "transformers",
-            "model": variant.label,
-            "requests": requests,
-            "requests_per_s": requests / seconds,
-            "tokens_per_s": requests * output_tokens / seconds,
-        }
-    ]
+    return {
+        "what": "transformers",
+        "model": variant.label,
+        "requests": requests,
+        "requests_per_s": requests / seconds,
+        "tokens_per_s": requests * output_tokens / seconds,
+    }

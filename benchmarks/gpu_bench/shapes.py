@@ -1,6 +1,7 @@
 """Models by their shapes: what is computed for a token, and what memory must be read for a step.
 
-Weights are random, and made on the device. Knows configurations and arithmetic; runs nothing.
+Weights are random, and made on the device. Knows configurations and arithmetic; runs nothing, and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -181,3 +182,20 @@ SHAPES = {
         Shape("tiny", "llama", "LlamaForCausalLM", _TINY),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a shape is computed."""
+
+    shape: str
+    device: str
+    quantization: str | None = None
+    exact: bool = False
+    max_num_seqs: int = 256
+    max_model_len: int = 1024
+
+    @property
+    def label(self) -> str:
+        how = [self.quantization] if self.quantization else []
+        return " ".join([self.shape, *how, *(["exact"] if self.exact else [])])

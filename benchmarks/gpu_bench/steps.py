@@ -2,7 +2,8 @@
 
 Two times are taken of a decode step. Its period is that of an engine: results of a step are taken
 in while the next one runs. Its device time is that of steps that were all handed over before any
-is taken in, so that the device never waits for Python. Knows the runner; knows no scheduling.
+is taken in, so that the device never waits for Python, by the device's own clock. Knows the runner;
+knows no scheduling.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_bench.machine import copy_bytes_per_s, device_of, matmul_flops_per_s
-from benchmarks.gpu_bench.shapes import SHAPES, Shape
+from benchmarks.gpu_bench.machine import (
+    copy_bytes_per_s,
+    device_of,
+    matmul_flops_per_s,
+    spans_s,
+    stamp,
+)
+from benchmarks.gpu_bench.shapes import SHAPES, Shape, Variant
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
@@ -27,23 +33,8 @@ _GREEDY = SamplingParams(temperature=0.0)
 # Of bytes per second of a copy, what reading weights is expected to reach.
 _READ_SHARE = 0.9
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.53}
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How a shape is computed."""
-
-    shape: str
-    device: str
-    quantization: str | None = None
-    exact: bool = False
-    max_num_seqs: int = 256
-    max_model_len: int = 1024
-
-    @property
-    def label(self) -> str:
-        how = [self.quantization] if self.quantization else []
-        return " ".join([self.shape, *how, *(["exact"] if self.exact else [])])
+# Steps before those that are timed.
+_WARM_UP = 10
 
 
 def make_runner(variant: Variant, directory: Path) -> ModelRunner:
@@ -117,32 +108,28 @@ def result_tokens(result: Any) -> list[int]:
 
 
 def decode(
-    variant: Variant, batches: Sequence[int], context: int, steps: int, directory: Path
-) -> list[dict[str, Any]]:
+    runner: ModelRunner, variant: Variant, batches: Sequence[int], context: int, steps: int
+) -> Iterator[dict[str, Any]]:
     """A row of figures for each batch size, in ms."""
-    runner = make_runner(variant, directory)
     copy = copy_bytes_per_s(device_of(variant.device))
-    rows = []
     for count in batches:
         period_s = _period_s(runner, count, context, steps)
-        device = device_s(runner, count, context, steps)
+        device_s, launch_s = device_and_launch_s(runner, count, context, steps)
         floor_s = floor_bytes(SHAPES[variant.shape], runner, count, context) / (_READ_SHARE * copy)
-        rows.append(
-            {
-                "what": "decode",
-                "model": variant.label,
-                "batch": count,
-                "context": context,
-                "backend": runner.info.attention_backend,
-                "period_ms": 1e3 * period_s,
-                "device_ms": 1e3 * device,
-                "floor_ms": 1e3 * floor_s,
-                "of_floor": period_s / floor_s,
-                "step_over_device": period_s / device,
-                "tokens_per_s": count / period_s,
-            }
-        )
-    return rows
+        yield {
+            "what": "decode",
+            "model": variant.label,
+            "batch": count,
+            "context": context,
+            "backend": runner.info.attention_backend,
+            "period_ms": 1e3 * period_s,
+            "device_ms": 1e3 * device_s,
+            "launch_ms": 1e3 * launch_s,
+            "floor_ms": 1e3 * floor_s,
+            "of_floor": period_s / floor_s,
+            "step_over_device": period_s / device_s,
+            "tokens_per_s": count / period_s,
+        }
 
 
 def floor_bytes(shape: Shape, runner: ModelRunner, count: int, context: int) -> float:
@@ -153,62 +140,64 @@ def floor_bytes(shape: Shape, runner: ModelRunner, count: int, context: int) -> 
 
 
 def _period_s(runner: ModelRunner, count: int, context: int, steps: int) -> float:
-    sequences = Sequences(runner, count, context, steps + 8)
     ahead = runner.info.max_steps_ahead
+    sequences = Sequences(runner, count, context, _WARM_UP + steps + ahead + 1)
     for _ in range(ahead):
         sequences.launch()
     times = []
-    for _ in range(steps):
+    for _ in range(_WARM_UP + steps):
         sequences.launch()
         sequences.collect()
         times.append(time.perf_counter())
     for _ in range(ahead):
         sequences.collect()
     sequences.end()
-    return statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
+    return statistics.median(b - a for a, b in itertools.pairwise(times[_WARM_UP:]))
 
 
-def device_s(runner: ModelRunner, count: int, context: int, steps: int) -> float:
-    """Of a decode step: the mean over steps that are all handed over first, less the time of one
-    alone, which is what it takes to fill and to empty the queue.
+def device_and_launch_s(
+    runner: ModelRunner, count: int, context: int, steps: int
+) -> tuple[float, float]:
+    """Of a decode step: the device's time, where all steps are handed over before any is taken in,
+    and the host's for handing it over. Unless the second is the shorter, the first is no less.
     """
-    sequences = Sequences(runner, count, context, steps + 8)
-
-    def run(number: int) -> float:
-        before_s = time.perf_counter()
-        for _ in range(number):
+    device = runner.model.device
+    spans: list[float] = []
+    times: list[float] = []
+    # Memory of the host, from which inputs are copied, is made the first time.
+    for _ in range(2):
+        sequences = Sequences(runner, count, context, _WARM_UP + steps + 1)
+        stamps, times = [], []
+        for _ in range(_WARM_UP + steps):
             sequences.launch()
-        for _ in range(number):
+            stamps.append(stamp(device))
+            times.append(time.perf_counter())
+        spans = spans_s(stamps, device)
+        for _ in range(_WARM_UP + steps):
             sequences.collect()
-        return time.perf_counter() - before_s
-
-    run(2)
-    alone_s = run(1)
-    total_s = run(steps)
-    sequences.end()
-    return (total_s - alone_s) / (steps - 1)
+        sequences.end()
+    launches = [b - a for a, b in itertools.pairwise(times)]
+    return statistics.median(spans[_WARM_UP:]), statistics.median(launches[_WARM_UP:])
 
 
-def prefill(variant: Variant, lengths: Sequence[int], directory: Path) -> list[dict[str, Any]]:
+def prefill(
+    runner: ModelRunner, variant: Variant, lengths: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """Prompts computed whole, one a step."""
-    runner = make_runner(variant, directory)
     peak = matmul_flops_per_s(device_of(variant.device))
     shape = SHAPES[variant.shape]
-    rows = []
     for length in lengths:
-        seconds = statistics.median(_prefill_s(runner, length) for _ in range(4))
+        _prefill_s(runner, length)
+        seconds = statistics.median(_prefill_s(runner, length) for _ in range(5))
         flops = 2.0 * shape.weights_per_token * length + shape.attention_flops(length)
-        rows.append(
-            {
-                "what": "prefill",
-                "model": variant.label,
-                "tokens": length,
-                "ms": 1e3 * seconds,
-                "tokens_per_s": length / seconds,
-                "of_matmul": flops / seconds / peak,
-            }
-        )
-    return rows
+        yield {
+            "what": "prefill",
+            "model": variant.label,
+            "tokens": length,
+            "ms": 1e3 * seconds,
+            "tokens_per_s": length / seconds,
+            "of_matmul": flops / seconds / peak,
+        }
 
 
 def _prefill_s(runner: ModelRunner, length: int) -> float:
@@ -222,12 +211,11 @@ def _prefill_s(runner: ModelRunner, length: int) -> float:
     return seconds
 
 
-def exact_bits(variant: Variant, batch: int, directory: Path) -> list[dict[str, Any]]:
+def exact_bits(runner: ModelRunner, variant: Variant, batch: int) -> dict[str, Any]:
     """Whether a sequence has the same logits, bit for bit, alone, beside others, in chunks, and
     computed again with its outputs: what a shard finds out of itself when it loads, and greedy
     tokens with their log-probabilities on top.
     """
-    runner = make_runner(variant, directory)
     alone = _tokens(runner)
     ways: dict[str, Callable[[], list[Any]]] = {
         "in a batch": lambda: _tokens(runner, batch=batch),
@@ -236,15 +224,13 @@ def exact_bits(variant: Variant, batch: int, directory: Path) -> list[dict[str, 
         "all of these": lambda: _tokens(runner, batch=batch, cut=48, again_at=20),
     }
     differing = [name for name, way in ways.items() if way() != alone]
-    return [
-        {
-            "what": "exact",
-            "model": variant.label,
-            "batch": batch,
-            "batch_invariant": runner.info.batch_invariant,
-            "differing": differing,
-        }
-    ]
+    return {
+        "what": "exact",
+        "model": variant.label,
+        "batch": batch,
+        "batch_invariant": runner.info.batch_invariant,
+        "differing": differing,
+    }
 
 
 def _tokens(

@@ -31,8 +31,7 @@ def _run_engine() -> int:
 
     measure_engine(os.environ[STEPS_VARIABLE])
     del sys.argv[1]
-    engine_main.main()
-    return 0
+    return engine_main.main()
 
 
 def _run_shard() -> int:

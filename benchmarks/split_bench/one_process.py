@@ -44,10 +44,10 @@ from penstock_client.types import (
 from penstock_router import workers
 from penstock_router.command_line import parse_config as parse_router_config
 from penstock_shard import engine_main, link, wire
-from penstock_shard.adapters import Adapters
 from penstock_shard.command_line import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
-from penstock_shard.loading import LoadedModel, load_model
+from penstock_shard.engine_adapters import EngineAdapters
+from penstock_shard.loading import LoadedRunner, load_runner
 from penstock_shard.tokenizer_files import tokenizer_hash
 from penstock_shard.validation import IncomingRequest, check
 
@@ -63,20 +63,20 @@ class EngineThread:
         self.config = config
         self.inbox: queue.SimpleQueue[link.Inbox] = queue.SimpleQueue()
         self.outputs_go_to: InProcessFleet | None = None
-        self.loaded: LoadedModel | None = None
+        self.loaded: LoadedRunner | None = None
         self.ready = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="engine").start()
 
     def _run(self) -> None:
         try:
             # In the thread that computes, as in an engine process: torch counts threads for each.
-            self.loaded = load_model(self.config, print)
+            self.loaded = load_runner(self.config, print)
             engine = engine_main._build_engine(self.loaded, self.config, lambda ids: None)
             gc.collect()
             gc.freeze()
             self.ready.set()
             # Their store is left out: nobody asks for any here.
-            adapters = Adapters(None, 0, lambda: None)
+            adapters = EngineAdapters(None, 0, lambda: None)
             engine_main._run(self, engine, self.inbox, adapters)  # type: ignore[arg-type]
         finally:
             # It ends only by an error, and the router would go on without it.

@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock_shard import engine_main
-from penstock_shard.adapters import Adapters
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
+from penstock_shard.engine_adapters import EngineAdapters
 from penstock_shard.link import Inbox
-from penstock_shard.loading import LoadedModel
+from penstock_shard.loading import LoadedRunner
 from penstock_shard.request import Request
 from penstock_shard.runner.base import AdapterStore, RowResult, Runner, RunnerInfo, StepPlan
 
@@ -147,7 +147,7 @@ def measure_engine(path: str) -> None:
     build_engine, take_inbox = engine_main._build_engine, engine_main._take_inbox
 
     def build(
-        loaded: LoadedModel,
+        loaded: LoadedRunner,
         config: ShardConfig,
         tell_started: Callable[[list[str]], None],
         matchers: PendingMatchers | None = None,
@@ -156,7 +156,7 @@ def measure_engine(path: str) -> None:
         return build_engine(timed, config, tell_started, matchers)
 
     def take(
-        engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: Adapters, *, wait: bool
+        engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters, *, wait: bool
     ) -> None:
         from_s = time.monotonic()
         take_inbox(engine, inbox, adapters, wait=wait)
