@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 
-import router_doubles as doubles
+import unit.router.router_doubles as doubles
 
 from penstock_client.stream import GenerationStream
 from penstock_client.types import FinishReason, GenerationRequest, Output

@@ -23,6 +23,7 @@ EDGES = {
     "penstock_router.records": "a defect of who tells of requests must not cost one",
     "penstock_router.sse": "the status line is sent: an error event is the last resort",
     "penstock_router.text_process": "a defect costs the body it shows on, not the process",
+    "penstock_shard.constraints.checker": "a defect costs the constraint it shows on",
     "penstock_shard.request_record": "a defect of who tells of requests must not cost the shard",
     "penstock_router.app": "the edge of the process: a bug is answered with 500",
 }

@@ -24,8 +24,9 @@ ALLOWED_PACKAGES = {
 # And of what is not the wire, these modules.
 ALLOWED_MODULES = {
     "penstock_router": (
-        *("penstock_proto.flags", "penstock_proto.logs", "penstock_proto.metric_names"),
-        *("penstock_proto.tls", "penstock_proto.trace_export", "penstock_proto.tracing"),
+        *("penstock_proto.bounds", "penstock_proto.flags", "penstock_proto.logs"),
+        *("penstock_proto.metric_names", "penstock_proto.tls", "penstock_proto.trace_export"),
+        "penstock_proto.tracing",
     )
 }
 # Of the router, besides routes/.
@@ -47,6 +48,11 @@ FREE_OF_TENSORS = (
     "penstock_shard.models.parallel.messages",
     "penstock_shard.models.parallel.processes",
 )
+# What these two may import of the rest of the shard.
+BELOW_THE_RUNNER = (
+    *("penstock_shard.config", "penstock_shard.constraints.state", "penstock_shard.request"),
+    "penstock_shard.sampling_ranges",
+)
 
 
 def test_every_package_imports_only_those_below_it() -> None:
@@ -59,6 +65,10 @@ def test_the_stubs_are_touched_in_one_file_at_each_end() -> None:
 
 def test_torch_is_imported_only_where_tensors_live() -> None:
     assert list(tensor_violations(product_modules())) == []
+
+
+def test_what_computes_knows_nothing_of_engine_and_server() -> None:
+    assert list(runner_violations(product_modules())) == []
 
 
 def test_the_router_never_imports_grpc() -> None:
@@ -157,6 +167,13 @@ def test_an_import_of_torch_elsewhere_is_found(modules: Modules) -> None:
     assert len(list(tensor_violations(modules))) == 1
 
 
+@pytest.mark.parametrize("module", ["runner__create", "models__parallel__group"])
+def test_an_import_of_the_engine_where_tensors_live_is_found(module: str) -> None:
+    source = "from penstock_shard.config import ShardConfig\nimport penstock_shard.scheduler"
+    modules = doctored(**{f"penstock_shard__{module}": source})
+    assert len(list(runner_violations(modules))) == 1
+
+
 @pytest.mark.parametrize(
     "source", ["import grpc", "from grpc.aio import Channel", "import grpc_health"]
 )
@@ -215,6 +232,14 @@ def tensor_violations(modules: Modules) -> Iterator[str]:
         inside = module.name.startswith(("penstock_shard.runner.", "penstock_shard.models."))
         allowed = inside and module.name not in FREE_OF_TENSORS
         if target.partition(".")[0] in TENSORS and not allowed:
+            yield f"{module.name} imports {target}"
+
+
+def runner_violations(modules: Modules) -> Iterator[str]:
+    inside = ("penstock_shard.runner", "penstock_shard.models")
+    for module, target in _edges(modules):
+        allowed = target.startswith(inside) or target in BELOW_THE_RUNNER
+        if module.name.startswith(inside) and target.startswith("penstock_shard") and not allowed:
             yield f"{module.name} imports {target}"
 
 

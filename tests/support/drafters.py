@@ -1,4 +1,4 @@
-"""Guesses that a test chooses, where the usual ones would be right too seldom."""
+"""Drafts that a test chooses, where the usual ones would be right too seldom."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def always(output: Sequence[int]) -> Foresight:
 
 
 class Oracle(Drafter):
-    """Guesses what will come, all that it may."""
+    """Drafts what will come, all that it may."""
 
     def __init__(self, most: int, foresee: Foresight) -> None:
         super().__init__(most)
@@ -38,7 +38,7 @@ class Oracle(Drafter):
 
 
 class FickleOracle(Oracle):
-    """Guesses as many as it likes, some right, then others; waits for its turn or does not."""
+    """Drafts as many as it likes, some right, then others; waits for its turn or does not."""
 
     def __init__(
         self, most: int, foresee: Foresight, rng: random.Random, vocab_size: int = EOS_ID

@@ -24,7 +24,7 @@ Fails = Callable[[StepPlan], bool]
 class ShadowRunner:
     """Around another runner. A row writes its tokens into the slots of its blocks, then must find
     there all tokens before them: whoever shares, frees or reuses a block wrongly is caught. Rows
-    with prompt log-probabilities are computed in passes of a few tokens, as models do. Guesses are
+    with prompt log-probabilities are computed in passes of a few tokens, as models do. Drafts are
     written like all else, and are wrong or right.
 
     Where `fails` says so, memory does not hold a step: it and all that were launched write what
@@ -45,7 +45,7 @@ class ShadowRunner:
     def launch(self, plan: StepPlan) -> None:
         verified = {row.request for plan, _ in self._launched for row in plan.rows if row.drafts}
         again = verified & {row.request for row in plan.rows}
-        assert not again, f"{len(again)} requests whose guesses are not verified yet"
+        assert not again, f"{len(again)} requests whose drafts are not verified yet"
         for row in plan.rows:
             assert not row.drafts or row.start + 1 == len(row.request.token_ids)
         # As they are now: later the engine may have changed them.

@@ -58,6 +58,17 @@ def test_a_step_that_takes_longer_than_its_goal_is_not_met() -> None:
     assert [line.met for line in goals.lines(rows)] == [True, False]
 
 
+def test_a_goal_that_states_its_floor_is_held_against_that_on_the_device_it_names() -> None:
+    row = {**_DECODE, "model": "llama-3.1-8b", "period_ms": 6.1, "of_floor": 1.38}
+    facts = {"what": "facts", "device": "NVIDIA H200"}
+    (line,) = goals.lines([facts, row])
+    assert (line.goal, line.met) == ("<= 1.30 x 4.7", True)
+    (line,) = goals.lines([facts, {**row, "period_ms": 6.2}])
+    assert line.met is False
+    (line,) = goals.lines([{**facts, "device": "NVIDIA H100"}, row])
+    assert (line.goal, line.met) == ("<= 1.30 x", False)
+
+
 def test_what_exactness_costs_is_told_of_two_parts() -> None:
     exact = {**_DECODE, "model": "m exact", "period_ms": 6.5}
     (line,) = list(goals.lines([_DECODE, exact]))[2:]
