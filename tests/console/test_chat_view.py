@@ -68,7 +68,8 @@ def test_an_answer_comes_token_by_token_with_its_figures(page: Page) -> None:
     assert 4 <= seen < 40
     assert answer.get_attribute("data-state") == "running"
     wait_for_end(page)
-    assert page.locator(TOKENS).count() == 40
+    # Of tokens that came at once those that make no whole character are shown as one.
+    assert 20 < page.locator(TOKENS).count() <= 40
     figures = answer.locator(".meta").inner_text()
     assert re.search(
         r"first token [\d.]+ m?s · [\d.]+ tokens/s · \d+ tokens in, 40 out · length", figures
@@ -182,7 +183,8 @@ def test_an_answer_goes_on_when_its_shard_is_killed(page: Page, fleet: Fleet) ->
     victim.engine.kill()
     page.wait_for_selector(".message.assistant[data-moves='1']")
     wait_for_end(page)
-    assert page.locator(TOKENS).count() == 120
+    assert 60 < page.locator(TOKENS).count() <= 120
+    assert ", 120 out · length" in answer.locator(".meta").inner_text()
     assert answer.locator(".error").is_hidden()
     assert answer.locator(".place").count() == 2
     assert "went on (engine died)" in answer.locator(".moved").inner_text()
