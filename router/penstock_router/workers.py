@@ -25,9 +25,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Event
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -59,6 +61,7 @@ _RESTART_DELAY_S = 1.0
 _MAX_FAILED_STARTS = 3
 # How long a worker that is not the only one may take until it can serve.
 _READY_S = 20.0
+_READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Of a body that nobody takes, about so much is read: of many long ones at once there is less to do
 # in one turn of the event loop. It has no part in how fast one is read.
@@ -129,18 +132,29 @@ def _set_up_logging(config: RouterConfig) -> None:
 # ---- One worker --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class FirstWorker:
+    """The one of several that listens before it can serve, and says so to whoever asks it: were it
+    the last to be ready, somebody who heard from another that all is well might meet it next.
+    """
+
+    # Whether it is this process, and whether it can serve, or could once.
+    is_here: bool
+    can_serve: Event
+
+
 async def serve(
     config: RouterConfig,
     listener: socket.socket,
     lifeline: Connection | None = None,
     *,
-    waits: bool = False,
+    first: FirstWorker | None = None,
     on_serving: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`.
 
-    One that `waits` lets other workers take what comes until it can serve. `on_serving` is called
-    when it does.
+    Of several workers one that is not the `first` lets others take what comes until both of them
+    can serve. `on_serving` is called when it listens.
     """
     # Only here: metrics read at import whether this process is one of several.
     from penstock_router.app import build_app
@@ -164,12 +178,14 @@ async def serve(
             runner = _runner(app, config)
             await runner.setup()
             try:
-                if waits:
-                    await _until_ready(app[ROUTER].models)
+                models = app[ROUTER].models
+                if first is not None and not first.is_here:
+                    await _until_ready(models, first)
                 _rest_collector()
                 async with _listening(runner, listener, config):
                     on_serving()
-                    await stop.wait()
+                    async with _telling(models, first):
+                        await stop.wait()
             finally:
                 await runner.cleanup()
     if audit is not None:
@@ -259,18 +275,39 @@ def _stop_at_end_of(lifeline: Connection, stop: asyncio.Event) -> None:
     loop.add_reader(lifeline.fileno(), ended)
 
 
-async def _until_ready(models: Models) -> None:
-    """Until a model can be served, or for a while."""
+async def _until_ready(models: Models, first: FirstWorker) -> None:
+    """Until a model can be served, here and at the first worker, or for a while."""
     until_s = time.monotonic() + _READY_S
-    while models.not_ready_because is not None and time.monotonic() < until_s:
-        await asyncio.sleep(0.05)
+    while time.monotonic() < until_s:
+        if models.not_ready_because is None and first.can_serve.is_set():
+            return
+        await asyncio.sleep(_READY_POLL_S)
+
+
+@asynccontextmanager
+async def _telling(models: Models, first: FirstWorker | None) -> AsyncIterator[None]:
+    """Meanwhile the others are told when this, the first worker, can serve."""
+    if first is None or not first.is_here:
+        yield
+        return
+    task = asyncio.create_task(_tell(models, first))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _tell(models: Models, first: FirstWorker) -> None:
+    while models.not_ready_because is not None:
+        await asyncio.sleep(_READY_POLL_S)
+    first.can_serve.set()
 
 
 # ---- Several -----------------------------------------------------------------------------------
 
 
 def _worker_main(
-    config: RouterConfig, lifeline: Connection, waits: bool, serving: Connection
+    config: RouterConfig, lifeline: Connection, first: FirstWorker, serving: Connection
 ) -> None:
     _set_up_logging(config)
     try:
@@ -283,7 +320,7 @@ def _worker_main(
             config,
             listener,
             lifeline,
-            waits=waits,
+            first=first,
             on_serving=lambda: serving.send_bytes(b"!"),
         )
         sys.exit(_run(router))
@@ -334,6 +371,7 @@ class _Parent:
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
+        self._first_can_serve = self._context.Event()
         # By worker: where it says that it serves; and of those that never did how often they ended.
         # One that did is worth starting again, whatever is in its way now: others may serve.
         self._serving: dict[int, Connection] = {}
@@ -356,8 +394,7 @@ class _Parent:
         """False where the system lets some not start, once that was said."""
         try:
             for index in range(self._config.workers):
-                # Whoever is told that one can serve may meet another with the next request.
-                workers[index] = self._start(index, waits=index > 0)
+                workers[index] = self._start(index)
         except OSError as error:
             _refuse(f"cannot start a worker: {error.strerror}")
         return len(workers) == self._config.workers
@@ -372,12 +409,15 @@ class _Parent:
         if self._wake in multiprocessing.connection.wait([self._wake, *sentinels], timeout_s):
             os.read(self._wake, 1)
 
-    def _start(self, index: int, *, waits: bool) -> SpawnProcess:
+    def _start(self, index: int) -> SpawnProcess:
         heard, serving = self._context.Pipe(duplex=False)
         self._serving[index] = heard
+        can_serve = self._first_can_serve
+        # One that is started in its place later listens when it can serve, as all others do.
+        first = FirstWorker(index == 0 and not can_serve.is_set(), can_serve)
         worker = self._context.Process(
             target=_worker_main,
-            args=(_config_of(self._config, index), self._lifeline, waits, serving),
+            args=(_config_of(self._config, index), self._lifeline, first, serving),
             name=f"penstock-router-{index}",
         )
         # Blocked in the worker from its first instant and for good: see the top of this file.
@@ -410,7 +450,7 @@ class _Parent:
             self._wait((), _RESTART_DELAY_S)
             if not self._signals:
                 try:
-                    workers[index] = self._start(index, waits=True)
+                    workers[index] = self._start(index)
                 except OSError as error:
                     # It has still ended when it is looked at next.
                     logger.error("cannot start a worker: %s", error.strerror)

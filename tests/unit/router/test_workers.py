@@ -28,7 +28,7 @@ def note(what):
     with open(folder + "/notes", "a") as file:
         file.write(what + "\\n")
 
-def serve(config, lifeline, waits, serving):
+def serve(config, lifeline, first, serving):
     note("up")
     fault = pathlib.Path(folder, "fault")
     if fault.exists():
