@@ -115,7 +115,7 @@ async def test_a_request_goes_on_after_the_output_it_brings(client: ShardClient)
 
 
 async def test_cancelling_frees_every_block(client: ShardClient) -> None:
-    async with client.submit(GenerationRequest(list(range(100)), max_tokens=1000)) as stream:
+    async with client.submit(GenerationRequest(list(range(100)), max_tokens=1900)) as stream:
         await anext(stream)
         assert (await _load(client)).referenced_blocks > 0
     await _wait_idle(client)
