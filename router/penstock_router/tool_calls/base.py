@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -73,7 +74,7 @@ class _TextOver(Exception):
     """Nothing more will come."""
 
 
-class CallReader:
+class CallReader(ABC):
     """What readers share: a family's has `_read`, which is begun anew after each time it ends."""
 
     def __init__(self, names: Collection[str]) -> None:
@@ -119,9 +120,9 @@ class CallReader:
                 self._drop()
             self._give_back()
 
+    @abstractmethod
     def _read(self) -> Reading[None]:
         """Content up to what begins a call, and what follows it."""
-        raise NotImplementedError
 
     # What is said.
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, NotHere, Unusable
-from penstock_shard.models.attention.library import LibraryBackend, serves
+from penstock_shard.models.attention.library import Attending, LibraryBackend, Pair, serves
 from penstock_shard.models.dtypes import dtype_name
 from penstock_shard.models.errors import first_line
 
@@ -24,54 +25,45 @@ _OLDEST = (2, 8)
 _HOPPER = (9, 0)
 
 
-class FlashAttention2(LibraryBackend):
-    """flash-attn 2, whose two calls take a block table."""
+class _FlashAttention(LibraryBackend):
+    """What the versions share: how they decode, but for what the block table is called."""
 
     name = "flash_attn"
-    block_multiple = 256
+    table: str
 
-    def __init__(self, library: ModuleType) -> None:
-        """`library` is the module `flash_attn`."""
-        self.version = str(library.__version__)
+    def __init__(self, library: ModuleType, version: str) -> None:
+        self.version = version
         self._library = library
 
-    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        if spec.head_dim != spec.head_dim_v:
-            return f"needs keys and values of one size, not {spec.head_dim} and {spec.head_dim_v}"
-        return super().refusal(spec, dtype)
-
-    def _decode(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
+    def _decode(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
         rows = batch.num_decodes
         attended: Tensor = self._library.flash_attn_with_kvcache(
             query.unsqueeze(1),
             cache[0],
             cache[1],
             cache_seqlens=batch.seq_lens_tensor[:rows],
-            block_table=batch.block_table[:rows],
-            softmax_scale=scale,
-            causal=True,
-            window_size=_sides(left),
-            softcap=softcap,
+            **{self.table: batch.block_table[:rows]},
+            **_options(how),
         )
         return attended.squeeze(1)
 
-    def _prefill(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
+
+class FlashAttention2(_FlashAttention):
+    """flash-attn 2, whose two calls take a block table."""
+
+    block_multiple = 256
+    table = "block_table"
+
+    def __init__(self, library: ModuleType) -> None:
+        """`library` is the module `flash_attn`."""
+        super().__init__(library, str(library.__version__))
+
+    def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
+        if spec.head_dim != spec.head_dim_v:
+            return f"needs keys and values of one size, not {spec.head_dim} and {spec.head_dim_v}"
+        return super().refusal(spec, dtype)
+
+    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
         rows = batch.num_decodes
         attended: Tensor = self._library.flash_attn_varlen_func(
             query,
@@ -81,27 +73,23 @@ class FlashAttention2(LibraryBackend):
             cu_seqlens_k=batch.prefill_cu_keys,
             max_seqlen_q=max(batch.query_lens[rows:]),
             max_seqlen_k=max(batch.seq_lens[rows:]),
-            softmax_scale=scale,
-            causal=True,
-            window_size=_sides(left),
-            softcap=softcap,
             block_table=batch.block_table[rows:],
+            **_options(how),
         )
         return attended
 
 
-class FlashAttention3(LibraryBackend):
+class FlashAttention3(_FlashAttention):
     """flash-attn 3, for Hopper: blocks of any size. Only `flash_attn_with_kvcache` takes a table,
     for rows of several queries too.
     """
 
-    name = "flash_attn"
     block_multiple = 16
+    table = "page_table"
 
     def __init__(self, library: ModuleType) -> None:
         """`library` is the module `flash_attn_interface`, which states no version."""
-        self.version = "3"
-        self._library = library
+        super().__init__(library, "3")
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         keys, values = spec.head_dim, spec.head_dim_v
@@ -111,38 +99,7 @@ class FlashAttention3(LibraryBackend):
             return f"has no kernel for keys of {keys} and values of {values}"
         return super().refusal(spec, dtype)
 
-    def _decode(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
-        rows = batch.num_decodes
-        attended: Tensor = self._library.flash_attn_with_kvcache(
-            query.unsqueeze(1),
-            cache[0],
-            cache[1],
-            cache_seqlens=batch.seq_lens_tensor[:rows],
-            page_table=batch.block_table[:rows],
-            softmax_scale=scale,
-            causal=True,
-            window_size=_sides(left),
-            softcap=softcap,
-        )
-        return attended.squeeze(1)
-
-    def _prefill(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
+    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
         rows = batch.num_decodes
         attended: Tensor = self._library.flash_attn_with_kvcache(
             query,
@@ -152,10 +109,7 @@ class FlashAttention3(LibraryBackend):
             page_table=batch.block_table[rows:],
             cu_seqlens_q=batch.prefill_cu_queries,
             max_seqlen_q=max(batch.query_lens[rows:]),
-            softmax_scale=scale,
-            causal=True,
-            window_size=_sides(left),
-            softcap=softcap,
+            **_options(how),
         )
         return attended
 
@@ -197,6 +151,11 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise NotHere(f"flash_attn serves float16 and bfloat16, not {name}; change --dtype")
 
 
-def _sides(left: int) -> tuple[int, int]:
-    """How many keys are seen to either side; `causal` says the rest where the left is open."""
-    return (left, -1 if left < 0 else 0)
+def _options(how: Attending) -> dict[str, Any]:
+    """What all calls take alike. Where the left is open `causal` says all."""
+    return {
+        "softmax_scale": how.scale,
+        "causal": True,
+        "window_size": (how.left, -1 if how.left < 0 else 0),
+        "softcap": how.softcap,
+    }

@@ -7,6 +7,8 @@ Knows steps. Knows no library.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +21,20 @@ from penstock_shard.models.attention.base import (
 from penstock_shard.models.dtypes import dtype_name
 
 _HALF = (torch.float16, torch.bfloat16)
+
+# Keys and values of a layer.
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """What a layer asks for, as the libraries take it."""
+
+    scale: float
+    # Keys that are seen to the left of the query, without its own; -1: all.
+    left: int
+    # 0: none.
+    softcap: float
 
 
 class LibraryBackend(PairBackend, ABC):
@@ -44,7 +60,7 @@ class LibraryBackend(PairBackend, ABC):
 
     def attend(
         self,
-        cache: tuple[Tensor, Tensor],
+        cache: Pair,
         query: Tensor,
         batch: AttentionBatch,
         *,
@@ -55,44 +71,24 @@ class LibraryBackend(PairBackend, ABC):
     ) -> Tensor:
         if sinks is not None:
             raise ValueError(f"{self.name} knows no attention sinks")
-        # The libraries count the keys to the left of the query, without the query's own.
-        left = -1 if window is None else window - 1
-        cap = softcap or 0.0
+        how = Attending(scale, -1 if window is None else window - 1, softcap or 0.0)
         decodes = batch.num_decodes
         if decodes == len(batch.query_lens):
-            return self._decode(query, cache, batch, scale, left, cap)
+            return self._decode(query, cache, batch, how)
         if decodes == 0:
-            return self._prefill(query, cache, batch, scale, left, cap)
+            return self._prefill(query, cache, batch, how)
         parts = (
-            self._decode(query[:decodes], cache, batch, scale, left, cap),
-            self._prefill(query[decodes:], cache, batch, scale, left, cap),
+            self._decode(query[:decodes], cache, batch, how),
+            self._prefill(query[decodes:], cache, batch, how),
         )
         return torch.cat(parts)
 
     @abstractmethod
-    def _decode(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
-        """query [num_decodes, Hq, D], one a row -> [num_decodes, Hq, Dv]. `left` keys before the
-        query are seen, -1: all; a softcap of 0 is none.
-        """
+    def _decode(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
+        """query [num_decodes, Hq, D], one a row -> [num_decodes, Hq, Dv]."""
 
     @abstractmethod
-    def _prefill(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
+    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
         """The same for the rows after the decodes: query [T - num_decodes, Hq, D]."""
 
 

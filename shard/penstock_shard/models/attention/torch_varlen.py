@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec, NotHere
-from penstock_shard.models.attention.library import LibraryBackend, serves
+from penstock_shard.models.attention.library import Attending, LibraryBackend, Pair, serves
 from penstock_shard.models.dtypes import dtype_name
 
 _NEEDED = {"scale", "window_size", "enable_gqa", "seqused_k", "block_table"}
@@ -38,41 +38,25 @@ class TorchVarlen(LibraryBackend):
             return f"needs keys and values of one size, not {spec.head_dim} and {spec.head_dim_v}"
         return super().refusal(spec, dtype)
 
-    def _decode(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
+    def _decode(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
         rows = slice(0, batch.num_decodes)
         sums = batch.cu_queries[: batch.num_decodes + 1]
         # A query that is the last of its row sees all keys; and only where no side is bounded does
         # the library compute the queries that share a KV head together.
-        sides = (left, -1 if left < 0 else 0)
+        sides = (how.left, -1 if how.left < 0 else 0)
         bound = batch.block_table.shape[1] * batch.block_size
-        return self._call(query, cache, batch, rows, sums, (1, bound), scale, sides)
+        return self._call(query, cache, batch, rows, sums, (1, bound), how.scale, sides)
 
-    def _prefill(
-        self,
-        query: Tensor,
-        cache: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        scale: float,
-        left: int,
-        softcap: float,
-    ) -> Tensor:
+    def _prefill(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
         rows = slice(batch.num_decodes, len(batch.query_lens))
         longest = max(batch.query_lens[rows]), max(batch.seq_lens[rows])
         sums = batch.prefill_cu_queries
-        return self._call(query, cache, batch, rows, sums, longest, scale, (left, 0))
+        return self._call(query, cache, batch, rows, sums, longest, how.scale, (how.left, 0))
 
     def _call(
         self,
         query: Tensor,
-        cache: tuple[Tensor, Tensor],
+        cache: Pair,
         batch: AttentionBatch,
         rows: slice,
         cu_queries: Tensor,
