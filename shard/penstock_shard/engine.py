@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from penstock_shard.codes import Code
-from penstock_shard.constraints.matchers import OutputRefused, PendingMatchers
+from penstock_shard.constraints.matchers import OutputExhausts, OutputRefused, PendingMatchers
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
@@ -248,7 +248,7 @@ class Engine:
             if request.state is _ENDED:
                 continue
             if result.error is not None:
-                self._end(request, error=_failed(request, result))
+                self._end(request, error=self._failed(request, result))
                 continue
             if result.token_id is not None:
                 output = _token_output(request, result.token_id, result.logprobs)
@@ -269,6 +269,16 @@ class Engine:
             if output.finish is not None:
                 output.work = _work(request)
                 self._forget(request)
+
+    def _failed(self, request: Request, result: RowResult) -> Error:
+        """Why it cannot go on here; what is its own doing would be so at any shard."""
+        if self._matchers is not None and self._matchers.has_failed(request):
+            # By its own text, or by what others made of the constraint: whoever takes it up again
+            # finds that out.
+            return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
+        kind = "" if request.constraint is None else request.constraint.kind
+        code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
+        return Error(code, result.error or "", kind)
 
     def _add_prompt_logprobs(
         self, output: Output, row: ScheduledRequest, logprobs: Logprobs
@@ -324,19 +334,14 @@ def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) ->
     request.num_accepted_drafts += len(token_ids)
 
 
-def _failed(request: Request, result: RowResult) -> Error:
-    """Why it cannot go on; what is its own doing would be so at any shard."""
-    kind = "" if request.constraint is None else request.constraint.kind
-    code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
-    return Error(code, result.error or "", kind)
-
-
 def _unmatched(request: Request, reason: BaseException) -> Error:
     """Why it has no matcher."""
     assert request.constraint is not None
     kind = request.constraint.kind
     if isinstance(reason, OutputRefused):
         return Error(Code.INVALID_ARGUMENT, str(reason), "output_token_ids")
+    if isinstance(reason, OutputExhausts):
+        return Error(Code.OUT_OF_RANGE, f"{kind}: {reason}", kind)
     if isinstance(reason, ConstraintRefused):
         return Error(Code.INVALID_ARGUMENT, str(reason), kind)
     logger.error("request %s: its constraint failed", request.request_id, exc_info=reason)

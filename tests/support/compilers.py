@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 import penstock_shard
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.request import Constraint
+from penstock_shard.request import Constraint, ConstraintLimits
 
 BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")
 VOCAB_SIZE = 3072
@@ -55,11 +55,13 @@ def tokenizer_json(added: dict[str, bool]) -> bytes:
 
 
 def new_compiler(
-    added: dict[str, bool] | None = None, eos_token_ids: tuple[int, ...] = (END,)
+    added: dict[str, bool] | None = None,
+    eos_token_ids: tuple[int, ...] = (END,),
+    limits: ConstraintLimits = LIMITS,
 ) -> Compiler:
     """One that has compiled nothing yet, of a vocabulary with such tokens added."""
     added = added or {}
-    return Compiler(tokenizer_json(added), VOCAB_SIZE + len(added), eos_token_ids, LIMITS)
+    return Compiler(tokenizer_json(added), VOCAB_SIZE + len(added), eos_token_ids, limits)
 
 
 @cache

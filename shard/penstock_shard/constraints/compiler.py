@@ -55,7 +55,11 @@ class Compiler:
         self._lock = threading.Lock()
 
     def compile(self, constraint: Constraint) -> LLMatcher:
-        """A matcher at its beginning, the caller's own. Raises ConstraintRefused."""
+        """A matcher at its beginning, the caller's own. Raises ConstraintRefused.
+
+        What matchers find out about a constraint they share, and its cost: if one of them fails by
+        it (too many states of the lexer, say), all do.
+        """
         with self._lock:
             template = self._kept.get(constraint)
             if template is not None:
@@ -64,6 +68,16 @@ class Compiler:
             template = self._compiled(constraint)
             self._keep(constraint, template)
         return template.deep_copy()
+
+    def compile_alone(self, constraint: Constraint) -> LLMatcher:
+        """One that shares nothing. Raises ConstraintRefused."""
+        return self._compiled(constraint)
+
+    def forget(self, constraint: Constraint) -> None:
+        """Whoever asks for it from now on shares nothing with those who have it."""
+        with self._lock:
+            if self._kept.pop(constraint, None) is not None:
+                self._kept_bytes -= _size(constraint)
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
         """Whatever is wrong with it: the reason begins with its kind."""

@@ -15,11 +15,12 @@ from queue import Empty, SimpleQueue
 from llguidance import LLMatcher
 
 from penstock_shard.constraints.compiler import Compiler
+from penstock_shard.constraints.state import failure_of
 from penstock_shard.request import Request
 
-# The matcher holds the interpreter while it takes tokens, 1 to 2 microseconds each; between calls a
-# step that waits for it goes on.
-_TOKENS_AT_ONCE = 256
+# A matcher has so much work for the tokens it takes, and has it anew with each mask. These many
+# leave most of it even in a regex that can be read in many ways, and spare masks, the dearer part.
+_TOKENS_A_MASK = 16
 _NICE = 10
 
 
@@ -31,6 +32,10 @@ def _stand_back() -> None:
 
 class OutputRefused(Exception):
     """What was delivered of a request before is no beginning of what its constraint allows."""
+
+
+class OutputExhausts(Exception):
+    """What may follow what was delivered of a request takes too much to find out."""
 
 
 class PendingMatchers:
@@ -68,7 +73,7 @@ class PendingMatchers:
 
     def take(self) -> list[tuple[Request, BaseException | None]]:
         """Those that have their matcher by now, or a reason why they never will: ConstraintRefused,
-        OutputRefused, or what went wrong.
+        OutputRefused, OutputExhausts, or what went wrong.
         """
         taken: list[tuple[Request, BaseException | None]] = []
         while (request := self._next_done()) is not None:
@@ -92,13 +97,41 @@ class PendingMatchers:
         self._done.put(request)
         self._on_done()
 
+    def has_failed(self, request: Request) -> bool:
+        """Whether the request has a matcher that cannot go on. Nobody else gets what it shares."""
+        if request.constraint is None or request.matcher is None or not request.matcher.is_error():
+            return False
+        self._compiler.forget(request.constraint)
+        return True
+
     def _matcher(self, request: Request) -> LLMatcher:
-        assert request.constraint is not None
-        matcher = self._compiler.compile(request.constraint)
+        constraint = request.constraint
+        assert constraint is not None
         delivered = request.token_ids[request.num_prompt_tokens :]
-        for start in range(0, len(delivered), _TOKENS_AT_ONCE):
-            if not matcher.consume_tokens(delivered[start : start + _TOKENS_AT_ONCE]):
-                raise OutputRefused(
-                    "output_token_ids: they are no beginning of what the constraint allows"
-                )
-        return matcher
+        try:
+            return _follow(self._compiler.compile(constraint), delivered, _TOKENS_A_MASK)
+        except (OutputRefused, OutputExhausts):
+            # What other outputs made of a constraint counts for all that share it. Alone, and with
+            # a mask before each token, it does again what it did where these tokens were drawn.
+            self._compiler.forget(constraint)
+            return _follow(self._compiler.compile_alone(constraint), delivered, 1)
+
+
+def _follow(matcher: LLMatcher, token_ids: list[int], tokens_a_mask: int) -> LLMatcher:
+    """The matcher behind these tokens, with a mask for what follows. Raises OutputRefused,
+    OutputExhausts.
+    """
+    for start in range(0, len(token_ids), tokens_a_mask):
+        _compute_mask(matcher)
+        if not matcher.consume_tokens(token_ids[start : start + tokens_a_mask]):
+            raise OutputRefused(
+                "output_token_ids: they are no beginning of what the constraint allows"
+            )
+    _compute_mask(matcher)
+    return matcher
+
+
+def _compute_mask(matcher: LLMatcher) -> None:
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise OutputExhausts(failure_of(matcher))

@@ -38,7 +38,7 @@ class ConstraintState:
         if not self.matcher.is_error():
             return ""
         kind = self._request.constraint.kind if self._request.constraint else "constraint"
-        return f"{kind}: cannot be followed any further: {_line(self.matcher.get_error())}"
+        return f"{kind}: {failure_of(self.matcher)}"
 
     def move_to(self, position: int, output: Callable[[int], Sequence[int]]) -> None:
         """Stand behind the first `position` tokens of the output, which `output` gives."""
@@ -142,5 +142,7 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
     return np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32))
 
 
-def _line(text: str) -> str:
-    return text.splitlines()[0][:200] if text else "it is in no state"
+def failure_of(matcher: LLMatcher) -> str:
+    """In one line."""
+    lines = matcher.get_error().splitlines() or ["it is in no state"]
+    return f"cannot be followed any further: {lines[0][:200]}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
+from collections.abc import Sequence
 
 import pytest
 from support.budget import budget, seeded
-from support.compilers import EOS_IDS, two_ended_compiler
+from support.compilers import EOS_IDS, LIMITS, ids_of, new_compiler, two_ended_compiler
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
 
+from penstock_shard.codes import Code
+from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
@@ -159,11 +163,18 @@ def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
 
 def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
     taken: list[int] = []
+    masked: list[int] = []
 
     class Counted:
         def consume_tokens(self, token_ids: list[int]) -> bool:
             taken.append(len(token_ids))
             return True
+
+        def compute_bitmask(self) -> None:
+            masked.append(len(taken))
+
+        def is_error(self) -> bool:
+            return False
 
     class Counting:
         def compile(self, constraint: Constraint) -> object:
@@ -176,8 +187,9 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
         for _, error in matchers.take():
             assert error is None
     assert sum(taken) == 2001
-    # The interpreter is held while it takes some.
-    assert max(taken) <= 256
+    # The interpreter is held while it takes some, and its work is bounded from mask to mask.
+    assert max(taken) <= 16
+    assert masked == list(range(len(taken) + 1))
 
 
 def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None:
@@ -210,6 +222,83 @@ def test_what_is_refused_once_is_refused_again() -> None:
     for _ in range(2):
         with pytest.raises(ConstraintRefused, match="regex"):
             two_ended_compiler().compile(Constraint("regex", "(("))
+
+
+# ---- Constraints that are much work --------------------------------------------------------------
+
+# Of a text without spaces nobody knows how many words it has.
+AMBIGUOUS = Constraint("regex", "([a-z]{2,6} ?){5,60}[.]")
+
+
+def _ambiguous(seed: int, output: Sequence[int] = ()) -> Request:
+    return constrained(f"r{seed}", AMBIGUOUS, seed=seed, output=output, max_tokens=60)
+
+
+def test_many_that_are_taken_up_at_once_do_not_wear_out_what_they_share() -> None:
+    seeds = range(48)
+    requests = [_ambiguous(seed) for seed in seeds]
+    wholes = {name: tokens(o) for name, o in ConstrainedEngine().run(*requests).items()}
+    begun = {name: whole[:-2] for name, whole in wholes.items()}
+    again = [_ambiguous(seed, begun[f"r{seed}"]) for seed in seeds]
+    # As after a crash: no step has made masks of this constraint yet.
+    rests = ConstrainedEngine(compiler=new_compiler(eos_token_ids=EOS_IDS)).run(*again)
+    assert {name: begun[name] + tokens(o) for name, o in rests.items()} == wholes
+
+
+def _wear_out(compiler: Compiler, constraint: Constraint) -> None:
+    """By outputs that need more than there is between two masks."""
+    random = seeded("words")
+    matcher = compiler.compile(constraint)
+    while not matcher.is_error():
+        matcher = compiler.compile(constraint)
+        words = ("".join(random.choices("abcdefgh", k=random.randint(2, 6))) for _ in range(50))
+        text = "".join(word + random.choice(["", " "]) for word in words)
+        matcher.consume_tokens(ids_of(compiler, text))
+
+
+def test_what_one_output_wears_out_the_next_request_does_not_meet() -> None:
+    compiler = new_compiler(eos_token_ids=EOS_IDS)
+    _wear_out(compiler, AMBIGUOUS)
+    for _ in range(2):
+        [outputs] = ConstrainedEngine(compiler=compiler).run(_ambiguous(1)).values()
+        assert outputs[-1].error is None
+
+
+def test_an_output_whose_constraint_another_wore_out_is_given_back_and_gone_on_with() -> None:
+    [whole] = ConstrainedEngine().run(_ambiguous(1)).values()
+    compiler = new_compiler(eos_token_ids=EOS_IDS)
+    engine = ConstrainedEngine(compiler=compiler)
+    engine.under_test.engine.submit(_ambiguous(1))
+    while len(engine.under_test.tokens("r1")) < 20:
+        engine.under_test.step()
+    _wear_out(compiler, AMBIGUOUS)
+    engine.under_test.run()
+    [ending] = engine.under_test.endings("r1")
+    assert ending.error is not None
+    assert ending.error.code == Code.UNAVAILABLE
+    assert "given back" in ending.error.message
+    begun = engine.under_test.tokens("r1")
+    assert 20 <= len(begun) < 60
+    engine.under_test.outputs.clear()
+    [rest] = engine.run(_ambiguous(1, begun)).values()
+    assert begun + tokens(rest) == tokens(whole)
+
+
+def test_an_output_that_is_too_much_by_itself_is_told_so_where_it_is_taken_up() -> None:
+    few_states = dataclasses.replace(LIMITS, memory_bytes=200 * 2048)
+    engine = ConstrainedEngine(compiler=new_compiler(eos_token_ids=EOS_IDS, limits=few_states))
+    given: list[int] = []
+    error = None
+    while error is None or error.code == Code.UNAVAILABLE:
+        [outputs] = engine.run(_ambiguous(1, given)).values()
+        # Each time it gets further, or hears why not.
+        assert error is None or tokens(outputs) or outputs[-1].error != error
+        given += tokens(outputs)
+        error = outputs[-1].error
+        assert error is not None
+    assert 10 < len(given) < 60
+    assert (error.code, error.field) == (Code.OUT_OF_RANGE, "regex")
+    assert error.message.startswith("regex: cannot be followed any further")
 
 
 # ---- Budgets of reasoning -----------------------------------------------------------------------
