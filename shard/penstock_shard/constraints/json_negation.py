@@ -43,7 +43,7 @@ def _const(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _enum(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    return _none_of(schema["enum"]) if isinstance(schema["enum"], list) else False
+    return _none_of(schema["enum"])
 
 
 def _none_of(values: list[Any]) -> Schema:
@@ -124,7 +124,7 @@ def _bound(kind: str, opposite: str, step: int) -> _Opposite:
     def beyond(place: Place, schema: dict[str, Any], base: str) -> Schema:
         keyword = _OF_OPPOSITE[kind, opposite]
         limit = schema[keyword]
-        if isinstance(limit, bool) or not isinstance(limit, int | float):
+        if isinstance(limit, bool):
             raise ConstraintRefused(f"{keyword}: {limit!r} is no number")
         if keyword in ("minimum", "maximum") and schema.get(_EXCLUSIVE[keyword]) is True:
             return False
@@ -159,8 +159,6 @@ def _more_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _required(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    if not isinstance(schema["required"], list):
-        return False
     return any_of({"type": "object", **without([name])} for name in schema["required"])
 
 

@@ -7,7 +7,6 @@ by keyword. Knows every keyword that is understood, nothing of grammars.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ from penstock_shard.constraints.json_patterns import rust_pattern
 from penstock_shard.constraints.json_references import Document
 from penstock_shard.constraints.json_shapes import check_shapes
 from penstock_shard.constraints.json_terms import (
-    TYPES,
     Schema,
     all_of,
     any_of,
@@ -184,32 +182,14 @@ class _Translation:
 
 
 def _kept_type(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    value = schema["type"]
-    for name in value if isinstance(value, list) else [value]:
-        if name not in (*TYPES, "integer"):
-            raise ConstraintRefused(f"type: {shown(name)} is no type")
-    return {"type": value}
+    return {"type": schema["type"]}
 
 
 def _kept_count(keyword: str) -> _Keeper:
     def keep(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-        return {keyword: count_of(keyword, schema[keyword])}
+        return {keyword: int(schema[keyword])}
 
     return keep
-
-
-def count_of(keyword: str, value: object) -> int:
-    """2.0 is as good a count as 2."""
-    whole = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-    if not whole or value < 0:  # type: ignore[operator]
-        raise ConstraintRefused(f"{keyword}: {shown(value)} is no count")
-    return int(value)  # type: ignore[call-overload,no-any-return]
-
-
-def number_of(keyword: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConstraintRefused(f"{keyword}: {shown(value)} is no number")
-    return value
 
 
 def _kept_bound(keyword: str) -> _Keeper:
@@ -217,14 +197,13 @@ def _kept_bound(keyword: str) -> _Keeper:
         value = schema[keyword]
         if isinstance(value, bool) and keyword.startswith("exclusive"):
             return _old_exclusive(keyword, schema)
-        value = number_of(keyword, value)
         upper = keyword in ("maximum", "exclusiveMaximum")
         if (value if upper else -value) >= _LARGEST_EXACT:
             # What is beyond cannot be told apart: the bound that is nearer is as good.
-            return {keyword: math.copysign(_LARGEST_EXACT, value)}
+            return {keyword: _LARGEST_EXACT if upper else -_LARGEST_EXACT}
         if abs(value) >= _LARGEST_EXACT:
             raise ConstraintRefused(
-                f"{keyword}: {value} is beyond 2^53, where numbers are not exact"
+                f"{keyword}: {shown(value)} is beyond 2^53, where numbers are not exact"
             )
         return {keyword: value}
 
@@ -235,22 +214,19 @@ def _old_exclusive(keyword: str, schema: dict[str, Any]) -> dict[str, Any]:
     # Draft 4: whether the bound itself is excluded.
     bound = "minimum" if keyword == "exclusiveMinimum" else "maximum"
     if schema[keyword] and bound in schema:
-        return {keyword: number_of(bound, schema[bound])}
+        return {keyword: schema[bound]}
     return {}
 
 
 def _kept_multiple(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    step = number_of("multipleOf", schema["multipleOf"])
-    if step <= 0:
-        raise ConstraintRefused(f"multipleOf: {shown(step)} is not above 0")
-    return {"multipleOf": step}
+    if schema["multipleOf"] <= 0:
+        raise ConstraintRefused(f"multipleOf: {shown(schema['multipleOf'])} is not above 0")
+    return {"multipleOf": schema["multipleOf"]}
 
 
 def _kept_values(keyword: str) -> _Keeper:
     def keep(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
         _check_value(keyword, schema[keyword], 0)
-        if keyword == "enum" and not isinstance(schema["enum"], list):
-            raise ConstraintRefused(f"enum: {shown(schema['enum'])} is no list")
         if keyword == "enum" and len(schema["enum"]) > _MOST_VALUES:
             raise ConstraintRefused(f"enum: more than {_MOST_VALUES} values")
         return {keyword: schema[keyword]}
@@ -258,7 +234,7 @@ def _kept_values(keyword: str) -> _Keeper:
     return keep
 
 
-def _check_value(keyword: str, value: object, depth: int) -> None:
+def _check_value(keyword: str, value: Any, depth: int) -> None:
     if depth > 50:
         raise ConstraintRefused(f"{keyword}: a value nests deeper than 50")
     if isinstance(value, dict):
@@ -270,7 +246,7 @@ def _check_value(keyword: str, value: object, depth: int) -> None:
     elif isinstance(value, list):
         for inner in value:
             _check_value(keyword, inner, depth + 1)
-    elif type_of(value) == "number" and abs(number_of(keyword, value)) > _LARGEST_EXACT:
+    elif type_of(value) == "number" and not abs(value) <= _LARGEST_EXACT:
         raise ConstraintRefused(
             f"{keyword}: {shown(value)} is beyond 2^53, where numbers are not exact"
         )
@@ -285,29 +261,20 @@ def _check_text(keyword: str, text: str) -> None:
 
 
 def _kept_pattern(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    if not isinstance(schema["pattern"], str):
-        raise ConstraintRefused(f"pattern: {shown(schema['pattern'])} is no text")
     return {"pattern": rust_pattern(schema["pattern"])}
 
 
 def _kept_properties(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    inner = _by_name("properties", schema)
+    inner = schema["properties"]
     for name in inner:
         _check_text("properties", name)
     return {"properties": {name: place.positive(of, base) for name, of in inner.items()}}
 
 
 def _kept_patterns(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    inner = _by_name("patternProperties", schema)
+    inner = schema["patternProperties"]
     patterns = {rust_pattern(name): place.positive(of, base) for name, of in inner.items()}
     return {"patternProperties": patterns}
-
-
-def _by_name(keyword: str, schema: dict[str, Any]) -> dict[str, Any]:
-    value = schema[keyword]
-    if not isinstance(value, dict):
-        raise ConstraintRefused(f"{keyword}: {shown(value)} is no object")
-    return value
 
 
 def _kept_additional(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
@@ -315,15 +282,11 @@ def _kept_additional(place: _Translation, schema: dict[str, Any], base: str) -> 
 
 
 def _kept_required(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    names = schema["required"]
-    if isinstance(names, bool):
-        raise ConstraintRefused("required: a list of names is needed")
-    return {"required": names_of("required", names)}
+    return {"required": _writable("required", schema["required"])}
 
 
-def names_of(keyword: str, names: object) -> list[str]:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConstraintRefused(f"{keyword}: {shown(names)} is no list of names")
+def _writable(keyword: str, names: list[str]) -> list[str]:
+    """The same names, each once."""
     for name in names:
         _check_text(keyword, name)
     return list(dict.fromkeys(names))
@@ -342,16 +305,7 @@ def _kept_items(place: _Translation, schema: dict[str, Any], base: str) -> dict[
 
 
 def _kept_prefix(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
-    return {
-        "prefixItems": [place.positive(item, base) for item in schemas_of("prefixItems", schema)]
-    }
-
-
-def schemas_of(keyword: str, schema: dict[str, Any]) -> list[Any]:
-    value = schema[keyword]
-    if not isinstance(value, list) or not value:
-        raise ConstraintRefused(f"{keyword}: {shown(value)} is no list of schemas")
-    return value
+    return {"prefixItems": [place.positive(item, base) for item in schema["prefixItems"]]}
 
 
 def _nothing(place: _Translation, schema: dict[str, Any], base: str) -> dict[str, Any]:
@@ -369,15 +323,15 @@ def _format(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _all(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    return all_of(place.positive(part, base) for part in schemas_of("allOf", schema))
+    return all_of(place.positive(part, base) for part in schema["allOf"])
 
 
 def _any(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    return any_of(place.positive(part, base) for part in schemas_of("anyOf", schema))
+    return any_of(place.positive(part, base) for part in schema["anyOf"])
 
 
 def _one(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    return one_of(place, schemas_of("oneOf", schema), base)
+    return one_of(place, schema["oneOf"], base)
 
 
 def _not(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
@@ -397,25 +351,25 @@ def _if(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
 
 def _dependent_names(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
     return all_of(
-        _dependent(name, {"required": names_of("dependentRequired", needed)})
-        for name, needed in _by_name("dependentRequired", schema).items()
+        _dependent(name, {"required": _writable("dependentRequired", needed)})
+        for name, needed in schema["dependentRequired"].items()
     )
 
 
 def _dependent_schemas(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
     return all_of(
         _dependent(name, place.positive(needed, base))
-        for name, needed in _by_name("dependentSchemas", schema).items()
+        for name, needed in schema["dependentSchemas"].items()
     )
 
 
 def _dependencies(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
     def needed(value: Schema) -> Schema:
         if isinstance(value, list):
-            return {"required": names_of("dependencies", value)} if value else True
+            return {"required": _writable("dependencies", value)} if value else True
         return place.positive(value, base)
 
-    found = _by_name("dependencies", schema)
+    found = schema["dependencies"]
     return all_of(_dependent(name, needed(value)) for name, value in found.items())
 
 
@@ -455,15 +409,15 @@ def _name_pattern(said: dict[str, Any]) -> str:
     if set(said) == {"format"} and "pattern" in FORMATS.get(said["format"], {}):
         return str(FORMATS[said["format"]]["pattern"])
     if set(said) <= {"minLength", "maxLength"}:
-        least = count_of("minLength", said.get("minLength", 0))
-        most = count_of("maxLength", said["maxLength"]) if "maxLength" in said else ""
+        least = int(said.get("minLength", 0))
+        most = int(said["maxLength"]) if "maxLength" in said else ""
         return f"^(?s:.){{{least},{most}}}$"
     raise ConstraintRefused("propertyNames: only a pattern, lengths or a list of names is served")
 
 
 def _contains(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    least = count_of("minContains", schema.get("minContains", 1))
-    most = count_of("maxContains", schema["maxContains"]) if "maxContains" in schema else None
+    least = int(schema.get("minContains", 1))
+    most = int(schema["maxContains"]) if "maxContains" in schema else None
     if least == 0 and most is None:
         return True
     if most is None and schema["contains"] == schema.get("items") and "prefixItems" not in schema:
@@ -500,7 +454,7 @@ def _placed(positions: tuple[int, ...], met: Schema, unmet: Schema) -> Schema:
 
 def _least_properties(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
     """Counted by names that must be there: others may be written twice."""
-    least = count_of("minProperties", schema["minProperties"])
+    least = int(schema["minProperties"])
     needed = len(set(schema.get("required", ())))
     if least <= needed:
         return True
@@ -526,7 +480,7 @@ def _least_properties(place: _Translation, schema: dict[str, Any], base: str) ->
 
 
 def _most_properties(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    most = count_of("maxProperties", schema["maxProperties"])
+    most = int(schema["maxProperties"])
     properties, needed = schema.get("properties", {}), schema.get("required", ())
     optional = [name for name in properties if name not in needed]
     closed_ = schema.get("additionalProperties") is False and "patternProperties" not in schema

@@ -5,6 +5,7 @@ Knows no keyword's meaning. What is not listed here is looked at by whoever know
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,17 @@ def _dependencies(value: object) -> bool:
     )
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    # 2.0 is as good a count as 2; what is beyond 2^53 is not exact, and nothing is so long.
+    return bool(_is_number(value) and 0 <= value <= 2**53 and value == int(value))
+
+
 _Shape = tuple[str, Callable[[object], bool]]
+_COUNTS = ("Length", "Items", "Contains", "Properties")
 _TEXT: _Shape = ("text", _is_text)
 _SCHEMA: _Shape = ("schema", _is_schema)
 _LIST: _Shape = ("list of schemas", _are_schemas)
@@ -70,6 +81,13 @@ _SHAPES: dict[str, _Shape] = {
     **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), _SCHEMA),
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _LIST),
     **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), _BY_NAME),
+    **{f"{end}{of}": ("count", _is_count) for end in ("min", "max") for of in _COUNTS},
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), ("number", _is_number)),
+    # A boolean, in draft 4: whether the bound itself is excluded.
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"),
+        ("number", lambda value: isinstance(value, bool) or _is_number(value)),
+    ),
     "type": ("type", _is_type),
     "items": ("schema", _is_items),
     "enum": ("list", lambda value: isinstance(value, list)),

@@ -91,12 +91,35 @@ def test_a_schema_allows_what_it_says(schema, allowed, forbidden):
         ({"required": "a"}, "required: 'a' is no list of names"),
         (False, "no value is valid"),
         ({"properties": {"a": 3}}, "properties: {'a': 3} is no object of schemas"),
+        ({"minLength": 2.5}, "minLength: 2.5 is no count"),
+        ({"maxLength": 10**400}, "maxLength: 1000"),
+        ({"minimum": 10**400}, "beyond 2^53"),
+        ({"type": "number", "not": {"maximum": 10**400}}, "beyond 2^53"),
     ],
 )
 def test_what_cannot_be_held_is_refused_by_keyword(schema, told):
     with pytest.raises(ConstraintRefused) as refusal:
         _allows(schema, "{}")
     assert told in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"not": {"minLength": 1e400}}', "minLength: inf is no count"),
+        ('{"contains": {}, "minContains": 1e400}', "minContains: inf is no count"),
+        ('{"exclusiveMinimum": 1e400}', "exclusiveMinimum: inf is no number"),
+        ('{"const": 1e400}', "const: inf is beyond 2^53"),
+    ],
+)
+def test_a_number_too_large_to_be_read_is_refused_by_keyword(text: str, told: str) -> None:
+    with pytest.raises(ConstraintRefused) as refusal:
+        plain_compiler().compile(Constraint("json_schema", text))
+    assert told in str(refusal.value)
+
+
+def test_a_bound_that_no_number_reaches_is_as_good_as_the_farthest() -> None:
+    assert _allows({"type": "integer", "maximum": 10**400}, "9007199254740992")
 
 
 @pytest.mark.parametrize(
