@@ -1,4 +1,6 @@
-"""What the small tools have in common: their command lines, and how they name an error."""
+"""What the small tools have in common: their command lines, how they ask a port of this machine,
+and how they name an error.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ import contextlib
 import http.client
 import math
 import os
+import ssl
+import urllib.request
+from typing import Any
 from urllib.parse import urlsplit
 
 from penstock_client.membership import check_address
@@ -85,6 +90,16 @@ def http_url(text: str) -> str:
             f"must be http:// or https:// and a host, as in http://127.0.0.1:8000, not {text!r}"
         )
     return text.rstrip("/")
+
+
+def open_directly(url: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> Any:
+    """The answer to a GET, as `urllib.request.urlopen` gives it and raises, but past the proxies of
+    the environment: what they lead to is the internet, and not a port of this machine or pod.
+    """
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls))
+    return urllib.request.build_opener(*handlers).open(url, timeout=timeout_s)
 
 
 def shard_address(text: str) -> str:

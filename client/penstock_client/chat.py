@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             answer = _print_answer(_deltas(args.url, args.api_key, body))
         except (OSError, ValueError, http.client.HTTPException) as error:
-            print(f"penstock chat: {_reason(error)}", file=sys.stderr)
+            print(f"penstock chat: {_reason(error, args.url)}", file=sys.stderr)
             return 1
         messages.append({"role": "assistant", "content": answer})
     return 0
@@ -139,9 +139,11 @@ def _said(delta: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
             yield "arguments", arguments
 
 
-def _reason(error: Exception) -> str:
-    if not isinstance(error, urllib.error.HTTPError):
+def _reason(error: Exception, url: str) -> str:
+    if not isinstance(error, urllib.error.URLError):
         return one_line(error)
+    if not isinstance(error, urllib.error.HTTPError):
+        return f"no answer from {url} ({error.reason}); start a router, or say where with --url"
     try:
         with error:
             message = json.loads(error.read())["error"]["message"]

@@ -30,6 +30,13 @@ def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
     )
 
 
+def sees_all(info: ShardInfo, request: GenerationRequest) -> bool:
+    """Whether its revision of the wire has all that the request says: it would drop the rest in
+    silence. What the first revision had a shard refuses itself, where it does not serve it.
+    """
+    return request.thinking_budget is None or "thinking_budget" in info.capabilities
+
+
 def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:
     """With what the model's own defaults say where nothing was asked for, and the adapter that has
     its name there.

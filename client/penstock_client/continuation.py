@@ -20,6 +20,7 @@ from penstock_client.compatibility import (
     same_adapter,
     same_model,
     same_numerics,
+    sees_all,
 )
 from penstock_client.errors import (
     DeadlineExceeded,
@@ -114,6 +115,7 @@ class Continuations:
         Raises:
             InvalidRequest: no ready shard knows the model, none has the adapter or may come back
                 with it, or a value does not fit the wire.
+            NotServed: no ready shard of the model knows a field of the request.
             NoShardAvailable: those that serve the model have another tokenizer.
             PoisonousRequest: engines died of its like a short while ago.
             ShardUnavailable: the fleet was closed.
@@ -200,8 +202,11 @@ class Continuations:
             stream.avoided.add(stream.info.instance_id)
         self._leave(stream, _cause(error))
         stream.last_error = error
-        # A shard that has no room is no vain attempt: that is waited for.
-        stream.attempts_in_vain += not isinstance(error, Overloaded)
+        if isinstance(error, Overloaded):
+            # A shard that has no room is no vain attempt: that is waited for, there too.
+            stream.waited_s += time.perf_counter() - stream.attempts[-1].sent_s
+        else:
+            stream.attempts_in_vain += 1
         final = self._verdict(stream, shard, error)
         if final is not None:
             self._end(stream, final)
@@ -278,6 +283,8 @@ class Continuations:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:
             return False
+        if not sees_all(info, request):
+            return False
         if not info.has_adapter(request.adapter, stream.adapter_hash):
             return False
         if info.instance_id in stream.avoided or not shard.breaker.allows(now_s):
@@ -304,6 +311,7 @@ class Continuations:
             )
         check_served(self._shards.values(), request.model)
         self._check_tokenizer(request)
+        self._check_seen(request)
         self._check_adapter(request, request.adapter_hash)
 
     def _check_tokenizer(self, request: GenerationRequest) -> None:
@@ -313,6 +321,15 @@ class Continuations:
             shards, request.model, request.tokenizer_hash
         ):
             raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
+
+    def _check_seen(self, request: GenerationRequest) -> None:
+        """Raises `NotServed` where all that serve the model would not see a part of the request."""
+        shards = serving(self._shards.values(), request.model)
+        if shards and not any(shard.info and sees_all(shard.info, request) for shard in shards):
+            raise NotServed(
+                "thinking_budget is not served by any shard of this model that is ready",
+                field="thinking_budget",
+            )
 
     def _check_adapter(self, request: GenerationRequest, content_hash: str) -> None:
         """Raises `InvalidRequest` where no shard has the adapter, and none that is away may come

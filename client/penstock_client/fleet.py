@@ -178,6 +178,7 @@ class Fleet:
         Raises:
             InvalidRequest: no ready shard knows the model, none has the adapter or may come back
                 with it, or a value does not fit the wire.
+            NotServed: no ready shard of the model knows a field of the request.
             PoisonousRequest: engines died of its like a short while ago.
             NoShardAvailable: those that serve the model have another tokenizer.
             ShardUnavailable: the fleet was closed.

@@ -91,7 +91,8 @@ class FleetStream(GenerationStream):
         self.back_off_s = FIRST_BACK_OFF_S
         self.last_error: PenstockError | None = None
         self.timer: asyncio.TimerHandle | None = None
-        # Since it last got something: how long it was on no shard; since when it is on none now.
+        # Since it last got something: how long it was on no shard, or on one that had no room for
+        # it; since when it is on none now.
         self.waited_s = 0.0
         self.waiting_since_s = 0.0
         limit_s = request.objective.deadline_s

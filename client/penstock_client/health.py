@@ -5,13 +5,13 @@ from __future__ import annotations
 import http.client
 import os
 import urllib.error
-import urllib.request
 from collections.abc import Sequence
 
 from penstock_client.arguments import (
     add_shard_tls,
     http_url,
     one_line,
+    open_directly,
     parser_for,
     seconds,
     shard_address,
@@ -67,7 +67,7 @@ def _target(text: str) -> str:
 def _router_problem(url: str, timeout_s: float) -> str:
     """Empty when healthy."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s):
+        with open_directly(url, timeout_s):
             return ""
     except urllib.error.HTTPError as error:
         with error:

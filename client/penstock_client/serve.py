@@ -1,6 +1,7 @@
 """`penstock serve`: a router and its shards as child processes on this machine.
 
-Restarts one that dies, ends all on Ctrl-C. Knows command lines and processes, nothing else.
+Restarts one that dies, ends all on Ctrl-C; where it is itself killed, they end with it on Linux.
+Knows command lines and processes, nothing else.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ import ssl
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_client.arguments import MAX_PORT, parser_for, port_number, positive_int, seconds
+from penstock_client.arguments import (
+    MAX_PORT,
+    open_directly,
+    parser_for,
+    port_number,
+    positive_int,
+    seconds,
+)
 from penstock_client.gpus import visible_gpus
 from penstock_client.listening import listen
 from penstock_client.membership import authority
+from penstock_client.with_parent import with_parent
 from penstock_proto.flags import usable_key
 
 _POLL_S = 0.2
@@ -39,8 +47,11 @@ _STEADY_S = 30.0
 _MAX_DEATHS = 5
 # What our processes exit with when they were told something impossible, and we then too.
 _USAGE_STATUS = 2
+# Of a router that would run; after --help it ends with 0.
+_WOULD_RUN_STATUS = 3
 _READ_ROUTER_FLAGS = (
-    "import sys; from penstock_router.command_line import parse_config; parse_config(sys.argv[1:])"
+    "import sys; from penstock_router.command_line import parse_config; "
+    f"parse_config(sys.argv[1:]); sys.exit({_WOULD_RUN_STATUS})"
 )
 # Where a router that listens everywhere is reached.
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -77,16 +88,18 @@ def main(arguments: Sequence[str]) -> int:
                      f"and with --shards {args.shards} the last has {last_port}")  # fmt: skip
     if too_few := _too_few_gpus(args.shards, args.tensor_parallel_size):
         parser.error(f"argument --tensor-parallel-size: {too_few}")
+    children = _children(args, [*model_flags, *shard_flags], router_flags)
+    router = children[-1]
+    status = _read_flags(router)
+    if status != _WOULD_RUN_STATUS:
+        if status == _USAGE_STATUS:
+            print(f"penstock serve: {_last_words(router, status)}", file=sys.stderr)
+        return status
     taken = _first_taken(args.host, args.port, "--port") or _first_taken(
         "127.0.0.1", args.shard_port, "--shard-port", count=args.shards
     )
     if taken:
         print(f"penstock serve: {taken}", file=sys.stderr)
-        return _USAGE_STATUS
-    children = _children(args, [*model_flags, *shard_flags], router_flags)
-    router = children[-1]
-    if _refuses_its_flags(router):
-        print(f"penstock serve: {_last_words(router, _USAGE_STATUS)}", file=sys.stderr)
         return _USAGE_STATUS
     scheme = "https" if args.tls_cert_file else "http"
     here = authority(_HERE.get(args.host, args.host), args.port)
@@ -243,8 +256,10 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
     return ""
 
 
-def _refuses_its_flags(router: _Child) -> bool:
-    """Whether the router does, and has said why: looked at before shards begin to load."""
+def _read_flags(router: _Child) -> int:
+    """What the router ends with once it has read them, and has said what there is to say: looked
+    at before shards begin to load.
+    """
     python, _, _, *flags = router.command
     read = subprocess.run(
         [python, "-c", _READ_ROUTER_FLAGS, *flags],
@@ -252,7 +267,7 @@ def _refuses_its_flags(router: _Child) -> bool:
         env={**os.environ, **router.environment},
         check=False,
     )
-    return read.returncode == _USAGE_STATUS
+    return read.returncode
 
 
 def _python(module: str, *arguments: str) -> list[str]:
@@ -297,7 +312,7 @@ async def _keep(child: _Child) -> int:
     while True:
         # Its own session: Ctrl-C reaches us alone, and we end children in the right order.
         child.process = await asyncio.create_subprocess_exec(
-            *child.command,
+            *with_parent(child.command),
             start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, **child.environment},
@@ -321,8 +336,8 @@ def _last_words(child: _Child, status: int) -> str:
     if status != _USAGE_STATUS:
         return f"the {child.name} died {child.deaths} times in a row, at last with status {status}"
     return (
-        f"the {child.name} cannot run as it was told, and has said why; what stands before -- "
-        "is for shards, what stands after it for the router"
+        f"the {child.name} could not start, for the reason above; flags before -- are for "
+        "shards, those after it for the router"
     )
 
 
@@ -366,7 +381,7 @@ def _answers(url: str) -> bool:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(url, timeout=1.0, context=context):
+        with open_directly(url, 1.0, context):
             return True
     except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 import uuid
 from collections import deque
@@ -19,7 +20,13 @@ from typing import Any, Self
 import grpc
 
 from penstock_client import _wire
-from penstock_client.errors import InvalidRequest, PenstockError, ShardFailed, ShardUnavailable
+from penstock_client.errors import (
+    InvalidRequest,
+    NotServed,
+    PenstockError,
+    ShardUnavailable,
+    Unauthenticated,
+)
 from penstock_client.stream import GenerationStream
 from penstock_client.tokenizer_files import FileAssembler
 from penstock_client.types import (
@@ -35,8 +42,6 @@ from penstock_client.types import (
 from penstock_proto.tls import Tls
 from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
 
-# Ids are unique over processes: a shard serves many clients at once.
-_PROCESS_ID = uuid.uuid4().hex
 _counter = itertools.count()
 
 _UNARY_TIMEOUT_S = 10.0
@@ -56,9 +61,22 @@ _NUMBER_BYTES = 7
 _NUMBERS = 2**32
 
 
+class _Process:
+    """Ids are unique over processes, forked ones too: a shard serves many clients at once."""
+
+    id = uuid.uuid4().hex
+
+    @classmethod
+    def was_forked(cls) -> None:
+        cls.id = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_Process.was_forked)
+
+
 def new_request_id() -> str:
     """A request id that no other client mints."""
-    return f"{_PROCESS_ID}-{next(_counter)}"
+    return f"{_Process.id}-{next(_counter)}"
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
@@ -389,9 +407,10 @@ class _SharedCall:
                 await self._dispatch(response)
         except grpc.RpcError as rpc_error:
             error = _wire.call_error(rpc_error, self._address)
-            if isinstance(error, ShardFailed):
-                # What broke is the call (gRPC says INTERNAL where a connection is cut in a write):
-                # that says nothing of the requests on it.
+            if not isinstance(error, Unauthenticated | NotServed):
+                # What broke is the call: INTERNAL where a connection is cut in a write,
+                # RESOURCE_EXHAUSTED where a peer calls itself flooded. That says nothing of the
+                # requests on it.
                 error = ShardUnavailable(str(error))
         finally:
             self.end(error)

@@ -221,6 +221,11 @@ class ShardWatch:
                 await self._follow()
             except (PenstockError, TimeoutError) as error:
                 self._lost(error)
+            except asyncio.CancelledError:
+                if self._task.cancelling():
+                    raise
+                # gRPC's own, where a channel was closed under a call.
+                self._lost(ShardUnavailable("the connection was closed"))
             # A shard that refuses at once is asked again a few times a second, not thousands.
             await asyncio.sleep(max(0.0, _RETRY_S - (time.monotonic() - started_s)))
 
@@ -273,7 +278,7 @@ class ShardWatch:
             shard.problem = "draining" if load.draining else "its engine is not serving"
         is_news = (shard.ready, shard.handing_over) != before
         if is_news:
-            logger.info("shard %s is %s", shard.address, shard.problem or "ready")
+            logger.info("shard %s: %s", shard.address, shard.problem or "ready")
         if is_news or self._has_new_adapters:
             self._has_new_adapters = False
             self._changed(shard)

@@ -14,6 +14,7 @@ import resource
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Runner(web.AppRunner):
     def __init__(
         self, app: web.Application, *, max_connections: int, header_timeout_s: float, **more: Any
     ) -> None:
+        app.middlewares.insert(0, _tell_connection)
         super().__init__(app, **more)
         self._max_connections = _allowed(max_connections)
         self._header_timeout_s = header_timeout_s
@@ -39,6 +41,21 @@ class Runner(web.AppRunner):
         if server is None:
             return None
         return cast(web.Server, Door(server, self._max_connections, self._header_timeout_s))
+
+
+@web.middleware
+async def _tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A request's headers are all there, and then its answer is."""
+    transport = request.transport
+    connection = None if transport is None else transport.get_protocol()
+    if not isinstance(connection, _Connection):
+        # It was closed before its request was looked at.
+        return await handler(request)
+    connection.request_begins()
+    try:
+        return await handler(request)
+    finally:
+        connection.request_ends()
 
 
 def _allowed(max_connections: int) -> int:
@@ -79,15 +96,20 @@ class Door:
 class _Connection(asyncio.Protocol):
     """Hands everything to aiohttp's protocol, and looks at the clock."""
 
-    __slots__ = ("_begun", "_door", "_http", "_loop", "_timer", "_transport", "_unfinished")
+    __slots__ = (
+        *("_begun", "_begun_before", "_door", "_http", "_is_answering", "_loop", "_timer"),
+        *("_transport", "_unfinished"),
+    )
 
     def __init__(self, door: Door, http: web.RequestHandler) -> None:
         self._door = door
         self._http = http
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        # Requests whose headers had come when the timer was set.
-        self._begun = 0
+        # Requests whose headers have come, and how many had when the timer was set.
+        self._begun = self._begun_before = 0
+        # The last of them has no answer yet.
+        self._is_answering = False
         # The number of the request of which a part has come.
         self._unfinished = 0
         # None: turned away.
@@ -109,27 +131,28 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             return
         self._http.data_received(data)
-        if self._awaits_request:
-            # These were not all of its headers.
-            self._unfinished = self._http._request_count + 1
+        if not self._is_answering:
+            # If these were all of its headers it begins in a moment.
+            self._unfinished = self._begun + 1
             if self._timer is None:
                 self._set_timer()
 
-    @property
-    def _awaits_request(self) -> bool:
-        # As aiohttp's own timer for idle connections sees it.
-        waiter = self._http._waiter
-        return waiter is not None and not waiter.done()
+    def request_begins(self) -> None:
+        self._begun += 1
+        self._is_answering = True
+
+    def request_ends(self) -> None:
+        self._is_answering = False
 
     def _set_timer(self) -> None:
-        self._begun = self._http._request_count
+        self._begun_before = self._begun
         self._timer = self._loop.call_later(self._door.header_timeout_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timer = None
-        if self._http._request_count == self._begun:
+        if self._begun == self._begun_before:
             self._http.force_close()
-        elif self._http._request_count < self._unfinished:
+        elif self._begun < self._unfinished:
             # Begun after the timer was set.
             self._set_timer()
 

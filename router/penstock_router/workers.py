@@ -83,7 +83,8 @@ def run(config: RouterConfig) -> int:
         listener = listen(config.host, config.port)
     except OSError as error:
         reason = error.strerror or str(error)
-        return _refuse(f"cannot listen on {authority(config.host, config.port)}: {reason}")
+        where = authority(config.host, config.port)
+        return _refuse(f"cannot listen on {where}: {reason}; choose another --port or --host")
     try:
         with store_file(
             config.response_store or None, max_bytes=config.response_store_bytes
@@ -180,7 +181,7 @@ async def serve(
             try:
                 models = app[ROUTER].models
                 if first is not None and not first.is_here:
-                    await _until_ready(models, first)
+                    await _until_ready(models, first, stop)
                 _rest_collector()
                 async with _listening(runner, listener, config):
                     on_serving()
@@ -275,10 +276,10 @@ def _stop_at_end_of(lifeline: Connection, stop: asyncio.Event) -> None:
     loop.add_reader(lifeline.fileno(), ended)
 
 
-async def _until_ready(models: Models, first: FirstWorker) -> None:
-    """Until a model can be served, here and at the first worker, or for a while."""
+async def _until_ready(models: Models, first: FirstWorker, stop: asyncio.Event) -> None:
+    """Until a model can be served, here and at the first worker, or for a while, or to the end."""
     until_s = time.monotonic() + _READY_S
-    while time.monotonic() < until_s:
+    while time.monotonic() < until_s and not stop.is_set():
         if models.not_ready_because is None and first.can_serve.is_set():
             return
         await asyncio.sleep(_READY_POLL_S)

@@ -36,7 +36,9 @@ async def test_clients_of_a_killed_engine_see_a_retryable_error_and_it_serves_ag
     tmp_path: Path,
 ) -> None:
     # Half of them run, and half wait for their turn.
-    service = Shard(tmp_path / "log", "--step-ms", "10", "--max-num-seqs", "4")
+    # That it dies is what they hear of, not that it is silent.
+    stalls = ("--stall-timeout-s", "90")
+    service = Shard(tmp_path / "log", "--step-ms", "10", "--max-num-seqs", "4", *stalls)
     with running(service):
         async with ShardClient(service.address) as client:
             before = (await client.info()).instance_id
@@ -44,18 +46,17 @@ async def test_clients_of_a_killed_engine_see_a_retryable_error_and_it_serves_ag
             tasks = [asyncio.create_task(_tokens(client, request)) for _ in range(8)]
             await asyncio.sleep(0.2)
             service.engine.kill()
-            killed_s = time.monotonic()
-            async with asyncio.timeout(5):
+            # Sooner than their twenty seconds of steps, twice.
+            async with asyncio.timeout(15):
                 errors = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - killed_s < 1.0
             assert [type(error) for error in errors] == [ShardUnavailable] * 8
             short = GenerationRequest([1], SamplingParams(seed=1), max_tokens=5)
-            while True:
-                with contextlib.suppress(ShardUnavailable):
-                    assert len(await _tokens(client, short)) == 5
-                    break
-                await asyncio.sleep(0.05)
-            assert time.monotonic() - killed_s < 10.0
+            async with asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(ShardUnavailable):
+                        assert len(await _tokens(client, short)) == 5
+                        break
+                    await asyncio.sleep(0.05)
             assert (await client.info()).instance_id != before
 
 
@@ -65,7 +66,7 @@ def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path) -> None:
         engine = service.engine
         service.process.kill()
         service.process.wait()
-        wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
+        wait_until(lambda: not is_alive(engine), timeout_s=30, what="the engine ended itself")
 
 
 def test_an_engine_whose_server_is_killed_in_the_middle_of_steps_ends_without_complaint(
@@ -85,7 +86,7 @@ def test_an_engine_whose_server_is_killed_in_the_middle_of_steps_ends_without_co
                 assert not any(stream.ended for stream in streams)
 
         asyncio.run(run_steps())
-        wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
+        wait_until(lambda: not is_alive(engine), timeout_s=30, what="the engine ended itself")
         assert "Traceback" not in service.log
 
 
@@ -104,7 +105,7 @@ def test_a_server_killed_while_its_engine_is_in_a_long_step_leaves_none_behind(
 
         asyncio.run(start_a_step())
         service.process.wait()
-        wait_until(lambda: not is_alive(engine), timeout_s=5, what="the engine ended itself")
+        wait_until(lambda: not is_alive(engine), timeout_s=30, what="the engine ended itself")
 
 
 def test_a_stopped_engine_is_killed_and_another_serves(tmp_path: Path) -> None:
@@ -113,12 +114,12 @@ def test_a_stopped_engine_is_killed_and_another_serves(tmp_path: Path) -> None:
         stopped = service.engine
         stopped.send_signal(signal.SIGSTOP)
         wait_until(
-            lambda: not is_alive(stopped), timeout_s=4, what="the engine that hung was killed"
+            lambda: not is_alive(stopped), timeout_s=8, what="the engine that hung was killed"
         )
-        service.wait_healthy(10)
+        service.wait_healthy()
         assert service.engine.pid != stopped.pid
         with SyncShardClient(service.address) as client:
-            assert list(client.generate(GenerationRequest([1], max_tokens=1), timeout_s=5))
+            assert list(client.generate(GenerationRequest([1], max_tokens=1), timeout_s=30))
 
 
 def test_a_long_step_is_not_a_stall(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ async def test_a_fleet_sends_new_requests_to_the_shard_that_is_left(tmp_path: Pa
     with running(first, second):
         addresses = [first.address, second.address]
         async with Fleet(addresses, patience=Patience(wait_s=1.0)) as fleet:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not all(shard.ready for shard in fleet.shards):
                     await asyncio.sleep(0.02)
             first.process.kill()
@@ -160,15 +161,15 @@ async def test_a_fleet_finds_a_shard_that_comes_back(tmp_path: Path) -> None:
     port = int(service.address.rpartition(":")[2])
     with running(service):
         async with Fleet([service.address]) as fleet:
-            await fleet.wait_ready(10)
+            await fleet.wait_ready(30)
             service.process.kill()
             service.process.wait()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while fleet.shards[0].ready:
                     await asyncio.sleep(0.02)
             again = Shard(tmp_path / "again", port=port)
             with running(again):
-                await fleet.wait_ready(10)
+                await fleet.wait_ready(30)
                 request = GenerationRequest([1], SamplingParams(seed=1), max_tokens=3)
                 assert len(await _tokens(fleet, request)) == 3
 

@@ -35,6 +35,7 @@ from penstock_client import (
     ShardLimits,
     ShardState,
     ShardUnavailable,
+    ThinkingBudget,
 )
 from penstock_client.continuation import Continuations
 from penstock_client.fleet_stream import FleetStream
@@ -264,6 +265,25 @@ async def test_what_one_shard_refuses_another_may_take_and_if_none_does_that_is_
     stream.fail(error)
     with pytest.raises(type(error)):
         await anext(stream)
+
+
+async def test_a_shard_that_would_not_see_what_a_request_asks_for_does_not_get_it(
+    make: Make,
+) -> None:
+    """Of an older revision: what it does not know it drops in silence."""
+    world = make("old")
+    budget = ThinkingBudget(5, begin_token_id=1, end_token_id=2)
+    with pytest.raises(NotServed, match="thinking_budget") as refused:
+        world.start(thinking_budget=budget)
+    assert refused.value.field == "thinking_budget"
+    world.add("new", capabilities=frozenset({"thinking_budget"}))
+    stream = world.start(thinking_budget=budget)
+    assert world.where(stream) == "new"
+    stream.feed(Output([10], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert not world.at("old").sent
+    assert not stream.ended
 
 
 async def test_a_request_with_tokens_waits_for_a_shard_that_is_full(make: Make) -> None:
@@ -677,11 +697,31 @@ async def test_time_on_a_shard_is_no_waiting(make: Make) -> None:
     stream = world.start()
     for _ in range(3):
         stream.fail(ShardUnavailable("gone"))
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             while stream.shard is None:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
     assert world.ended == []
+
+
+async def test_time_on_a_shard_that_had_no_room_after_all_is_waiting(make: Make) -> None:
+    """One that runs out of memory with it, say: others must not lose steps for it for ever."""
+    world = make("a", wait_s=0.3)
+    stream = world.start()
+    stream.feed(Output([10], 0))
+    for _ in range(2):
+        async with asyncio.timeout(5):
+            while stream.shard is None and not stream.ended:
+                await asyncio.sleep(0.01)
+        if not stream.ended:
+            await asyncio.sleep(0.4)
+            stream.fail(Overloaded("too little memory"))
+            await settled()
+    async with asyncio.timeout(5):
+        assert (await anext(stream)).token_ids == [10]
+        with pytest.raises(NoShardAvailable, match="too little memory"):
+            await anext(stream)
+    assert stream.attempt <= 1
 
 
 async def test_closing_ends_what_waits_and_nothing_goes_on(make: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from penstock_client import (
     ShardState,
     ShardUnavailable,
 )
+from penstock_client.shard_state import ShardWatch
 
 
 @pytest.mark.parametrize("addresses", [[], ["a:1", "a:1"]])
@@ -178,3 +180,25 @@ async def test_closing_a_fleet_waits_for_whoever_is_seen_off(
     assert closed == [True]
     with pytest.raises(ShardUnavailable, match="closed"):
         fleet.submit(GenerationRequest([1]))
+
+
+async def test_a_shard_whose_reports_are_cancelled_from_below_is_watched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As gRPC does when a channel is closed while a call goes on: nobody asked the watch to end."""
+    asked = asyncio.Semaphore(0)
+
+    async def reports() -> AsyncGenerator[LoadReport, None]:
+        asked.release()
+        if False:
+            yield LoadReport()
+        raise asyncio.CancelledError
+
+    shard = ShardState("127.0.0.1:1")
+    monkeypatch.setattr(shard.client, "watch_load", reports)
+    watch = ShardWatch(shard, 0.1, lambda *_: None, lambda *_: None)
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            await asked.acquire()
+    await watch.close()
+    assert "closed" in shard.problem

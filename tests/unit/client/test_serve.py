@@ -47,7 +47,19 @@ def test_nothing_is_started_where_the_router_refuses_its_flags(
     assert serve.main(["m", "--", "--max-num-seqs", "5"]) == 2
     reason, words = capfd.readouterr().err.splitlines()
     assert reason.startswith("penstock router: unrecognized arguments: --max-num-seqs")
-    assert words.startswith("penstock serve: the router cannot run as it was told")
+    assert words.startswith("penstock serve: the router could not start")
+
+
+def test_help_of_the_router_is_all_that_is_done(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Also where something else has the port.
+    monkeypatch.setattr(serve, "_first_taken", None)
+    monkeypatch.setattr(serve, "_serve", None)
+    assert serve.main(["m", "--", "--help"]) == 0
+    said = capfd.readouterr()
+    assert said.out.startswith("usage: penstock router")
+    assert said.err == ""
 
 
 @pytest.mark.parametrize(
@@ -129,5 +141,5 @@ async def test_a_child_that_refuses_its_flags_is_not_started_again_and_it_is_sai
     assert await asyncio.wait_for(serve._serve([child], "http://127.0.0.1:1"), 20) == 2
     line = capsys.readouterr().err
     assert child.deaths == 1
-    assert line.startswith("penstock serve: the shard 127.0.0.1:1 cannot run as it was told")
-    assert "what stands before -- is for shards, what stands after it for the router" in line
+    assert line.startswith("penstock serve: the shard 127.0.0.1:1 could not start")
+    assert "flags before -- are for shards, those after it for the router" in line

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -15,10 +17,13 @@ from penstock_client import (
     GenerationRequest,
     InvalidRequest,
     NoShardAvailable,
+    NotServed,
+    PenstockError,
     ShardClient,
     ShardFailed,
     ShardUnavailable,
     SyncShardClient,
+    Unauthenticated,
     _wire,
 )
 from penstock_client.shard_client import new_request_id
@@ -48,8 +53,9 @@ class _Scripted(ShardServicer):
                 yield pb.GenerateResponse(tokens=tokens)
             elif request.label == "end the call":
                 return
-            elif request.label == "break the call":
-                await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+            elif request.label.startswith("break the call: "):
+                status = grpc.StatusCode[request.label.rpartition(" ")[2]]
+                await context.abort(status, "what Core says")
             else:
                 output.token_ids[:] = [1]
                 output.finish.reason = pb.Finish.REASON_STOP
@@ -176,6 +182,39 @@ async def test_a_higher_attempt_takes_over_and_outlives_the_lower_ones_cancel(
         assert [output.token_ids async for output in second] == [[1]]
 
 
+def test_a_process_that_was_forked_mints_other_ids_than_its_parent() -> None:
+    """As servers do that load an application once and fork its workers."""
+    program = """
+import os
+from penstock_client.shard_client import new_request_id
+hears, tells = os.pipe()
+if os.fork() == 0:
+    os.write(tells, new_request_id().encode())
+    os._exit(0)
+os.wait()
+print(new_request_id(), os.read(hears, 1000).decode())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    mine, childs = run.stdout.split()
+    assert mine != childs
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy"])
+async def test_a_proxy_that_is_meant_for_the_internet_is_not_asked_for_a_shard(
+    scripted: tuple[_Scripted, str], variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shard needs one to download a model."""
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    async with ShardClient(scripted[1]) as client:
+        assert [o.token_ids async for o in client.submit(GenerationRequest([2]))] == [[1]]
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")
+    async with ShardClient(scripted[1]) as client:
+        with pytest.raises(ShardUnavailable, match=r"127\.0\.0\.1:9"):
+            await anext(client.submit(GenerationRequest([2])))
+
+
 async def test_use_after_close_is_an_error_of_ours(scripted: tuple[_Scripted, str]) -> None:
     _, address = scripted
     client = ShardClient(address)
@@ -229,12 +268,25 @@ async def test_a_request_that_no_message_holds_is_refused_and_those_beside_it_go
             client.submit(request)
 
 
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        ("INTERNAL", ShardUnavailable),
+        # Of a peer that calls itself flooded, a message that is too large, a proxy between.
+        ("RESOURCE_EXHAUSTED", ShardUnavailable),
+        ("INVALID_ARGUMENT", ShardUnavailable),
+        ("DEADLINE_EXCEEDED", ShardUnavailable),
+        # These hold for whatever is sent there.
+        ("UNAUTHENTICATED", Unauthenticated),
+        ("UNIMPLEMENTED", NotServed),
+    ],
+)
 async def test_a_call_that_breaks_says_nothing_of_the_requests_on_it(
-    scripted: tuple[_Scripted, str],
+    scripted: tuple[_Scripted, str], status: str, error: type[PenstockError]
 ) -> None:
     async with ShardClient(scripted[1]) as client:
         beside = client.submit(GenerationRequest([1], label="silent"))
-        broken = client.submit(GenerationRequest([1], label="break the call"))
+        broken = client.submit(GenerationRequest([1], label=f"break the call: {status}"))
         for stream in (beside, broken):
-            with pytest.raises(ShardUnavailable, match="Internal error"):
+            with pytest.raises(error, match="what Core says"):
                 await anext(stream)

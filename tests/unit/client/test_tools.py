@@ -374,6 +374,19 @@ async def test_serve_waits_for_an_ipv6_router_and_prints_its_url(ipv6, capsys) -
     assert f"penstock chat --url 'http://[::1]:{port}'" in out
 
 
+def test_a_router_is_probed_without_the_proxies_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers are given those for the internet, and no proxy knows a container's own ports."""
+    for variable in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    with _stub(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as port:
+        url = f"http://127.0.0.1:{port}"
+        assert _status(health.main, url) == 0
+        assert serve._answers(url + "/ready")
+    assert capsys.readouterr().out == f"{url}: healthy\n"
+
+
 def test_serve_waits_on_while_something_else_answers() -> None:
     with _stub(_GRPC) as port:
         assert not serve._answers(f"http://127.0.0.1:{port}/ready")
@@ -398,8 +411,8 @@ def test_a_closed_terminal_ends_serve_and_its_children() -> None:
         (child,) = psutil.Process(process.pid).children()
         try:
             process.send_signal(signal.SIGHUP)
-            assert process.wait(10) == 0
-            wait_until(lambda: not is_alive(child), timeout_s=2, what="the child is gone")
+            assert process.wait(30) == 0
+            wait_until(lambda: not is_alive(child), timeout_s=30, what="the child is gone")
         finally:
             process.kill()
             with contextlib.suppress(psutil.NoSuchProcess):

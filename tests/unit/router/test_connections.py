@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import uvloop
 from aiohttp import web
+from support.certificates import Authority
 
 from penstock_router.connections import Runner, _allowed
 
@@ -32,7 +36,9 @@ async def _read(request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def _served(*, max_connections: int = 100, timeout_s: float = 0.15) -> AsyncIterator[int]:
+async def _served(
+    *, max_connections: int = 100, timeout_s: float = 0.15, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
     """The port of a server with such bounds."""
     app = web.Application()
     app.add_routes([web.get("/quick", _quick), web.get("/slow", _slow), web.post("/read", _read)])
@@ -42,7 +48,7 @@ async def _served(*, max_connections: int = 100, timeout_s: float = 0.15) -> Asy
     await runner.setup()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    await web.SockSite(runner, listener).start()
+    await web.SockSite(runner, listener, ssl_context=tls).start()
     try:
         yield listener.getsockname()[1]
     finally:
@@ -50,8 +56,8 @@ async def _served(*, max_connections: int = 100, timeout_s: float = 0.15) -> Asy
 
 
 @asynccontextmanager
-async def _connected(port: int) -> AsyncIterator[Client]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def _connected(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
     try:
         yield reader, writer
     finally:
@@ -124,6 +130,28 @@ async def test_neither_a_slow_answer_nor_a_slow_body_counts() -> None:
                 client[1].write(b"x")
             assert (await _answer(client, b"x")).endswith(b"4")
             assert (await _answer(client)).endswith(b"done")
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_it_is_the_same_on_the_loop_that_serves(with_tls: bool, tmp_path: Path) -> None:
+    here = there = None
+    if with_tls:
+        authority = Authority(tmp_path, "own")
+        pair = authority.issue("127.0.0.1")
+        here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        here.load_cert_chain(pair.cert, pair.key)
+        there = ssl.create_default_context(cafile=str(authority.file))
+
+    async def ask_and_leave_off() -> None:
+        async with _served(tls=here) as port, _connected(port, there) as client:
+            slow = REQUEST.replace(b"quick", b"slow")
+            assert (await _answer(client, slow)).endswith(b"slow")
+            assert not await _is_closed(client, within_s=0.3)
+            client[1].write(REQUEST[:10])
+            assert await _is_closed(client)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(ask_and_leave_off())
 
 
 async def test_requests_that_come_one_behind_the_other_are_all_answered() -> None:

@@ -1,0 +1,34 @@
+"""Becomes another command, which is told to end when the process that started it is gone.
+
+However that one ended: the kernel tells, and only Linux's can. Knows nothing of the command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+# Of linux/prctl.h. It outlives the change to another command.
+_PR_SET_PDEATHSIG = 1
+
+
+def with_parent(command: Sequence[str]) -> list[str]:
+    """A command line for a child of this process; without Linux the command as it is."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-m", __name__, str(os.getpid()), *command]
+
+
+def main(parent_pid: int, command: list[str]) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        print(f"penstock serve: prctl: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+    # It may have gone before we asked to be told.
+    if os.getppid() == parent_pid:
+        os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
