@@ -14,7 +14,7 @@ processor in a few minutes: its figures mean nothing, and its goals are not met.
 parts
   machine      bytes a second of a copy, and flops of a product: what the rest is held against
   8b           a decode step's time beside bytes / (0.9 x the copy's rate), batch 1, 32 and 256,
-               context 512; prompts a second beside the product's rate
+               context 512; prompts a second beside the product's rate; the kernels that take most
   attention    keys and values read a second by decode attention
   8b-exact     equal bits whatever the batch and the chunks, and what that costs
   requests     ShareGPT-like requests over HTTP, completions and chats
@@ -123,19 +123,26 @@ def _attention(size: Size, device: str, folder: Path) -> Iterator[Row]:
 
 
 def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Part:
-    """Decode steps, then equal bits of a variant that promises them, then prompts."""
+    """Decode steps, then equal bits of a variant that promises them, then prompts; and what they
+    were spent on.
+    """
 
     def part(size: Size, device: str, folder: Path) -> Iterator[Row]:
-        from benchmarks.gpu_bench import steps
+        from benchmarks.gpu_bench import kernels, steps
 
         longest = max(_LEAST_LEN, *(length + 8 for length in size.prompts))
         variant = _variant(shape, device, max_model_len=longest, **changes)
-        runner = steps.make_runner(variant, folder)
+        runner, loaded = steps.make_runner(variant, folder)
+        yield loaded
         yield from steps.decode(runner, variant, size.batches, size.context, size.steps)
         if variant.exact:
             yield steps.exact_bits(runner, variant, size.batches[-1])
         if prompts:
             yield from steps.prefill(runner, variant, size.prompts)
+        # The last, as it may slow down what follows.
+        yield from kernels.decode_kernels(runner, variant, size.batches, size.context)
+        if prompts:
+            yield kernels.prompt_kernels(runner, variant, size.prompts[0])
 
     return part
 
@@ -153,7 +160,8 @@ def _served(shape: str, streams: str, context_share: int, **changes: Any) -> Par
             rows.extend(serving.steps_over_grpc(variant, counts, context, size.seconds, folder))
         finally:
             # Of what was read before a failure too.
-            runner = steps.make_runner(variant, folder)
+            runner, loaded = steps.make_runner(variant, folder)
+            yield loaded
             for row in rows:
                 device_s, launch_s = steps.device_and_launch_s(
                     runner, row["batch"], row["context"], size.steps
@@ -179,9 +187,10 @@ def _transformers(size: Size, device: str, folder: Path) -> Iterator[Row]:
     yield serving.transformers_requests(variant, max(2, size.requests // 4), folder)
 
 
-# Name, seconds it may take, and what it does. What is compiled at first takes its time too.
+# Name, seconds it may take, and what it does. What is compiled at first takes its time too, and the
+# first part waits for libraries of gigabytes to come from the disk.
 PARTS: dict[str, tuple[float, Part]] = {
-    "machine": (60, _machine),
+    "machine": (120, _machine),
     "8b": (150, _decode("llama-3.1-8b", prompts=True)),
     "attention": (90, _attention),
     "8b-exact": (150, _decode("llama-3.1-8b", exact=True)),
@@ -337,7 +346,7 @@ def _read_rows(folder: Path) -> list[Row]:
 
 
 def _brief(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:60]
 
 
 def _write(args: argparse.Namespace, rows: Sequence[Row]) -> None:

@@ -22,6 +22,9 @@ _STATED_FLOORS = {
     ("llama-3.1-8b", 256, 512): 8.6,
 }
 _MOST_OVER_FLOOR = 1.3
+_KERNELS_SHOWN = 5
+# What a shard says while it loads, whatever comes of it.
+_PROGRESS = ("loading ", "checking ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,24 @@ def _served(row: Row) -> Iterator[Line]:
                ratio <= 1.02)  # fmt: skip
 
 
+def _loaded(row: Row) -> Iterator[Line]:
+    """With what decides how fast it can be."""
+    said = [line for line in row["said"] if not line.startswith(_PROGRESS)]
+    yield Line(f"{row['model']}: loaded", f"{row['seconds']:.0f} s; {'; '.join(said)}", "", None)
+
+
+def _kernels(row: Row) -> Iterator[Line]:
+    """Those that take most; the file has more of them."""
+    found = row["kernels"][:_KERNELS_SHOWN]
+    figure = ", ".join(f"{_short(one['name'])} {one['us']:,.0f} us" for one in found)
+    yield Line(f"{row['model']}: kernels, {row['step']}", figure or "none were seen", "", None)
+
+
+def _short(name: str) -> str:
+    """What tells a kernel from others, of a name that may be a declaration in C++."""
+    return name.partition("<")[0].partition("(")[0].split(" ")[-1].split("::")[-1][:32]
+
+
 _LINES: dict[str, Callable[[Row], Iterator[Line]]] = {
     "machine": _machine,
     "prefill": _prefill,
@@ -113,6 +134,8 @@ _LINES: dict[str, Callable[[Row], Iterator[Line]]] = {
     "requests": _requests,
     "transformers": _transformers,
     "exact": _exact,
+    "kernels": _kernels,
+    "loaded": _loaded,
 }
 
 

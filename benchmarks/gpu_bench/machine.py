@@ -79,7 +79,9 @@ def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], o
 def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written by a large copy, a second."""
     count = 2**30 if device.type == "cuda" else 2**26
-    source = torch.randint(-128, 128, (count,), dtype=torch.int8, device=device)
+    source = torch.randint(
+        -128, 128, (count,), dtype=torch.int8, device=device, generator=_generator(device)
+    )
     target = torch.empty_like(source)
     return 2 * count / seconds_of(lambda: target.copy_(source), device)
 
@@ -89,10 +91,18 @@ def matmul_flops_per_s(device: torch.device) -> float:
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 512
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    left = torch.randn(size, size, device=device).to(dtype)
-    right = torch.randn(size, size, device=device).to(dtype)
+    generator = _generator(device)
+    left = torch.randn(size, size, device=device, generator=generator).to(dtype)
+    right = torch.randn(size, size, device=device, generator=generator).to(dtype)
     product = torch.empty_like(left)
     return 2 * size**3 / seconds_of(lambda: torch.mm(left, right, out=product), device)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """One of its own: after a graph that could not be recorded torch's default one gives no numbers
+    any more.
+    """
+    return torch.Generator(device).manual_seed(0)
 
 
 def facts(device: torch.device) -> dict[str, Any]:

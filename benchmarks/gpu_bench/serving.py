@@ -206,7 +206,9 @@ def transformers_requests(variant: Variant, requests: int, directory: Path) -> d
     batching = ContinuousBatchingConfig(
         block_size=_PAGE,
         num_blocks=sum(math.ceil((len(p) + output_tokens) / _PAGE) + 1 for p in prompts),
-        max_batch_tokens=8192 if on_gpu else 512,
+        # As a shard has by default. Its mask has a row for each of them and a column for each token
+        # of the cache: rows beyond this would take more than 32 bits to count through.
+        max_batch_tokens=2048 if on_gpu else 512,
         max_requests_per_batch=min(requests, _MOST_AT_ONCE),
     )
 

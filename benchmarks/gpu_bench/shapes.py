@@ -23,6 +23,12 @@ _LLAMA3_ROPE = {
 }
 
 
+# Of a weight, by what weights are rounded to; and of the head's, which is not rounded any further
+# where they have fewer bits than activations.
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.53}
+_HEAD_BYTES = {**_BYTES, "fp8": 2, "int4": 2}
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A decoder of the Llama family; `values` are those of its config.json."""
@@ -56,6 +62,11 @@ class Shape:
         if experts := self._experts:
             share = 1.0 - (1.0 - self._int("num_experts_per_tok") / experts) ** num_tokens
         return self._head + self.num_layers * (self._attention + self._feed_forward * share)
+
+    def weight_bytes(self, num_tokens: int, dtype: str) -> float:
+        """Bytes of these weights, as a shard with weights of this dtype has them."""
+        body = self.weights_read(num_tokens) - self._head
+        return body * _BYTES[dtype] + self._head * _HEAD_BYTES[dtype]
 
     @property
     def weights_per_token(self) -> int:
@@ -168,7 +179,7 @@ _TINY = {
     "num_key_value_heads": 2,
     "intermediate_size": 128,
     "vocab_size": 512,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }

@@ -32,15 +32,23 @@ from penstock_shard.runner.model_runner import ModelRunner
 _GREEDY = SamplingParams(temperature=0.0)
 # Of bytes per second of a copy, what reading weights is expected to reach.
 _READ_SHARE = 0.9
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.53}
 # Steps before those that are timed.
 _WARM_UP = 10
 
 
-def make_runner(variant: Variant, directory: Path) -> ModelRunner:
-    """With random weights; progress goes to standard output."""
+def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[str, Any]]:
+    """With random weights, and a row of what it said as it was loaded: which kernels it has, and
+    whether it records graphs. All of that goes to standard output too.
+    """
     from penstock_shard.runner.create import create_runner
 
+    said: list[str] = []
+
+    def progress(line: str) -> None:
+        said.append(line)
+        print(f"  {line}", flush=True)
+
+    begun_s = time.perf_counter()
     model = SHAPES[variant.shape].write(directory / variant.shape)
     config = ShardConfig(
         load_format="dummy",
@@ -51,7 +59,9 @@ def make_runner(variant: Variant, directory: Path) -> ModelRunner:
         max_model_len=variant.max_model_len,
         max_num_batched_tokens=8192 if variant.device == "cuda" else 512,
     )
-    return create_runner(config, model, progress=lambda line: print(f"  {line}", flush=True))
+    runner = create_runner(config, model, progress=progress)
+    seconds = time.perf_counter() - begun_s
+    return runner, {"what": "loaded", "model": variant.label, "seconds": seconds, "said": said}
 
 
 class Sequences:
@@ -135,7 +145,7 @@ def decode(
 def floor_bytes(shape: Shape, runner: ModelRunner, count: int, context: int) -> float:
     """What a step must read: weights once, and the keys and values of every sequence."""
     kv_bytes = {"float8_e4m3fn": 1, "float32": 4}.get(runner.info.kv_dtype, 2)
-    weights = shape.weights_read(count) * _BYTES[runner.info.dtype]
+    weights = shape.weight_bytes(count, runner.info.dtype)
     return weights + shape.kv_elements(count * context) * kv_bytes
 
 
@@ -187,8 +197,8 @@ def prefill(
     peak = matmul_flops_per_s(device_of(variant.device))
     shape = SHAPES[variant.shape]
     for length in lengths:
-        _prefill_s(runner, length)
-        seconds = statistics.median(_prefill_s(runner, length) for _ in range(5))
+        compute_prompt(runner, length)
+        seconds = statistics.median(compute_prompt(runner, length) for _ in range(5))
         flops = 2.0 * shape.weights_per_token * length + shape.attention_flops(length)
         yield {
             "what": "prefill",
@@ -200,7 +210,8 @@ def prefill(
         }
 
 
-def _prefill_s(runner: ModelRunner, length: int) -> float:
+def compute_prompt(runner: ModelRunner, length: int) -> float:
+    """As one step; seconds until its token is there."""
     sequences = Sequences(runner, 1, length, 1)
     (request,) = sequences.requests
     before_s = time.perf_counter()

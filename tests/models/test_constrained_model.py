@@ -145,7 +145,7 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
     digits without end), which no schema forbids: then it is only looked at what ends.
     """
     rng = seeded("random schemas and a real model")
-    count, ended = budget(50, 1000), {1.0: 0, 100.0: 0}
+    count, max_tokens, ended = budget(50, 1000), budget(500, 1900), {1.0: 0, 100.0: 0}
     for start in range(0, count, _BATCH):
         for temperature in ended:
             schemas = [random_schema(rng) for _ in range(_BATCH)]
@@ -156,17 +156,17 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
                         Constraint("json_schema", json.dumps(schema)),
                         seed=start + index,
                         temperature=temperature,
-                        max_tokens=1900,
+                        max_tokens=max_tokens,
                     )
                     for index, schema in enumerate(schemas)
                 )
             )
             for schema, outputs in zip(schemas, said.values(), strict=True):
                 ended[temperature] += _ends_well(schema, outputs)
-    print(f"of {count} each, by temperature, ended within 1900 tokens: {ended}")
-    # Of few schemas some more may be among those that do not end.
-    assert 100 * ended[100.0] >= budget(85, 95) * count
-    assert ended[1.0] >= 0.5 * count
+    print(f"of {count} each, by temperature, ended within {max_tokens} tokens: {ended}")
+    # Within 500 tokens 177 of 200 ended, and 147. Of few schemas some more may be among the others.
+    assert 100 * ended[100.0] >= budget(70, 95) * count
+    assert 100 * ended[1.0] >= budget(40, 50) * count
 
 
 def _ends_well(schema: dict[str, Any], outputs: list[Output]) -> bool:

@@ -45,6 +45,8 @@ PROMPTS = [[*range(5, 75)], [*range(200, 207)], [*range(90, 130)], [7]]
 
 pytestmark = [
     pytest.mark.gpu,
+    # What a library only says on a device is not what these are about.
+    pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 

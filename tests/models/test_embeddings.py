@@ -1,4 +1,4 @@
-"""Embeddings are what transformers gives, however prompts are cut, batched, put down or found."""
+"""Embeddings are what transformers gives, however prompts are cut, batched, preempted or found."""
 
 from __future__ import annotations
 

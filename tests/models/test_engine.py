@@ -32,7 +32,7 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     ]
     expected = reference(directory, prompts)
 
-    # Room for the longest sequence and little more, so that requests are put down.
+    # Room for the longest sequence and little more, so that requests are preempted.
     loaded = load(directory, kv_blocks=16, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
     runner = ModelRunner(loaded.model, info)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock_shard import rank_main
 from penstock_shard.config import ShardConfig
+from penstock_shard.models import checkpoint as checkpoint_module
 from penstock_shard.models import decoder_weights, weights_hash
 from penstock_shard.models.attention.cpu import CpuBackend
 from penstock_shard.models.base import Forwarded
@@ -184,6 +185,16 @@ def test_a_mapped_tensor_is_read_again_after_its_pages_were_given_back(
         copy = tensor.clone()
     assert torch.equal(tensor, copy)
     assert checkpoint.main_dtype() is torch.float32
+
+
+def test_addresses_of_a_device_are_not_taken_for_those_of_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never() -> None:
+        raise AssertionError("files are looked for")
+
+    monkeypatch.setattr(checkpoint_module, "_mapped_files", never)
+    checkpoint_module.give_back_pages([torch.empty(4, device="meta")])
 
 
 @pytest.mark.parametrize(

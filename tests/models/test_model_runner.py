@@ -251,7 +251,7 @@ def test_prompt_logprobs_are_split_into_passes() -> None:
     assert len(split_plan(plan, 100)) == 1
 
 
-def test_a_request_that_was_put_down_has_its_new_blocks_wherever_it_goes_on() -> None:
+def test_a_request_that_was_preempted_has_its_new_blocks_wherever_it_goes_on() -> None:
     """Even at the token it had come to, where a prefix was found whole."""
     builder = BatchBuilder(16, torch.device("cpu"))
     request = make_request(list(range(33)))

@@ -25,7 +25,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock_shard.models.attention import triton as backend_module
-from penstock_shard.models.attention.triton import TritonBackend, _rows_tiling, _split_tiling
+from penstock_shard.models.attention.triton import (
+    TritonBackend,
+    _rows_tiling,
+    _split_for,
+    _split_tiling,
+)
 from penstock_shard.models.kernels import triton_attention, triton_layers, triton_matmul
 from penstock_shard.models.kernels.triton_attention import MOST_SPLITS, SPLIT
 
@@ -121,6 +126,30 @@ def test_splits_grow_where_there_would_be_too_many(window: int | None) -> None:
     for index in (0, 1):
         (alone,) = sequences.attend(backend, [(0, end - 1 + index, 1)])
         assert torch.equal(alone[0], got[index])
+
+
+def test_larger_splits_change_nothing_but_the_last_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = Sequences(LayerSpec(0, 2, 1, 16, 16, 0.25), [1100, 700, 3], torch.float32)
+    rows = [(0, 1099, 1), (1, 699, 1), (2, 2, 1)]
+    wanted = sequences.attend(SdpaBackend(), rows)
+    for size in (SPLIT, 2 * SPLIT, 4 * SPLIT, 8 * SPLIT):
+        monkeypatch.setattr(backend_module, "_split_for", lambda *_, size=size: size)
+        found = sequences.attend(TritonBackend(), rows)
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_splits_are_as_large_as_keeps_programs_without_keys_few() -> None:
+    # Of 8 KV heads: one row, 32 in a wide table, 256 in a narrow one, and few in a very wide one.
+    shapes = [(1, 8192), (32, 8192), (256, 1024), (8, 131072)]
+    sizes = [_split_for(rows * 8, keys) for rows, keys in shapes]
+    assert sizes == [256, 1024, 1024, 2048]
+
+
+def test_exact_attention_has_splits_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(backend_module, "_split_for")
+    sequences = Sequences(LayerSpec(0, 2, 1, 16, 16, 0.25), [40], torch.float32)
+    sequences.attend(TritonBackend(exact=True), [(0, 39, 1)])
 
 
 def test_where_programs_have_less_memory_tiles_are_smaller_and_right(

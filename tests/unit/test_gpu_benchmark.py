@@ -53,6 +53,13 @@ def test_one_token_reads_only_the_experts_it_chooses() -> None:
     assert shape.weights_read(1) < shape.weights_read(2) < shape.weights_read(32)
 
 
+def test_where_weights_have_few_bits_the_head_has_as_many_as_activations() -> None:
+    shape = SHAPES["llama-70b"]
+    weights, head = shape.weights_read(1), 128256 * 8192
+    assert shape.weight_bytes(1, "bfloat16") == 2 * weights
+    assert shape.weight_bytes(1, "fp8") == weights + head
+
+
 def test_a_step_that_takes_longer_than_its_goal_is_not_met() -> None:
     rows = [_DECODE, {**_DECODE, "of_floor": 1.31}]
     assert [line.met for line in goals.lines(rows)] == [True, False]
@@ -100,6 +107,30 @@ def test_bits_that_differ_are_named() -> None:
         ("differs: in chunks", False),
         ("differs: at load", False),
     ]
+
+
+def test_kernels_that_take_most_of_a_step_are_named_without_what_is_in_all_names() -> None:
+    names = (
+        "split_kernel",
+        "void at::native::reduce_kernel<512, 1, ReduceOp>(ReduceOp)",
+        "nvjet_a",
+    )
+    kernels = [{"name": name, "us": 4000.2, "launches": 32.0} for name in names]
+    row = {"what": "kernels", "model": "m", "step": "prefill of 8", "kernels": kernels}
+    (line,) = goals.lines([row])
+    assert line.what == "m: kernels, prefill of 8"
+    assert line.figure == "split_kernel 4,000 us, reduce_kernel 4,000 us, nvjet_a 4,000 us"
+    assert line.met is None
+
+
+def test_what_a_shard_had_to_leave_out_stands_beside_its_figures() -> None:
+    said = [
+        "loading weights: 30 %",
+        "checking what the model computes",
+        "CUDA graphs: none, broken",
+    ]
+    (line,) = goals.lines([{"what": "loaded", "model": "m", "seconds": 12.3, "said": said}])
+    assert (line.what, line.figure) == ("m: loaded", "12 s; CUDA graphs: none, broken")
 
 
 def test_a_part_that_failed_has_a_line_of_the_table() -> None:

@@ -105,7 +105,9 @@ def give_back_pages(tensors: Sequence[Tensor]) -> None:
 
     Tensors in other memory are left alone, as all are on other systems than Linux.
     """
-    if sys.platform != "linux":
+    # Of a device's the addresses mean nothing here, and its driver maps files of its own.
+    tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    if sys.platform != "linux" or not tensors:
         return
     mapped = list(_mapped_files())
     for tensor in tensors:

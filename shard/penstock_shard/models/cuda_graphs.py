@@ -36,8 +36,9 @@ from penstock_shard.models.step_inputs import InputLayout, StepInputs
 # rows than the last bound, as those with drafts may have, are launched kernel by kernel: what a
 # graph would save is little beside what they compute.
 _STEPS = ((256, 8), (1024, 64))
-# The narrowest table of so many rows has this many tokens over all of them, or this many a row.
-_NARROW_TOKENS = 2**18
+# The narrowest table of so many rows has this many tokens over all of them, or this many a row. Our
+# own attention, where it is exact, launches a program for each 256 of them and each KV head.
+_NARROW_TOKENS = 2**16
 _NARROW_ROW_TOKENS = 1024
 # Each wider one is so much wider than the one before; only powers of two of rows, and the most
 # rows, have these. Only they have graphs with adapters too, which are as many again as they would

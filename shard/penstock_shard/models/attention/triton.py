@@ -31,6 +31,8 @@ from penstock_shard.models.kernels.triton_layers import write_cache
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Memory for the parts of results that wait to be put together.
 _SCRATCH_BYTES = 256 << 20
+# How many programs without keys take as long as it takes one program to walk a key.
+_KEYS_PER_PROGRAM = 3
 
 
 class TritonBackend(PairBackend):
@@ -70,8 +72,11 @@ class TritonBackend(PairBackend):
     ) -> Tensor:
         call = _Call(cache, query.contiguous(), batch, _Mask(scale, window, softcap, sinks))
         decodes, rows = batch.num_decodes, len(batch.query_lens)
-        call.by_splits(len(query) if self.exact else decodes)
-        if decodes < rows and not self.exact:
+        if self.exact:
+            call.by_splits(len(query), SPLIT)
+            return call.output
+        call.by_splits(decodes, call.split_for(decodes))
+        if decodes < rows:
             call.by_rows()
         return call.output
 
@@ -130,6 +135,20 @@ def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling
     return _Tiling(rows // group, keys, 8 if rows >= 128 else 4, 3 if padded <= 128 else 2)
 
 
+def _split_for(num_pairs: int, num_keys: int) -> int:
+    """Keys of the smallest splits for so many pairs of a query and a KV head, each over so many.
+
+    Programs are launched for all of them, and most find that their row ends before. Of those an
+    H200 is through with some 400 in a microsecond, three at once on each multiprocessor; one that
+    has keys walks some 130 of them in that time. Splits are so large that neither takes much longer
+    than the other: an estimate, never measured.
+    """
+    size = SPLIT
+    while size * size * _KEYS_PER_PROGRAM < num_pairs * num_keys:
+        size *= 2
+    return size
+
+
 class _Call:
     """One layer's attention of one step."""
 
@@ -159,14 +178,22 @@ class _Call:
         }
         self.output = query.new_empty(len(query), self._heads, self._dim_v)
 
-    def by_splits(self, num_tokens: int) -> None:
-        """The first tokens, as many at once as scratch has room for."""
+    def split_for(self, num_tokens: int) -> int:
+        """Keys of the smallest splits of so many decodes, where any number will do."""
+        num_keys = min(self._most_keys, self._mask.window or self._most_keys)
+        return _split_for(num_tokens * self._shape["KV_HEADS"], num_keys)
+
+    def by_splits(self, num_tokens: int, smallest: int) -> None:
+        """The first tokens, as many at once as scratch has room for. The smallest splits have so
+        many keys.
+        """
         tiling = _split_tiling(*self._tiled_by())
-        num_splits = self._num_splits(tiling.queries)
+        num_splits = self._num_splits(tiling.queries, smallest)
         token_bytes = self._heads * num_splits * (self._dim_v + 2) * 4
         at_once = max(1, _SCRATCH_BYTES // token_bytes)
         for low in range(0, num_tokens, at_once):
-            self._some_by_splits(tiling, num_splits, low, min(low + at_once, num_tokens))
+            high = min(low + at_once, num_tokens)
+            self._some_by_splits(tiling, (num_splits, smallest), low, high)
 
     def by_rows(self) -> None:
         """All rows after the decodes, each tile of queries by one program."""
@@ -186,9 +213,11 @@ class _Call:
             **self._launch(tiling),
         )
 
-    def _some_by_splits(self, tiling: _Tiling, num_splits: int, low: int, high: int) -> None:
-        """Tokens [low, high)."""
-        batch = self._batch
+    def _some_by_splits(
+        self, tiling: _Tiling, splits: tuple[int, int], low: int, high: int
+    ) -> None:
+        """Tokens [low, high); `splits` are how many one tile may see, and keys of the smallest."""
+        batch, num_splits = self._batch, splits[0]
         decodes, rows = batch.num_decodes, len(batch.query_lens)
         first, last = self._tile_of(low, tiling.queries), self._tile_of(high - 1, tiling.queries)
         shape = (high - low, self._heads, num_splits)
@@ -205,7 +234,7 @@ class _Call:
             first,
             low,
             high,
-            num_splits,
+            *splits,
             **self._launch(tiling),
         )
         combine_kernel[(high - low, self._heads)](
@@ -217,7 +246,7 @@ class _Call:
             decodes,
             rows,
             low,
-            num_splits,
+            *splits,
             SINKS=self._mask.sinks is not None,
             WINDOW=self._shape["WINDOW"],
             HEADS=self._heads,
@@ -254,13 +283,16 @@ class _Call:
             "num_stages": tiling.num_stages,
         }
 
-    def _num_splits(self, queries: int) -> int:
+    @property
+    def _most_keys(self) -> int:
+        """As many as a row of the block table has room for."""
+        return self._batch.block_table.shape[1] * self._batch.block_size
+
+    def _num_splits(self, queries: int, smallest: int) -> int:
         """The most splits that one tile of this step can see."""
-        most = min(
-            MOST_SPLITS, -(-self._batch.block_table.shape[1] * self._batch.block_size // SPLIT)
-        )
+        most = min(MOST_SPLITS, -(-self._most_keys // smallest))
         window = self._mask.window
-        return most if window is None else min(most, (window + queries - 2) // SPLIT + 2)
+        return most if window is None else min(most, (window + queries - 2) // smallest + 2)
 
     def _tile_of(self, token: int, queries: int) -> int:
         """The tile of `split_kernel` that a token is part of."""

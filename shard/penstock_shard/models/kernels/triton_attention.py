@@ -8,10 +8,10 @@ order. By rows (flash attention 2, Dao, 2023): a program takes many queries and 
 keys. The query heads that share a KV head lie beside each other in a tile, so that keys and values
 are read once for all of them.
 
-By splits, a query's bits depend on its own keys alone: where splits and tiles of keys begin follows
-from its position, tiles have one shape, and a key that a query does not see changes nothing of it,
-to the bit. The host needs no length, only the width of the block table, so a captured launch serves
-all lengths.
+By splits, a query's bits depend on its own keys alone, as long as the smallest splits of launches
+are equal: where splits and tiles of keys begin follows from its position, tiles have one shape, and
+a key that a query does not see changes nothing of it, to the bit. The host needs no length, only
+the width of the block table, so a captured launch serves all lengths.
 
 Knows shapes and memory. Knows nothing of layers, models or requests.
 """
@@ -24,16 +24,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Keys of a split. Twice as many from position 16,384 on, four times from 32,768, so that nobody has
-# more than 64 splits: memory for them stays small, and launches of long tables cheap.
+# Keys of a split at least; a launch says how many its smallest have, a power of two. Those of a
+# query that would have more than 64 are twice as large, four times and so on: memory for them stays
+# small, and launches of long tables cheap.
 SPLIT = 256
 MOST_SPLITS = 64
-_SMALLEST_SPLIT = tl.constexpr(SPLIT)
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+# Of one query, put together at once.
+_SPLITS_TOGETHER = tl.constexpr(8)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Of what changes from step to step no launch may be compiled anew, least of all to other bits.
 _VARYING = ("decodes", "rows")
-_VARYING_SPLITS = ("low", "num_splits")
+_VARYING_SPLITS = ("low", "num_splits", "smallest")
 _UNALIGNED = ("cu_queries_ptr", "seq_lens_ptr")
 
 
@@ -44,9 +46,9 @@ def _tanh(x):
 
 
 @triton.jit
-def _split_size(position):
+def _split_size(position, smallest):
     """Keys of each split of the query at this position."""
-    size = 0 * position + _SMALLEST_SPLIT
+    size = 0 * position + smallest
     while position >= size * _MOST_SPLITS:
         size *= 2
     return size
@@ -180,7 +182,7 @@ def _tile_rows(token, position, count, QUERIES: tl.constexpr, GROUP: tl.constexp
 def split_kernel(
     query_ptr, keys_ptr, values_ptr, table_ptr, cu_queries_ptr, seq_lens_ptr, part_weighted_ptr,
     part_highest_ptr, part_total_ptr, scale, softcap, table_stride, decodes, rows, first_tile, low,
-    high, num_splits, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    high, num_splits, smallest, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr
@@ -197,7 +199,7 @@ def split_kernel(
     )
     last = position + count - 1
     # Tiles never lie across a position where splits grow.
-    size = _split_size(position)
+    size = _split_size(position, smallest)
     first_key = _first_key(position, WINDOW)
     split = first_key // size + tl.program_id(1)
     if (count <= 0) | (split * size > last):
@@ -250,6 +252,7 @@ def combine_kernel(
     rows,
     low,
     num_splits,
+    smallest,
     SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
@@ -265,7 +268,7 @@ def combine_kernel(
     position = tl.load(seq_lens_ptr + row) - 1
     if token >= decodes:
         position -= tl.load(cu_queries_ptr + row + 1) - 1 - token
-    size = _split_size(position)
+    size = _split_size(position, smallest)
     first = _first_key(position, WINDOW) // size
     last = position // size
     base = ((token - low).to(tl.int64) * HEADS + head) * num_splits
@@ -285,12 +288,22 @@ def combine_kernel(
     dims = tl.arange(0, PADDED_V)
     total = tl.full([], 0.0, tl.float32)
     weighted = tl.zeros([PADDED_V], tl.float32)
-    for split in range(first, last + 1):
-        part = base + split % num_splits
-        share = tl.exp2(tl.load(part_highest_ptr + part) - highest)
-        values = tl.load(part_weighted_ptr + part * DIM_V + dims, mask=dims < DIM_V, other=0.0)
-        total = total + tl.load(part_total_ptr + part) * share
-        weighted = weighted + values * share
+    # Several at once, as a program that reads one after the other waits for memory each time. Where
+    # they begin follows from the position, so their sums have one order.
+    for start in range(first, last + 1, _SPLITS_TOGETHER):
+        splits = start + tl.arange(0, _SPLITS_TOGETHER)
+        exists = splits <= last
+        parts = base + splits % num_splits
+        peaks = tl.load(part_highest_ptr + parts, mask=exists, other=float("-inf"))
+        shares = tl.exp2(peaks - highest)
+        values = tl.load(
+            part_weighted_ptr + parts[:, None] * DIM_V + dims[None, :],
+            mask=exists[:, None] & (dims < DIM_V)[None, :],
+            other=0.0,
+        )
+        totals = tl.load(part_total_ptr + parts, mask=exists, other=0.0)
+        total = total + tl.sum(totals * shares, 0)
+        weighted = weighted + tl.sum(values * shares[:, None], 0)
     if SINKS:
         total = total + tl.exp2(sink - highest)
     place = token.to(tl.int64) * HEADS + head
