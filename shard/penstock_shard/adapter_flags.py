@@ -18,7 +18,7 @@ def add_adapter_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="serve an adapter of peft's, a directory or a hub id, under this name; repeat it",
+        help="serve a LoRA adapter under this name: a directory or hub id; may be repeated",
     )
     group.add_argument(
         "--enable-lora",

@@ -157,8 +157,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         type=_non_negative_float,
         default=10.0,
         metavar="S",
-        help="an engine without a sign of life for so long hangs, as does one whose step runs so "
-        "long and ten times as long as expected; it is started anew (default: %(default)s)",
+        help="restart an engine that gives no sign of life for so long, or whose step takes so "
+        "long and ten times as long as expected (default: %(default)s)",
     )
     group.add_argument(
         "--max-restarts",
@@ -171,8 +171,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "--drain",
         choices=("migrate", "finish"),
         default="migrate",
-        help="on SIGTERM, ask clients to take running requests to another shard at once, or let "
-        "them finish here; those that no other shard can go on with finish (default: %(default)s)",
+        help="on SIGTERM, move running requests to other shards at once, or let them finish here; "
+        "those that no other shard can continue finish (default: %(default)s)",
     )
     group.add_argument(
         "--drain-timeout-s",
@@ -206,7 +206,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--quantization",
         "--quantize",
         choices=("int8", "fp8", "int4"),
-        help="round weights at load: int8 with a step size for each output (cpu), fp8 with a scale "
+        help="round weights at load: int8 with a scale for each output (cpu), fp8 with a scale "
         "for each output, activations too (GPU), int4 in groups of 128 by torchao (GPU); default: "
         "as precise as stored, fp8 checkpoints in fp8 where the GPU has it",
     )
@@ -214,7 +214,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-dtype",
         default="auto",
         choices=("auto", "float32", "float16", "fp8"),
-        help="auto: as precise as activations, on cpu as weights; fp8 wants attention backend "
+        help="auto: as precise as activations, on cpu as weights; fp8 needs the attention backend "
         "triton or sdpa",
     )
     group.add_argument(
@@ -227,13 +227,13 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--attention-backend",
         choices=("auto", "cpu", "sdpa", "flash_attn", "torch_varlen", "triton"),
         default="auto",
-        help="cpu: our kernels, for products too; sdpa: plain torch (default: the best here that "
-        "serves the model)",
+        help="cpu: our C kernels; sdpa: plain torch (default: the best one here that supports the "
+        "model)",
     )
     group.add_argument(
         "--enforce-eager",
         action="store_true",
-        help="never record decodes in CUDA graphs",
+        help="do not use CUDA graphs",
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -248,9 +248,9 @@ def _add_exactness_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--exact",
         action="store_true",
-        help="a token's logits have the same bits alone, in any batch, and computed again, so that "
-        "requests go on elsewhere bit for bit; on a GPU this is slower, on a cpu it is so anyway; "
-        "refused where a check at load finds a difference",
+        help="batch invariance: a token's logits have the same bits in any batch, so that requests "
+        "continue on another shard bit for bit; slower on a GPU; on a cpu it is so anyway; "
+        "refused if a check at load finds a difference",
     )
 
 
@@ -278,22 +278,22 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
         "--max-prefill-tokens",
         type=_positive_int,
         metavar="N",
-        help="most prompt tokens in a step while other requests decode; of a longer prompt no more "
-        "than takes as long as the decodes (default: half of --max-num-batched-tokens)",
+        help="most prompt tokens in a step while other requests decode; chunks of a longer prompt "
+        "take no longer than the decodes (default: half of --max-num-batched-tokens)",
     )
     group.add_argument(
         "--aging-s",
         type=_positive_float,
         default=30.0,
         metavar="S",
-        help="who has waited this long for its next token goes before all others, whatever its "
+        help="a request that has waited so long for its next token goes first, whatever its "
         "priority (default: %(default)s)",
     )
     group.add_argument(
         "--enable-chunked-prefill",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="always on: long prompts are computed in chunks",
+        help="cannot be turned off: long prompts are computed in chunks",
     )
     group.add_argument(
         "--max-queued-requests",
@@ -314,7 +314,7 @@ def _add_scheduling_flags(group: argparse._ArgumentGroup) -> None:
         type=_positive_int,
         default=20,
         metavar="N",
-        help="most alternatives a request may ask for (default: %(default)s)",
+        help="most log-probabilities a request may ask for (default: %(default)s)",
     )
 
 
@@ -324,8 +324,8 @@ def _add_speculation_flags(group: argparse._ArgumentGroup) -> None:
         type=_draft_length,
         default=0,
         metavar="N",
-        help="draft up to N tokens of a sequence from its own and check them in one step; the same "
-        f"tokens come out, sooner where text repeats (default: 0, at most {_MOST_DRAFTS})",
+        help="n-gram speculative decoding: draft up to N tokens from the sequence itself; the "
+        f"output is the same, faster where text repeats (default: 0, at most {_MOST_DRAFTS})",
     )
 
 
@@ -334,7 +334,7 @@ def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="share KV blocks between equal prefixes",
+        help="reuse KV blocks of equal prefixes",
     )
     group.add_argument(
         "--block-size",

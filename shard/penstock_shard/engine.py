@@ -122,7 +122,7 @@ class Engine:
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
-            behind_tokens=self._scheduler.num_behind_tokens,
+            prefill_tokens_left=self._scheduler.num_prefill_tokens_left,
             running_tokens=self._scheduler.num_running_tokens,
             referenced_blocks=self._blocks.num_referenced,
             steps_total=self.steps_total,
@@ -181,8 +181,8 @@ class Engine:
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
     def _give_back(self, lacking: str = "KV blocks") -> None:
-        """End whoever was put down and would rather go to another shard than wait."""
-        for request in self._scheduler.take_put_down():
+        """End whoever was preempted and would rather go to another shard than wait."""
+        for request in self._scheduler.take_preempted():
             if request.hand_back and request.state is RequestState.WAITING:
                 reason = f"the shard is out of {lacking}; the request is given back"
                 self._end(request, error=Error(Code.UNAVAILABLE, reason))
@@ -209,7 +209,7 @@ class Engine:
 
     def _lose_steps(self, error: StepOutOfMemory) -> None:
         """Memory did not hold the oldest step in flight: whoever has a part in one that was
-        launched is put down, to be computed again in smaller steps.
+        launched is preempted, to be computed again in smaller steps.
         """
         plans = list(self._in_flight)
         self._in_flight.clear()
@@ -226,7 +226,7 @@ class Engine:
             self._runner.release(request)
         self._give_back("memory")
         logger.warning(
-            "out of memory in a step of %d tokens of %d requests, which are put down: %s; steps "
+            "out of memory in a step of %d tokens of %d requests, which are preempted: %s; steps "
             "have at most %d of %d for a while",
             failed.num_tokens,
             len(failed.rows),
@@ -248,7 +248,7 @@ class Engine:
             if request.state is _ENDED:
                 continue
             if result.error is not None:
-                self._end(request, error=self._failed(request, result))
+                self._end(request, error=_failed(request, result))
                 continue
             if result.token_id is not None:
                 output = _token_output(request, result.token_id, result.logprobs)
@@ -270,20 +270,10 @@ class Engine:
                 output.work = _work(request)
                 self._forget(request)
 
-    def _failed(self, request: Request, result: RowResult) -> Error:
-        """Why it cannot go on here; what is its own doing would be so at any shard."""
-        if self._matchers is not None and self._matchers.has_failed(request):
-            # By its own text, or by what others made of the constraint: whoever takes it up again
-            # finds that out.
-            return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
-        kind = "" if request.constraint is None else request.constraint.kind
-        code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
-        return Error(code, result.error or "", kind)
-
     def _add_prompt_logprobs(
         self, output: Output, row: ScheduledRequest, logprobs: Logprobs
     ) -> None:
-        """Report what was not reported before the request was put down and computed again."""
+        """Report what was not reported before the request was preempted and computed again."""
         request = row.request
         if not request.needs_prompt_logprobs:
             return
@@ -332,6 +322,17 @@ def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) ->
     for token_id in token_ids:
         output.merge(_token_output(request, token_id, None))
     request.num_accepted_drafts += len(token_ids)
+
+
+def _failed(request: Request, result: RowResult) -> Error:
+    """Why it cannot go on here; what is its own doing would be so at any shard."""
+    if request.matcher is not None and request.matcher.is_error():
+        # By its own text, or by what others made of the constraint: whoever takes it up again finds
+        # that out.
+        return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
+    kind = "" if request.constraint is None else request.constraint.kind
+    code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
+    return Error(code, result.error or "", kind)
 
 
 def _unmatched(request: Request, reason: BaseException) -> Error:

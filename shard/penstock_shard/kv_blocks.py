@@ -1,8 +1,8 @@
 """Who holds which KV block: allocation, reference counts, prefix reuse. Plain integers, no torch.
 
-A block is free (nobody refers to it) or referenced by one or more requests. A full block is filed
-under its chained hash and stays findable after it is freed, until its memory is needed: freed
-blocks are reused least recently freed first.
+A block is free (nobody refers to it) or referenced by one or more requests. A full block is cached
+under its chained hash and is found after it is freed too, until its memory is needed: freed blocks
+are reused least recently freed first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _Serial = int | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Filed:
-    """What a published block holds. Kept to compare: a hash alone proves nothing, and neither does
-    the hash of what comes before, so each filing has a serial of its own, which its children name.
+class _CachedBlock:
+    """What a cached block holds. Kept to compare: a hash alone proves nothing, and neither does
+    the hash of what comes before, so each has a serial of its own, which its children name.
     """
 
     digest: bytes
@@ -48,9 +48,9 @@ class BlockManager:
         self._references = [0] * num_blocks
         # Free blocks, the next to be reused first. Values are unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._filed: dict[int, _Filed] = {}
+        self._cached: dict[int, _CachedBlock] = {}
         self._by_digest: dict[bytes, int] = {}
-        self._filings = 0
+        self._insertions = 0
 
     @property
     def num_free(self) -> int:
@@ -61,9 +61,9 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     @property
-    def num_filings(self) -> int:
-        """How often a block was filed so far."""
-        return self._filings
+    def num_insertions(self) -> int:
+        """How often a block was cached so far."""
+        return self._insertions
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -81,15 +81,15 @@ class BlockManager:
             return 0
         # One token short of the end, so that a block with the last known token is never found.
         self._hash_full_blocks(request, request.num_tokens - 1)
-        request.filed_serial = self._root(request)
+        request.cached_serial = self._root(request)
         for index in range((request.num_tokens - 1) // self.block_size):
             block_id = self._find(request, index)
             if block_id is None:
                 break
             self._refer(block_id)
             request.block_ids.append(block_id)
-            request.filed_serial = self._filed[block_id].serial
-        request.num_published = len(request.block_ids)
+            request.cached_serial = self._cached[block_id].serial
+        request.num_cached_blocks = len(request.block_ids)
         request.num_computed = len(request.block_ids) * self.block_size
         return request.num_computed
 
@@ -102,8 +102,8 @@ class BlockManager:
             request.block_ids.append(self._take())
         return True
 
-    def publish(self, request: Request) -> None:
-        """File the request's full blocks under their hashes, for others to find.
+    def cache_full_blocks(self, request: Request) -> None:
+        """Cache the request's full blocks under their hashes, for others to find.
 
         Steps run in the order they are launched, and write keys and values before they read any:
         a block may be found as soon as the step that fills it is sure to run.
@@ -111,21 +111,21 @@ class BlockManager:
         if not self._enable_prefix_caching:
             return
         known = min(request.num_computed, len(request.token_ids))
-        if known < (request.num_published + 1) * self.block_size:
+        if known < (request.num_cached_blocks + 1) * self.block_size:
             return
         self._hash_full_blocks(request, known)
-        if request.num_published == 0:
-            request.filed_serial = self._root(request)
-        for index in range(request.num_published, known // self.block_size):
-            self._file(request, index)
-            request.num_published = index + 1
+        if request.num_cached_blocks == 0:
+            request.cached_serial = self._root(request)
+        for index in range(request.num_cached_blocks, known // self.block_size):
+            self._cache_block(request, index)
+            request.num_cached_blocks = index + 1
 
-    def unfile(self, since: int) -> None:
-        """Forget what was filed when `num_filings` was `since` or more: it was never computed."""
-        for block_id, filed in list(self._filed.items()):
-            if filed.serial > since:
-                del self._filed[block_id]
-                del self._by_digest[filed.digest]
+    def uncache_since(self, since: int) -> None:
+        """Forget what was cached since `num_insertions` was `since`: it was never computed."""
+        for block_id, cached in list(self._cached.items()):
+            if cached.serial > since:
+                del self._cached[block_id]
+                del self._by_digest[cached.digest]
 
     def release(self, request: Request) -> None:
         """Take all blocks back. The last ones are reused first: a prefix's start lives longest."""
@@ -134,7 +134,7 @@ class BlockManager:
             if self._references[block_id] == 0:
                 self._free[block_id] = None
         request.block_ids.clear()
-        request.num_published = 0
+        request.num_cached_blocks = 0
         request.num_computed = 0
 
     # ---- internals ----
@@ -152,33 +152,33 @@ class BlockManager:
             hashes.append(block_hash(parent, self._tokens(request, index)))
 
     def _find(self, request: Request, index: int) -> int | None:
-        """The block with the request's tokens after those that `filed_serial` stands for."""
+        """The block with the request's tokens after those that `cached_serial` stands for."""
         block_id = self._by_digest.get(request.block_hashes[index])
         if block_id is None:
             return None
-        filed = self._filed[block_id]
-        same = filed.parent_serial == request.filed_serial
-        return block_id if same and filed.token_ids == self._tokens(request, index) else None
+        cached = self._cached[block_id]
+        same = cached.parent_serial == request.cached_serial
+        return block_id if same and cached.token_ids == self._tokens(request, index) else None
 
-    def _file(self, request: Request, index: int) -> None:
+    def _cache_block(self, request: Request, index: int) -> None:
         found = self._find(request, index)
         if found is not None:
             # Two requests computed the same block at once: the first stays the findable one, and
-            # what follows is filed behind it.
-            request.filed_serial = self._filed[found].serial
+            # what follows is cached behind it.
+            request.cached_serial = self._cached[found].serial
             return
         digest = request.block_hashes[index]
         block_id = request.block_ids[index]
         # One of this hash that nobody finds: what came before it is gone, or it is forged.
         stale = self._by_digest.get(digest)
         if stale is not None:
-            del self._filed[stale]
-        self._filings += 1
+            del self._cached[stale]
+        self._insertions += 1
         self._by_digest[digest] = block_id
-        self._filed[block_id] = _Filed(
-            digest, self._filings, request.filed_serial, self._tokens(request, index)
+        self._cached[block_id] = _CachedBlock(
+            digest, self._insertions, request.cached_serial, self._tokens(request, index)
         )
-        request.filed_serial = self._filings
+        request.cached_serial = self._insertions
 
     def _refer(self, block_id: int) -> None:
         if self._references[block_id] == 0:
@@ -187,9 +187,9 @@ class BlockManager:
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
-        filed = self._filed.pop(block_id, None)
-        if filed is not None:
-            del self._by_digest[filed.digest]
+        cached = self._cached.pop(block_id, None)
+        if cached is not None:
+            del self._by_digest[cached.digest]
         self._references[block_id] = 1
         return block_id
 
@@ -212,6 +212,6 @@ class BlockManager:
         assert referenced + len(self._free) == self.num_blocks, (
             f"{referenced} referenced + {len(self._free)} free != {self.num_blocks} blocks"
         )
-        assert len(self._by_digest) == len(self._filed), (
-            f"{len(self._by_digest)} digests for {len(self._filed)} filed blocks"
+        assert len(self._by_digest) == len(self._cached), (
+            f"{len(self._by_digest)} digests for {len(self._cached)} cached blocks"
         )

@@ -1,6 +1,7 @@
 """What the server process and the engine process say to each other, and how it is framed.
 
-One message a step each way over a local socket: a length, then msgpack of one of the types below.
+One message a step each way over a local socket: its length twice, the second time with all bits
+turned, then msgpack of one of the types below. So no end ever waits for bytes that nobody sends.
 Prompts pass as bytes (little-endian unsigned 32-bit ids): the server never looks at them.
 """
 
@@ -30,7 +31,8 @@ from penstock_shard.runner.base import Adapter, Logprobs, RunnerInfo
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
+_HEADER = struct.Struct("<II")
+_ALL_BITS = 2**32 - 1
 
 
 # ---- server -> engine ----
@@ -196,7 +198,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     waiting: int = 0
     queued_tokens: int = 0
     # What is left of prompts that have begun.
-    behind_tokens: int = 0
+    prefill_tokens_left: int = 0
     running_tokens: int = 0
     referenced_blocks: int = 0
     steps_total: int = 0
@@ -259,7 +261,7 @@ _from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Deco
 def encode_frame(message: Any) -> bytes:
     """A message with its length before it."""
     body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return _HEADER.pack(len(body), len(body) ^ _ALL_BITS) + body
 
 
 class EngineEnd:
@@ -276,10 +278,11 @@ class EngineEnd:
 
     def receive(self) -> ToEngine | None:
         """The next message; None when the server is gone, or makes no sense."""
-        header = self._receive_exactly(_LENGTH.size)
-        if header is None:
+        header = self._receive_exactly(_HEADER.size)
+        length = None if header is None else _length(header)
+        if length is None:
             return None
-        body = self._receive_exactly(_LENGTH.unpack(header)[0])
+        body = self._receive_exactly(length)
         return None if body is None else _decoded(_to_engine_decoder, body)
 
     def _receive_exactly(self, count: int) -> bytes | None:
@@ -298,11 +301,24 @@ class EngineEnd:
 async def receive_from_engine(reader: asyncio.StreamReader) -> FromEngine | None:
     """The server's end: the next message; None when the engine is gone, or makes no sense."""
     try:
-        header = await reader.readexactly(_LENGTH.size)
-        body = await reader.readexactly(_LENGTH.unpack(header)[0])
+        length = _length(await reader.readexactly(_HEADER.size))
+        if length is None:
+            return None
+        body = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return _decoded(_from_engine_decoder, body)
+
+
+def _length(header: bytes) -> int | None:
+    """None for what is no beginning of a message."""
+    length, turned = _HEADER.unpack(header)
+    if length ^ turned == _ALL_BITS:
+        return int(length)
+    logger.error(
+        "a message between server and engine makes no sense: %s is no length", header.hex()
+    )
+    return None
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message | None:

@@ -106,28 +106,28 @@ class ShardMetrics:
     def _add_tokens(self) -> None:
         self._prompt_tokens = self._counter(
             "prompt_tokens",
-            "Tokens of requests that began: prompts, and of continued requests their output so "
-            "far.",
+            "Tokens of requests that started: their prompts and, for continued requests, their "
+            "output so far.",
         )
         self._cached_tokens = self._counter(
-            "cached_tokens", "Of those, tokens that were found in the prefix cache."
+            "cached_tokens", "Of those, tokens found in the prefix cache."
         )
-        self._output_tokens = self._counter("output_tokens", "Tokens given to callers.")
+        self._output_tokens = self._counter("output_tokens", "Tokens sent to callers.")
         self._aborted_tokens = self._counter(
             "aborted_tokens",
-            "Of those, tokens of requests that were aborted or overdue: for nobody, unless a "
-            "caller had enough, as at a stop string.",
+            "Of those, tokens of requests that were aborted or missed their deadline: wasted, "
+            "unless the caller had all it wanted, as after a stop string.",
         )
 
     def _add_steps(self) -> None:
         self._step_seconds = self._histogram(
-            "step_seconds", "How long a step took, from its launch to its results.", _STEP_BUCKETS_S
+            "step_seconds", "Duration of a step, from its launch to its results.", _STEP_BUCKETS_S
         )
         self._step_sequences = self._histogram(
-            "step_sequences", "Sequences in a step: the batch.", _POWERS_OF_TWO
+            "step_sequences", "Sequences in a step (the batch size).", _POWERS_OF_TWO
         )
         self._step_tokens = self._histogram(
-            "step_tokens", "Tokens that a step computed, prompts' and outputs'.", _POWERS_OF_TWO
+            "step_tokens", "Tokens computed in a step, of prompts and outputs.", _POWERS_OF_TWO
         )
         computed = Counter(
             "penstock_shard_computed_tokens",
@@ -138,10 +138,10 @@ class ShardMetrics:
         self._computed_prompt = computed.labels("prompt")
         self._computed_decode = computed.labels("decode")
         self._draft_tokens = self._counter(
-            "draft_tokens", "Tokens that were drafted (--speculative-tokens), and computed."
+            "draft_tokens", "Draft tokens that were computed (--speculative-tokens)."
         )
         self._accepted_tokens = self._counter(
-            "accepted_tokens", "Of those, tokens that were right: each saved a step."
+            "accepted_tokens", "Of those, tokens that were accepted: each saved a step."
         )
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -214,20 +214,20 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         engine, load, ready = self._engine, self._engine.load, self._engine.ready
         num_blocks = 0 if ready is None else ready.info.num_blocks
-        yield _gauge("serving", "1 where requests are served.", engine.serving)
-        yield _gauge("draining", "1 while nothing new is taken.", engine.draining)
-        yield _gauge("running", "Sequences that are being computed.", load.running)
-        yield _gauge("waiting", "Sequences that wait.", engine.num_waiting)
-        queued_tokens = engine.queued_tokens + load.behind_tokens
-        text = "Tokens to be computed before those who wait, or have begun, decode."
+        yield _gauge("serving", "1 while requests are served.", engine.serving)
+        yield _gauge("draining", "1 while no new requests are accepted.", engine.draining)
+        yield _gauge("running", "Sequences being computed.", load.running)
+        yield _gauge("waiting", "Sequences waiting.", engine.num_waiting)
+        queued_tokens = engine.queued_tokens + load.prefill_tokens_left
+        text = "Tokens left to compute before the sequences that wait or prefill can decode."
         yield _gauge("queued_tokens", text, queued_tokens)
-        yield _gauge("kv_blocks", "KV blocks there are.", num_blocks)
-        yield _gauge("kv_used_blocks", "KV blocks that sequences hold.", load.referenced_blocks)
+        yield _gauge("kv_blocks", "KV blocks in total.", num_blocks)
+        yield _gauge("kv_used_blocks", "KV blocks held by sequences.", load.referenced_blocks)
         ratio = load.referenced_blocks / max(1, num_blocks)
-        yield _gauge("kv_used_ratio", "Of all KV blocks, the part that sequences hold.", ratio)
+        yield _gauge("kv_used_ratio", "Share of all KV blocks that sequences hold.", ratio)
         yield CounterMetricFamily(
             "penstock_shard_preemptions",
-            "Sequences that were put down for others, to be computed again.",
+            "Preemptions: sequences stopped, to be computed again.",
             value=load.preemptions_total,
         )
         yield self._info(ready)
@@ -240,7 +240,8 @@ class EngineCollector(Collector):
             "device": "" if ready is None else ready.info.device,
             "instance_id": self._engine.instance_id,
         }
-        info = GaugeMetricFamily("penstock_shard_info", "What it serves: 1.", labels=list(labels))
+        text = "Always 1; the labels say what is served."
+        info = GaugeMetricFamily("penstock_shard_info", text, labels=list(labels))
         info.add_metric(list(labels.values()), 1)
         return info
 

@@ -156,9 +156,9 @@ class Request:
     adapter_index: int = 0
     pooling: Pooling | None = None
     objective: Objective = NO_OBJECTIVE
-    # To be put down is to be given back: another shard has room.
+    # To be preempted is to be given back: another shard has room.
     hand_back: bool = False
-    # Order and time of arrival; a request that is put down keeps its own.
+    # Order and time of arrival; a request that is preempted keeps its own.
     arrival: int = 0
     arrived_s: float = 0.0
 
@@ -173,10 +173,10 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     # Chained hashes of the full blocks of `token_ids`, as far as they were needed.
     block_hashes: list[bytes] = field(default_factory=list)
-    # How many of `block_ids` are filed under their hashes, or were found there.
-    num_published: int = 0
-    # What the last of these is known by among filed blocks; see `kv_blocks`.
-    filed_serial: int | bytes = b""
+    # How many of `block_ids` are cached under their hashes, or were found there.
+    num_cached_blocks: int = 0
+    # What the last of these is known by among cached blocks; see `kv_blocks`.
+    cached_serial: int | bytes = b""
     # Tokens found in the prefix cache when the request was first scheduled; None before.
     cached_tokens: int | None = None
     # Prompt tokens whose log-probabilities have been sent; the first token has none.

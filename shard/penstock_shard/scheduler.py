@@ -7,7 +7,7 @@ Scheduling needs counts and no values, so it runs a step ahead of the results.
 
 What bounds a step: tokens and requests always; while requests decode, also prompt tokens, the share
 of a long prompt, and the time left to whoever has said how far apart its tokens may be. When blocks
-run out, whoever is least urgent is put down: its blocks are freed once no launched step refers to
+run out, whoever is least urgent is preempted: its blocks are freed once no launched step refers to
 them, and it is computed again later from its prompt and its output so far.
 
 With a drafter, rows that decode may compute drafts of their next tokens too, out of what the
@@ -27,6 +27,7 @@ from penstock_shard.request import Request, RequestState
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.speculation import Speculation
 from penstock_shard.step_bounds import StepBounds
+from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
 from penstock_shard.step_time import StepSize, StepTime, step_size
 from penstock_shard.urgency import (
     RequestGroup,
@@ -38,17 +39,11 @@ from penstock_shard.urgency import (
 
 # Of the time that is left to an objective, how much is planned for: steps vary.
 _MARGIN = 0.95
-# What long prompts may take beside decodes, of the time that these take alone.
-_LONG_SHARE = 0.8
 # Every so many steps a long prompt gets a little more than is foreseen to fit: of chunks that are
 # all alike nothing is learned, and what was learned wrongly would last.
 _PROBE_STEPS = 8
 # Every so many steps whoever lacks blocks looks again how much of it others have computed since.
 _LOOK_AGAIN_STEPS = 16
-# What prompts that have waited for too long get of a step at least.
-_AGED_TOKENS = 16
-# Of the tokens and the time that a step's decodes leave of it, drafts may take one in so many.
-_DRAFTS_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +59,6 @@ class SchedulerLimits:
     aging_s: float = 30.0
 
 
-@dataclass(slots=True)
-class _Room:
-    """What is left of a step while it is filled."""
-
-    tokens: int
-    prompt_tokens: int
-    # Seconds, by what steps took before; infinite where nobody has said how long it may be.
-    time_s: float
-    # Tokens and seconds that long prompts may add.
-    long_tokens: int
-    long_s: float
-    # Tokens for prompts that have waited for too long, whatever the time.
-    aged_tokens: int = _AGED_TOKENS
-
-
 class Scheduler:
     """Owns the waiting and the running requests, and through the block manager their blocks."""
 
@@ -89,7 +69,7 @@ class Scheduler:
         self._limits = limits
         self._blocks = blocks
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
-        # A request that was put down stands before those of its class that never ran.
+        # A request that was preempted stands before those of its class that never ran.
         self._waiting = RequestGroup()
         self._running = RequestGroup()
         # Neither running nor free of launched steps: they hold blocks until those are collected.
@@ -98,17 +78,17 @@ class Scheduler:
         self._speculation: Speculation | None = None
         if drafter is not None:
             self._speculation = Speculation(drafter, blocks, self._step_time, limits.max_num_seqs)
-        # Of launched steps that are not collected, the oldest first; and how many blocks were filed
-        # before each.
+        # Of each launched step that is not collected, the oldest first: its size, and how many
+        # blocks were cached before it.
         self._sizes: deque[StepSize] = deque()
-        self._filings: deque[int] = deque()
+        self._insertions: deque[int] = deque()
         self._arrivals = 0
         self._steps = 0
         # Whether the next place is given by age.
         self._by_age = True
-        # Since they were last taken: those in a step for the first time, and those put down.
+        # Since they were last taken: those in a step for the first time, and those preempted.
         self._started: list[Request] = []
-        self._put_down_lately: list[Request] = []
+        self._preempted: list[Request] = []
         # The arrival that found too few free blocks, and how many would have done.
         self._turned_away = (-1, 0)
         self.preemptions_total = 0
@@ -116,7 +96,7 @@ class Scheduler:
         self.prompt_tokens_total = 0
         self.decode_tokens_total = 0
         # Of running requests, tokens that the last step left to be computed before they decode.
-        self.num_behind_tokens = 0
+        self.num_prefill_tokens_left = 0
 
     @property
     def num_waiting(self) -> int:
@@ -182,12 +162,12 @@ class Scheduler:
         """The next step, which will start at `starts_s`. Empty when there is nothing to do."""
         preemptions_before = self.preemptions_total
         self._steps += 1
-        self._make_way(now_s)
-        decodes, behind = [], []
+        self._preempt_for_priority(now_s)
+        decodes, prefilling = [], []
         for request in self._ordered(self._running, now_s):
             num_tokens = len(request.token_ids) + request.num_pending
             if num_tokens - request.num_computed > 1:
-                behind.append(request)
+                prefilling.append(request)
             elif num_tokens - request.num_prompt_tokens < request.max_tokens:
                 decodes.append(request)
         # A draft is worth no memory.
@@ -197,17 +177,17 @@ class Scheduler:
             if ready is None:
                 return StepPlan(())
             decodes = ready
-        filings = self._blocks.num_filings
-        room = self._room(decodes, starts_s)
-        rows = self._decode_rows(decodes, room, now_s)
+        filings = self._blocks.num_insertions
+        budget = self._budget(decodes, starts_s)
+        rows = self._decode_rows(decodes, budget, now_s)
         if speculation is not None:
-            rows = self._with_drafts(speculation, rows, room)
-        # Whoever was put down would only come back in the same step to be put down again.
+            rows = self._with_drafts(speculation, rows, budget)
+        # Whoever was preempted would only come back in the same step to be preempted again.
         admits = self.preemptions_total == preemptions_before
         size = step_size(rows)
-        self._bound_prompts(room, size)
-        prompt_rows = list(self._prompt_rows(behind, admits, room, now_s))
-        self.num_behind_tokens = _num_behind(behind, prompt_rows)
+        budget.bound_prompts(size, self._limits.max_prefill_tokens)
+        prompt_rows = list(self._prompt_rows(prefilling, admits, budget, now_s))
+        self.num_prefill_tokens_left = _num_left(prefilling, prompt_rows)
         for row in prompt_rows:
             # A prompt that was found in the cache but for its last token is a decode row too.
             rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
@@ -217,7 +197,7 @@ class Scheduler:
             request.num_pending += row.samples
         if rows:
             self._sizes.append(size.plus(step_size(prompt_rows)))
-            self._filings.append(filings)
+            self._insertions.append(filings)
         return StepPlan(tuple(rows))
 
     def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Request]:
@@ -226,7 +206,7 @@ class Scheduler:
         Returns the requests that have ended and that no launched step refers to any more.
         """
         size = self._sizes.popleft()
-        self._filings.popleft()
+        self._insertions.popleft()
         self.prompt_tokens_total += size.num_prompt_tokens
         self.decode_tokens_total += size.num_decodes + size.num_drafts
         if seconds is not None:
@@ -241,14 +221,14 @@ class Scheduler:
 
     def lost(self, plans: Sequence[StepPlan]) -> list[Request]:
         """Memory did not hold the oldest of the launched steps; these are all that were launched,
-        and none counts. Whoever has a part in one is put down, and steps are smaller for a while.
+        and none counts. Whoever has a part in one is preempted, and steps are smaller for a while.
 
         Returns requests as `collected` does.
         """
-        # What was filed as theirs holds nothing, or what was computed from nothing.
-        self._blocks.unfile(self._filings[0])
+        # What was cached as theirs holds nothing, or what was computed from nothing.
+        self._blocks.uncache_since(self._insertions[0])
         self._sizes.clear()
-        self._filings.clear()
+        self._insertions.clear()
         if self._speculation is not None:
             self._speculation.drop()
         self.bounds.shrink(plans[0])
@@ -259,7 +239,7 @@ class Scheduler:
         parts = dict.fromkeys(row.request for row in rows)
         # The last first, so that they stand in the order they ran in.
         for request in [request for request in self._running if request in parts][::-1]:
-            self._put_down(request)
+            self._preempt(request)
         return self._gone(parts)
 
     def _gone(self, requests: Iterable[Request]) -> list[Request]:
@@ -281,9 +261,9 @@ class Scheduler:
         started, self._started = self._started, []
         return started
 
-    def take_put_down(self) -> list[Request]:
-        """Requests that were put down since the last call."""
-        put_down, self._put_down_lately = self._put_down_lately, []
+    def take_preempted(self) -> list[Request]:
+        """Requests that were preempted since the last call."""
+        put_down, self._preempted = self._preempted, []
         return put_down
 
     # ---- order ----
@@ -300,7 +280,7 @@ class Scheduler:
         return sorted(requests, key=lambda request: self._urgency(request, now_s))
 
     def _place(self, request: Request, now_s: float) -> tuple[bool, int, bool, float, int]:
-        """Among those who wait: its urgency, but behind whoever of its class was put down."""
+        """Among those who wait: its urgency, but behind whoever of its class was preempted."""
         not_aged, priority, due_s, arrival = self._urgency(request, now_s)
         return not_aged, priority, request.preemptions == 0, due_s, arrival
 
@@ -309,10 +289,9 @@ class Scheduler:
 
     # ---- decodes ----
 
-    def _room(self, decodes: Sequence[Request], starts_s: float) -> _Room:
-        tokens = self.bounds.tokens
-        time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else float("inf")
-        return _Room(tokens, tokens, time_s, tokens, float("inf"))
+    def _budget(self, decodes: Sequence[Request], starts_s: float) -> StepBudget:
+        time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else UNBOUNDED_S
+        return StepBudget(self.bounds.tokens, time_s, self._step_time)
 
     def _time_s(self, decodes: Sequence[Request], starts_s: float) -> float:
         """How long the step's rows may take for all who said how far apart their tokens may be.
@@ -321,7 +300,7 @@ class Scheduler:
         for too much leaves half of the device to the others.
         """
         fixed_s = self._step_time.fixed_s
-        time_s = float("inf")
+        time_s = UNBOUNDED_S
         own_s = 0.0
         for request in decodes:
             between_s = seconds_between_tokens(request.objective)
@@ -332,118 +311,108 @@ class Scheduler:
         return max(time_s, 2 * own_s + fixed_s)
 
     def _decode_rows(
-        self, decodes: Sequence[Request], room: _Room, now_s: float
+        self, decodes: Sequence[Request], budget: StepBudget, now_s: float
     ) -> list[ScheduledRequest]:
         """A row for each request that lacks one token; fewer where blocks or time run out."""
         rows: list[ScheduledRequest] = []
         block_size = self._blocks.block_size
-        bounded = room.time_s != float("inf")
+        bounded = budget.time_s != UNBOUNDED_S
         preemptions_before = self.preemptions_total
         for request in decodes:
-            if len(rows) == room.tokens:
+            if len(rows) == budget.tokens:
                 break
-            if bounded and not self._in_time(request, room, now_s):
+            if bounded and not self._in_time(request, budget, now_s):
                 continue
             start = request.num_computed
             lacks_block = start == len(request.block_ids) * block_size
-            if lacks_block and not self._make_room(request):
+            if lacks_block and not self._grow_or_preempt(request):
                 continue
             request.num_computed = start + 1
             rows.append(ScheduledRequest(request, start, 1, samples=True))
         if self.preemptions_total != preemptions_before:
             rows = [row for row in rows if row.request.state is RequestState.RUNNING]
-        room.tokens -= len(rows)
+        budget.tokens -= len(rows)
         for row in rows:
-            if row.start // block_size > row.request.num_published:
-                self._blocks.publish(row.request)
+            if row.start // block_size > row.request.num_cached_blocks:
+                self._blocks.cache_full_blocks(row.request)
         return rows
 
     def _with_drafts(
-        self, speculation: Speculation, rows: list[ScheduledRequest], room: _Room
+        self, speculation: Speculation, rows: list[ScheduledRequest], budget: StepBudget
     ) -> list[ScheduledRequest]:
-        tokens, time_s = room.tokens // _DRAFTS_SHARE, room.time_s / _DRAFTS_SHARE
-        rows = speculation.add_drafts(rows, tokens, time_s)
-        for row in rows:
-            room.tokens -= len(row.drafts)
-            room.time_s -= self._step_time.prompt_s(row.start, len(row.drafts))
+        rows = speculation.add_drafts(rows, *budget.for_drafts())
+        budget.take_drafts(rows)
         return rows
 
-    def _in_time(self, request: Request, room: _Room, now_s: float) -> bool:
+    def _in_time(self, request: Request, budget: StepBudget, now_s: float) -> bool:
         """Whether a decode row may be added; whoever the time was counted for always is."""
         seconds = self._step_time.decode_s(request.num_tokens)
         must = seconds_between_tokens(request.objective) is not None
-        if not must and seconds > room.time_s and not self._is_aged(request, now_s):
+        if not must and seconds > budget.time_s and not self._is_aged(request, now_s):
             return False
-        room.time_s -= seconds
+        budget.time_s -= seconds
         return True
 
-    def _make_room(self, request: Request) -> bool:
-        """A block for one more token, putting down whoever is least urgent; False: not now."""
-        # It may have been put down itself for a request before it in this step.
+    def _grow_or_preempt(self, request: Request) -> bool:
+        """A block for one more token, preempting whoever is least urgent; False: not now."""
+        # It may have been preempted itself for a request before it in this step.
         if request.state is not RequestState.RUNNING:
             return False
         while not self._blocks.grow(request, request.num_computed + 1):
-            # Blocks of whoever was put down already come free when a step is collected.
+            # Blocks of whoever was preempted already come free when a step is collected.
             if self._leaving:
                 return False
             victim = max(self._running, key=expendable)
-            self._put_down(victim)
+            self._preempt(victim)
             if victim is request:
                 return False
         return True
 
     # ---- prompts ----
 
-    def _bound_prompts(self, room: _Room, decodes: StepSize) -> None:
-        """What prompts may take of a step, beside its decode rows."""
-        room.prompt_tokens = room.tokens
-        if decodes.num_decodes:
-            room.prompt_tokens = min(room.tokens, self._limits.max_prefill_tokens)
-            room.long_s = self._step_time.predict(decodes) * _LONG_SHARE
-        room.long_tokens = room.prompt_tokens
-
     def _prompt_rows(
-        self, behind: list[Request], admits: bool, room: _Room, now_s: float
+        self, prefilling: list[Request], admits: bool, budget: StepBudget, now_s: float
     ) -> Iterator[ScheduledRequest]:
         """Chunks of running requests by urgency, then of waiting ones that are let in.
 
-        None of these needs a block that it does not have or get here: nobody is put down any more.
+        None of these needs a block that it does not have or get here: nobody is preempted any more.
         """
-        seats = max(0, self.bounds.sequences - len(self._running))
-        others = chain(behind, self._waiting if seats else ())
+        free_seqs = max(0, self.bounds.sequences - len(self._running))
+        others = chain(prefilling, self._waiting if free_seqs else ())
         if not all(map(self._is_long, others)):
-            # Short prompts get past a long one.
-            room.long_tokens = max(1, room.prompt_tokens // 2)
-        for request in behind:
-            limit = self._chunk_limit(request, room, now_s)
-            # Those that were put down for a decode of this step are still in the list.
+            budget.leave_half_to_short()
+        for request in prefilling:
+            limit = self._chunk_limit(request, budget, now_s)
+            # Those that were preempted for a decode of this step are still in the list.
             if limit and request.state is RequestState.RUNNING:
-                yield self._prompt_row(request, limit, room)
-        if admits and seats and room.prompt_tokens:
-            yield from self._admitted_rows(seats, room, now_s)
+                yield self._prompt_row(request, limit, budget)
+        if admits and free_seqs and budget.prompt_tokens:
+            yield from self._admitted_rows(free_seqs, budget, now_s)
 
-    def _admitted_rows(self, seats: int, room: _Room, now_s: float) -> Iterator[ScheduledRequest]:
+    def _admitted_rows(
+        self, free_seqs: int, budget: StepBudget, now_s: float
+    ) -> Iterator[ScheduledRequest]:
         """Lets in waiting requests, every other one by age. Nobody overtakes who finds no place,
         but short prompts get past long ones whose share of the step is used up.
         """
         by_age, in_order = self._queues(now_s)
-        while seats and (by_age or in_order):
+        while free_seqs and (by_age or in_order):
             aged = bool(by_age) and (self._by_age or not in_order)
             queue = by_age if aged else in_order
             request = queue.popleft()
-            if self._is_long(request) and room.long_tokens == 0:
+            if self._is_long(request) and budget.long_tokens == 0:
                 continue
-            if self._chunk_limit(request, room, now_s) == 0:
+            if self._chunk_limit(request, budget, now_s) == 0:
                 # Nor is there anything for those behind it.
                 queue.clear()
                 continue
             if not self._admit(request):
                 return
-            seats -= 1
+            free_seqs -= 1
             self._by_age = not aged
             # Again, as part of it may have been found in the cache: keys are read all the same.
-            limit = max(1, self._chunk_limit(request, room, now_s))
-            yield self._prompt_row(request, limit, room)
+            limit = max(1, self._chunk_limit(request, budget, now_s))
+            yield self._prompt_row(request, limit, budget)
 
     def _queues(self, now_s: float) -> tuple[deque[Request], deque[Request]]:
         """Waiting requests that are aged, and the others."""
@@ -453,37 +422,21 @@ class Scheduler:
         by_age = deque(request for key, request in ranked if not key[0])
         return by_age, deque(request for key, request in ranked if key[0])
 
-    def _chunk_limit(self, request: Request, room: _Room, now_s: float) -> int:
-        """The most tokens that the step has for this request's chunk."""
-        limit = min(room.tokens, room.prompt_tokens)
-        start = request.num_computed
-        if room.time_s != float("inf"):
-            in_time = self._step_time.prompt_tokens_in(room.time_s, start)
-            aged = room.aged_tokens > in_time and self._is_aged(request, now_s)
-            limit = min(limit, room.aged_tokens if aged else in_time)
-        if self._is_long(request):
-            limit = min(limit, room.long_tokens)
-            if room.long_s != float("inf"):
-                in_time = self._step_time.prompt_tokens_in(room.long_s, start)
-                if self._steps % _PROBE_STEPS == 0:
-                    in_time += max(1, in_time // 8)
-                limit = min(limit, max(1, in_time))
-        return limit
+    def _chunk_limit(self, request: Request, budget: StepBudget, now_s: float) -> int:
+        return budget.chunk_limit(
+            request.num_computed,
+            is_long=self._is_long(request),
+            is_aged=lambda: self._is_aged(request, now_s),
+            probes=self._steps % _PROBE_STEPS == 0,
+        )
 
-    def _prompt_row(self, request: Request, limit: int, room: _Room) -> ScheduledRequest:
+    def _prompt_row(self, request: Request, limit: int, budget: StepBudget) -> ScheduledRequest:
         row = self._row(request, min(request.num_uncomputed, limit))
-        seconds = self._step_time.prompt_s(row.start, row.count)
-        room.tokens -= row.count
-        room.prompt_tokens -= row.count
-        room.aged_tokens -= row.count
-        room.time_s -= seconds
-        if self._is_long(request):
-            room.long_tokens -= row.count
-            room.long_s -= seconds
+        budget.take_chunk(row, is_long=self._is_long(request))
         # Scores may be computed in several passes, so that rows beside this one in its step would
         # read what is not there yet.
         if not row.num_prompt_logprobs:
-            self._blocks.publish(request)
+            self._blocks.cache_full_blocks(request)
         return row
 
     def _is_long(self, request: Request) -> bool:
@@ -492,7 +445,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Start a waiting request; False when there is no room for it.
 
-        It gets blocks for all it knows at once: one that was let in with less would be put down
+        It gets blocks for all it knows at once: one that was let in with less would be preempted
         again half-way.
         """
         if request.num_steps_in_flight:
@@ -529,14 +482,14 @@ class Scheduler:
 
     # ---- places ----
 
-    def _make_way(self, now_s: float) -> None:
-        """Put down one request for one of a higher class that finds no place."""
+    def _preempt_for_priority(self, now_s: float) -> None:
+        """Preempt one request for one of a higher class that finds no place."""
         if not self._waiting or not self._running or self._leaving:
             return
         if self._waiting.highest_class >= self._running.lowest_class:
             return
         best = self._waiting.highest_class
-        # Whoever came in by its age would at once be put down again, for ever.
+        # Whoever came in by its age would at once be preempted again, for ever.
         lower = [
             request
             for request in self._running
@@ -547,18 +500,18 @@ class Scheduler:
         its_class = (r for r in self._waiting if r.objective.priority == best)
         first = min(its_class, key=lambda request: self._place(request, now_s))
         missing = self._blocks.blocks_for(first.num_tokens) - self._blocks.num_free
-        has_seat = len(self._running) < self.bounds.sequences
-        if has_seat and missing <= 0:
+        has_free_seq = len(self._running) < self.bounds.sequences
+        if has_free_seq and missing <= 0:
             return
-        # Nobody is put down where all of them would not do.
+        # Nobody is preempted where all of them would not do.
         if sum(len(request.block_ids) for request in lower) >= missing:
-            self._put_down(max(lower, key=expendable))
+            self._preempt(max(lower, key=expendable))
 
-    def _put_down(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         request.preemptions += 1
         self.preemptions_total += 1
-        self._put_down_lately.append(request)
+        self._preempted.append(request)
         self._leave(request, RequestState.WAITING)
         self._waiting.add(request, first=True)
 
@@ -573,9 +526,9 @@ class Scheduler:
         return request.num_steps_in_flight == 0 and request in self._leaving
 
 
-def _num_behind(behind: Iterable[Request], rows: Iterable[ScheduledRequest]) -> int:
+def _num_left(prefilling: Iterable[Request], rows: Iterable[ScheduledRequest]) -> int:
     """Tokens that are left of prompts which have begun."""
-    begun = {*behind, *(row.request for row in rows)}
+    begun = {*prefilling, *(row.request for row in rows)}
     return sum(
         max(0, request.num_uncomputed - 1)
         for request in begun

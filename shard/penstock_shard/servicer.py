@@ -272,7 +272,7 @@ class ShardServicer(wire.Servicer):
         return wire.load_report(
             engine.load,
             waiting=engine.num_waiting,
-            queued_tokens=engine.queued_tokens + engine.load.behind_tokens,
+            queued_tokens=engine.queued_tokens + engine.load.prefill_tokens_left,
             instance_id=engine.instance_id,
             num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
             step_running_s=engine.step_running_s,

@@ -21,7 +21,7 @@ _WAITING_SHARE = 4
 
 
 class Speculation:
-    """The scheduler's part for drafts. Of `blocks` they take what is free: nobody is put down for
+    """The scheduler's part for drafts. Of `blocks` they take what is free: nobody is preempted for
     a draft. A step has `most_drafts` at most, which bounds its logits.
     """
 

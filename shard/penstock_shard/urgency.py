@@ -62,7 +62,7 @@ def _due_s(request: Request, latest_s: float, now_s: float, token_s: float) -> f
 
 
 def expendable(request: Request) -> tuple[int, bool, int]:
-    """The largest is put down first: the lowest class, those without a wish, the latest arrival."""
+    """The largest is preempted first: the lowest class, no objective, the latest arrival."""
     return request.objective.priority, _is_indifferent(request.objective), request.arrival
 
 

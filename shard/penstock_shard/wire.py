@@ -242,11 +242,11 @@ def _pieces(output: Output) -> Iterator[Output]:
 
 
 def _rows(logprobs: Logprobs | None) -> int:
-    """How many tokens go into one piece."""
+    """How many tokens go into one piece: one at least, however large it is."""
     bytes_each = 12
     if logprobs is not None:
         bytes_each += 8 * logprobs.top_n + 4 * logprobs.num_requested
-    return _RESPONSE_BYTES // bytes_each
+    return max(1, _RESPONSE_BYTES // bytes_each)
 
 
 def _set_output(message: pb.Output, output: Output) -> None:

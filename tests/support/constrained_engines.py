@@ -52,10 +52,11 @@ class ConstrainedEngine:
         for request in requests:
             engine.submit(request)
         # Each ends exactly once.
-        while len([o for o in self.under_test.outputs if o.is_last]) < len(requests):
+        left = len(requests)
+        while left:
             if not engine.has_work and len(self.matchers):
                 self._done.get(timeout=_PATIENCE_S)
-            self.under_test.step()
+            left -= sum(output.is_last for output in self.under_test.step())
         said: dict[str, list[Output]] = {request.request_id: [] for request in requests}
         for output in self.under_test.outputs:
             said[output.request_id].append(output)

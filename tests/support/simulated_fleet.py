@@ -128,7 +128,7 @@ class _Shard:
         """Running, waiting, queued tokens: the engine's, and what its server holds for it."""
         load = self.engine.load()
         inbox_tokens = sum(len(request.token_ids) for request in self.inbox)
-        queued_tokens = load.queued_tokens + load.behind_tokens + inbox_tokens
+        queued_tokens = load.queued_tokens + load.prefill_tokens_left + inbox_tokens
         return load.running, load.waiting + len(self.inbox), queued_tokens
 
     def candidate(self) -> Candidate:

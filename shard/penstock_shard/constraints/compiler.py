@@ -10,6 +10,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -18,15 +19,18 @@ from penstock_shard.constraints.languages import grammar_of
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, ConstraintLimits
 
-# What a state of the lexer takes, by llguidance's word.
+# What a state of the lexer takes, by llguidance's word; of regexes that are bad on purpose 360 to
+# 1,830 bytes were seen.
 _BYTES_PER_STATE = 2048
 _MOST_STATES = 250_000
 # Fuel is work, whatever it is spent on: by llguidance's word 50,000 of it burn in a millisecond.
 _FUEL_PER_S = 2_000_000
 # Templates that are kept: of so many constraints (one of a 5 kB schema takes about 1 MB), and of no
-# more than this text together.
-_KEPT = 64
-_KEPT_BYTES = 8 << 20
+# more than this text together. What their matchers find out grows, and llguidance does not tell how
+# far: each counts for the most that it may take of this memory.
+_MOST_KEPT = 64
+_KEPT_TEXT_BYTES = 8 << 20
+_KEPT_MEMORY_BYTES = 4 << 30
 
 
 class TokenizerUnusable(Exception):
@@ -34,6 +38,14 @@ class TokenizerUnusable(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split())[:300])
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is copied for each request, and whether one before it could not go on in the end."""
+
+    template: LLMatcher
+    wears_out: bool = False
 
 
 class Compiler:
@@ -50,34 +62,36 @@ class Compiler:
         self._parser_limits = _parser_limits(limits)
         self.special_tokens: dict[str, int] = {}
         self.tokenizer = self._made(tokenizer_json, vocab_size, eos_token_ids)
-        self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._most_kept = _most_kept(limits)
+        self._kept: OrderedDict[Constraint, _Kept] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
-    def compile(self, constraint: Constraint) -> LLMatcher:
+    def compile(self, constraint: Constraint, *, goes_on: bool = False) -> LLMatcher:
         """A matcher at its beginning, the caller's own. Raises ConstraintRefused.
 
         What matchers find out about a constraint they share, and its cost: if one of them fails by
-        it (too many states of the lexer, say), all do.
+        it (too many states of the lexer, say), all do. Where that came to pass, whoever `goes_on`
+        from an output shares nothing any more: it would only fail again with the same others.
         """
-        with self._lock:
-            template = self._kept.get(constraint)
-            if template is not None:
-                self._kept.move_to_end(constraint)
-        if template is None:
-            template = self._compiled(constraint)
-            self._keep(constraint, template)
-        return template.deep_copy()
+        kept = self._find(constraint)
+        if kept is None or is_worn_out(kept.template):
+            kept = _Kept(self._compiled(constraint), wears_out=kept is not None)
+            self._keep(constraint, kept)
+        if goes_on and kept.wears_out:
+            return self._compiled(constraint)
+        return kept.template.deep_copy()
 
     def compile_alone(self, constraint: Constraint) -> LLMatcher:
         """One that shares nothing. Raises ConstraintRefused."""
         return self._compiled(constraint)
 
-    def forget(self, constraint: Constraint) -> None:
-        """Whoever asks for it from now on shares nothing with those who have it."""
+    def _find(self, constraint: Constraint) -> _Kept | None:
         with self._lock:
-            if self._kept.pop(constraint, None) is not None:
-                self._kept_bytes -= _size(constraint)
+            kept = self._kept.get(constraint)
+            if kept is not None:
+                self._kept.move_to_end(constraint)
+            return kept
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
         """Whatever is wrong with it: the reason begins with its kind."""
@@ -105,12 +119,12 @@ class Compiler:
             raise ConstraintRefused("no text is allowed")
         return matcher
 
-    def _keep(self, constraint: Constraint, template: LLMatcher) -> None:
+    def _keep(self, constraint: Constraint, kept: _Kept) -> None:
         with self._lock:
             if constraint not in self._kept:
-                self._kept[constraint] = template
                 self._kept_bytes += _size(constraint)
-            while len(self._kept) > _KEPT or self._kept_bytes > _KEPT_BYTES:
+            self._kept[constraint] = kept
+            while len(self._kept) > self._most_kept or self._kept_bytes > _KEPT_TEXT_BYTES:
                 oldest, _ = self._kept.popitem(last=False)
                 self._kept_bytes -= _size(oldest)
 
@@ -130,6 +144,13 @@ class Compiler:
             raise TokenizerUnusable(str(error)) from error
 
 
+def is_worn_out(template: LLMatcher) -> bool:
+    """Whether what is shared of this matcher, which is at its beginning, can find out no more."""
+    tried = template.deep_copy()
+    tried.compute_bitmask()
+    return bool(tried.is_error())
+
+
 def _allowed(matcher: LLMatcher) -> list[int]:
     """The first of the tokens that may be next, if any may; sets the matcher's error."""
     if matcher.is_error():
@@ -145,9 +166,18 @@ def _allowed(matcher: LLMatcher) -> list[int]:
 def _parser_limits(limits: ConstraintLimits) -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=int(_FUEL_PER_S * limits.timeout_s),
-        max_lexer_states=min(limits.memory_bytes // _BYTES_PER_STATE, _MOST_STATES),
+        max_lexer_states=_most_states(limits),
         verbose_errors=False,
     )
+
+
+def _most_states(limits: ConstraintLimits) -> int:
+    return min(limits.memory_bytes // _BYTES_PER_STATE, _MOST_STATES)
+
+
+def _most_kept(limits: ConstraintLimits) -> int:
+    most_bytes = max(1, _most_states(limits)) * _BYTES_PER_STATE
+    return max(1, min(_KEPT_MEMORY_BYTES // most_bytes, _MOST_KEPT))
 
 
 def _marks_apart(tokenizer: dict[str, Any]) -> dict[str, int]:

@@ -42,6 +42,8 @@ _WRITING: dict[str, tuple[re.Pattern[str], str]] = {
     "key_separator": (re.compile(f"{_BLANKS}:{_BLANKS}"), "one colon with white space around it"),
 }
 _IN_CLASS = re.compile(r"\[[^]]*\]")
+# JSON spells characters beyond 16 bits as two, and either may stand alone.
+_HALF = re.compile("[\ud800-\udfff]")
 _EBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
 
 
@@ -61,7 +63,7 @@ def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str
     if constraint.kind == "grammar":
         return unforced(lark_of(constraint.value))
     if constraint.kind == "structural_tag":
-        return written(read(parsed(constraint)), special_tokens, schema_of, lark_of)
+        return written(read(_whole_texts(parsed(constraint))), special_tokens, schema_of, lark_of)
     known = ", ".join(sorted(CONSTRAINT_KINDS))
     raise ConstraintRefused(f"constraint: {shown(constraint.kind)} is none of {known}")
 
@@ -79,6 +81,13 @@ def parsed(constraint: Constraint) -> Any:
         raise ConstraintRefused(f"{kind}: nests too deep") from error
     except ValueError as error:
         raise ConstraintRefused(f"{kind}: not JSON: {error}") from error
+
+
+def _whole_texts(tag: Any) -> Any:
+    """The same: what no text can hold is refused."""
+    if _HALF.search(json.dumps(tag, ensure_ascii=False)):
+        raise ConstraintRefused("structural_tag: it holds half a character")
+    return tag
 
 
 def schema_of(schema: Any) -> dict[str, Any]:

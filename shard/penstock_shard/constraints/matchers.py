@@ -14,9 +14,9 @@ from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher
 
-from penstock_shard.constraints.compiler import Compiler
+from penstock_shard.constraints.compiler import Compiler, is_worn_out
 from penstock_shard.constraints.state import failure_of
-from penstock_shard.request import Request
+from penstock_shard.request import Request, RequestState
 
 # A matcher has so much work for the tokens it takes, and has it anew with each mask. These many
 # leave most of it even in a regex that can be read in many ways, and spare masks, the dearer part.
@@ -36,6 +36,10 @@ class OutputRefused(Exception):
 
 class OutputExhausts(Exception):
     """What may follow what was delivered of a request takes too much to find out."""
+
+
+class _Discarded(Exception):
+    """Nobody waits for the matcher any more."""
 
 
 class PendingMatchers:
@@ -68,6 +72,8 @@ class PendingMatchers:
         future = self._waiting.pop(request, None)
         if future is None:
             return False
+        # Its output may be long: whoever waits behind it must not wait for that.
+        request.state = RequestState.ENDED
         future.cancel()
         return True
 
@@ -97,31 +103,29 @@ class PendingMatchers:
         self._done.put(request)
         self._on_done()
 
-    def has_failed(self, request: Request) -> bool:
-        """Whether the request has a matcher that cannot go on. Nobody else gets what it shares."""
-        if request.constraint is None or request.matcher is None or not request.matcher.is_error():
-            return False
-        self._compiler.forget(request.constraint)
-        return True
-
     def _matcher(self, request: Request) -> LLMatcher:
         constraint = request.constraint
         assert constraint is not None
-        delivered = request.token_ids[request.num_prompt_tokens :]
+        goes_on = bool(request.num_output_tokens)
+        beginning = self._compiler.compile(constraint, goes_on=goes_on)
         try:
-            return _follow(self._compiler.compile(constraint), delivered, _TOKENS_A_MASK)
+            return _follow(beginning.deep_copy(), request, _TOKENS_A_MASK)
         except (OutputRefused, OutputExhausts):
-            # What other outputs made of a constraint counts for all that share it. Alone, and with
-            # a mask before each token, it does again what it did where these tokens were drawn.
-            self._compiler.forget(constraint)
-            return _follow(self._compiler.compile_alone(constraint), delivered, 1)
+            if not is_worn_out(beginning):
+                raise
+        # What other outputs made of a constraint counts for all that share it. Alone, and with a
+        # mask before each token, it does again what it did where these tokens were drawn.
+        return _follow(self._compiler.compile_alone(constraint), request, 1)
 
 
-def _follow(matcher: LLMatcher, token_ids: list[int], tokens_a_mask: int) -> LLMatcher:
-    """The matcher behind these tokens, with a mask for what follows. Raises OutputRefused,
-    OutputExhausts.
+def _follow(matcher: LLMatcher, request: Request, tokens_a_mask: int) -> LLMatcher:
+    """The matcher behind what was delivered of the request, with a mask for what follows. Raises
+    OutputRefused, OutputExhausts.
     """
+    token_ids = request.token_ids[request.num_prompt_tokens :]
     for start in range(0, len(token_ids), tokens_a_mask):
+        if request.state is RequestState.ENDED:
+            raise _Discarded
         _compute_mask(matcher)
         if not matcher.consume_tokens(token_ids[start : start + tokens_a_mask]):
             raise OutputRefused(

@@ -336,9 +336,6 @@ def _but(terminal: str, excludes: Iterable[str]) -> str:
 
 def _escaped(text: str) -> str:
     """A text in a regular expression: nothing of it means more than itself."""
-    for character in text:
-        if 0xD800 <= ord(character) <= 0xDFFF:
-            raise ConstraintRefused(f"structural_tag: {shown(text)} holds half a character")
     return "".join(
         character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):X}}}"
         for character in text

@@ -295,7 +295,7 @@ class _BlockTables:
         # int32 [numbers, most blocks of a request]: blocks, then zeros.
         self.blocks: NDArray[np.int32] = np.zeros((0, _FIRST_WIDTH), dtype=np.int32)
         # How many blocks are there, up to which token steps have come, whose they are, and how
-        # often that request had been put down.
+        # often that request had been preempted.
         self._known: Integers = np.zeros(0, dtype=np.int64)
         self._reached: Integers = np.zeros(0, dtype=np.int64)
         self._serials: Integers = np.zeros(0, dtype=np.int64)
@@ -310,7 +310,7 @@ class _BlockTables:
         self._grow()
         preemptions = _column("preemptions", requests)
         serials = self._numbers.serials[numbers]
-        # A request that was put down has other blocks; one that steps back may have.
+        # A request that was preempted has other blocks; one that steps back may have.
         stale = self._serials[numbers] != serials
         stale |= self._preemptions[numbers] != preemptions
         stale |= starts < self._reached[numbers]

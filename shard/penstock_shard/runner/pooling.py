@@ -35,7 +35,7 @@ class Pooler:
         request = piece.scheduled.request
         total = hidden.sum(dim=0, dtype=torch.float64)
         is_mean = request.pooling is Pooling.MEAN
-        # A prompt that begins anew, for it was put down, has nothing before its first token.
+        # A prompt that begins anew, for it was preempted, has nothing before its first token.
         if is_mean and piece.start:
             total += self._sums[request]
         if not piece.ends_prompt:

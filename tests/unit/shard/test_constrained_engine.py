@@ -5,11 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
+from llguidance import LLMatcher
 from support.budget import budget, seeded
-from support.compilers import EOS_IDS, LIMITS, ids_of, new_compiler, two_ended_compiler
+from support.compilers import (
+    EOS_IDS,
+    LIMITS,
+    VOCAB_SIZE,
+    ids_of,
+    new_compiler,
+    tokenizer_json,
+    two_ended_compiler,
+)
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
 
 from penstock_shard.codes import Code
@@ -71,7 +80,7 @@ def test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest() -> None:
             assert whole[:cut] + tokens(rest) == whole
 
 
-def test_requests_that_are_put_down_stay_in_their_constraints() -> None:
+def test_requests_that_are_preempted_stay_in_their_constraints() -> None:
     plenty, scarce = ConstrainedEngine(), ConstrainedEngine(num_blocks=12)
     requests = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
     again = [constrained(f"r{i}", JSON, seed=i, max_tokens=120) for i in range(8)]
@@ -148,7 +157,7 @@ class _Panic(BaseException):
 
 def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
     class Broken:
-        def compile(self, constraint: Constraint) -> object:
+        def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             if constraint.kind == "regex":
                 raise _Panic("index out of bounds")
             return two_ended_compiler().compile(constraint)
@@ -166,6 +175,9 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
     masked: list[int] = []
 
     class Counted:
+        def deep_copy(self) -> Counted:
+            return self
+
         def consume_tokens(self, token_ids: list[int]) -> bool:
             taken.append(len(token_ids))
             return True
@@ -177,7 +189,7 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
             return False
 
     class Counting:
-        def compile(self, constraint: Constraint) -> object:
+        def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             return Counted()
 
     matchers = PendingMatchers(Counting(), lambda: None)  # type: ignore[arg-type]
@@ -196,7 +208,7 @@ def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None
     held, entered = threading.Event(), threading.Event()
 
     class Slow:
-        def compile(self, constraint: Constraint) -> object:
+        def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             entered.set()
             assert held.wait(60)
             return two_ended_compiler().compile(constraint)
@@ -245,12 +257,12 @@ def test_many_that_are_taken_up_at_once_do_not_wear_out_what_they_share() -> Non
     assert {name: begun[name] + tokens(o) for name, o in rests.items()} == wholes
 
 
-def _wear_out(compiler: Compiler, constraint: Constraint) -> None:
-    """By outputs that need more than there is between two masks."""
+def _wear_out(begin: Callable[[], LLMatcher], compiler: Compiler) -> None:
+    """By outputs that need more than there is between two masks, of matchers that share it."""
     random = seeded("words")
-    matcher = compiler.compile(constraint)
+    matcher = begin()
     while not matcher.is_error():
-        matcher = compiler.compile(constraint)
+        matcher = begin()
         words = ("".join(random.choices("abcdefgh", k=random.randint(2, 6))) for _ in range(50))
         text = "".join(word + random.choice(["", " "]) for word in words)
         matcher.consume_tokens(ids_of(compiler, text))
@@ -258,10 +270,104 @@ def _wear_out(compiler: Compiler, constraint: Constraint) -> None:
 
 def test_what_one_output_wears_out_the_next_request_does_not_meet() -> None:
     compiler = new_compiler(eos_token_ids=EOS_IDS)
-    _wear_out(compiler, AMBIGUOUS)
+    _wear_out(compiler.compile(AMBIGUOUS).deep_copy, compiler)
     for _ in range(2):
         [outputs] = ConstrainedEngine(compiler=compiler).run(_ambiguous(1)).values()
         assert outputs[-1].error is None
+
+
+def test_what_is_worn_out_while_an_output_is_followed_costs_that_output_nothing() -> None:
+    class WornOutAtOnce(Compiler):
+        def compile(self, constraint: Constraint, *, goes_on: bool = False) -> LLMatcher:
+            matcher = super().compile(constraint, goes_on=goes_on)
+            _wear_out(matcher.deep_copy, self)
+            return matcher
+
+    [outputs] = ConstrainedEngine().run(_ambiguous(1)).values()
+    whole = tokens(outputs)
+    compiler = WornOutAtOnce(tokenizer_json({}), VOCAB_SIZE, EOS_IDS, LIMITS)
+    [rest] = ConstrainedEngine(compiler=compiler).run(_ambiguous(1, whole[:30])).values()
+    assert whole[:30] + tokens(rest) == whole
+
+
+def test_however_many_wear_a_constraint_out_together_none_is_long_given_back_in_vain() -> None:
+    # Few places for what each of them has to find out, enough for any one.
+    limits = dataclasses.replace(LIMITS, memory_bytes=3000 * 2048)
+    endless = Constraint("regex", ".*(a|b).{30}c.*")
+    engine = ConstrainedEngine(
+        compiler=new_compiler(eos_token_ids=EOS_IDS, limits=limits), num_blocks=4096
+    )
+    begun: dict[str, list[int]] = {f"r{seed}": [] for seed in range(16)}
+    in_vain = dict.fromkeys(begun, 0)
+    rounds = 0
+    while begun:
+        rounds += 1
+        again = [
+            constrained(name, endless, seed=int(name[1:]), output=output, max_tokens=60)
+            for name, output in begun.items()
+        ]
+        for name, outputs in engine.run(*again).items():
+            if outputs[-1].error is None:
+                del begun[name]
+                continue
+            assert outputs[-1].error.code == Code.UNAVAILABLE
+            in_vain[name] += not tokens(outputs)
+            begun[name] += tokens(outputs)
+    assert rounds > 1
+    # Its constraint may be worn out just when one gets it.
+    assert max(in_vain.values()) <= 1
+
+
+def test_an_output_that_was_never_its_constraints_is_refused_without_another_compilation() -> None:
+    compiled: list[Constraint] = []
+
+    class Counting(Compiler):
+        def _compiled(self, constraint: Constraint) -> LLMatcher:
+            compiled.append(constraint)
+            return super()._compiled(constraint)
+
+    compiler = Counting(tokenizer_json({}), VOCAB_SIZE, EOS_IDS, LIMITS)
+    engine = ConstrainedEngine(compiler=compiler)
+    for _ in range(3):
+        [[ending]] = engine.run(constrained("r", JSON, output=[500, 501])).values()
+        assert ending.error is not None
+        assert ending.error.field == "output_token_ids"
+    assert compiled == [JSON]
+
+
+def test_nobody_waits_for_the_long_output_of_a_request_that_was_aborted() -> None:
+    followed, aborted = threading.Event(), threading.Event()
+    taken: list[int] = []
+
+    class Slow:
+        def deep_copy(self) -> Slow:
+            return self
+
+        def compute_bitmask(self) -> None:
+            followed.set()
+            assert aborted.wait(60)
+
+        def is_error(self) -> bool:
+            return False
+
+        def consume_tokens(self, token_ids: list[int]) -> bool:
+            taken.extend(token_ids)
+            return True
+
+    class Handing:
+        def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
+            return Slow() if goes_on else two_ended_compiler().compile(constraint)
+
+    engine = ConstrainedEngine(compiler=Handing())  # type: ignore[arg-type]
+    engine.under_test.engine.submit(constrained("long", JSON, output=[500] * 4000))
+    assert followed.wait(60)
+    engine.under_test.engine.abort("long", 0)
+    engine.under_test.step()
+    engine.under_test.outputs.clear()
+    aborted.set()
+    [outputs] = engine.run(constrained("next", JSON)).values()
+    assert outputs[-1].finish is FinishReason.STOP
+    assert len(taken) <= 16
 
 
 def test_an_output_whose_constraint_another_wore_out_is_given_back_and_gone_on_with() -> None:
@@ -271,7 +377,7 @@ def test_an_output_whose_constraint_another_wore_out_is_given_back_and_gone_on_w
     engine.under_test.engine.submit(_ambiguous(1))
     while len(engine.under_test.tokens("r1")) < 20:
         engine.under_test.step()
-    _wear_out(compiler, AMBIGUOUS)
+    _wear_out(compiler.compile(AMBIGUOUS).deep_copy, compiler)
     engine.under_test.run()
     [ending] = engine.under_test.endings("r1")
     assert ending.error is not None

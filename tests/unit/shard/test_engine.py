@@ -202,7 +202,7 @@ def test_an_error_of_one_row_ends_that_request_and_no_other() -> None:
     assert "NaN" in ending.error.message
 
 
-def test_an_error_after_a_put_down_leaves_no_queued_token_behind() -> None:
+def test_an_error_after_a_preemption_leaves_no_queued_token_behind() -> None:
     under_test = make_engine()
     under_test.engine = Engine(
         _FailingRow(under_test, "bad"), under_test.scheduler, under_test.blocks
@@ -210,7 +210,7 @@ def test_an_error_after_a_put_down_leaves_no_queued_token_behind() -> None:
     under_test.engine.submit(make_request("bad", max_tokens=50))
     under_test.engine.step()
     (bad,) = under_test.scheduler.requests
-    under_test.scheduler._put_down(bad)
+    under_test.scheduler._preempt(bad)
     under_test.run()
     assert bad.num_steps_in_flight == 0
     assert under_test.scheduler.num_queued_tokens == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,8 +84,16 @@ def test_a_step_that_began_just_before_the_stop_is_excused_and_the_next_is_not(
     assert said[-1] > 4.0
 
 
-def test_an_engine_ends_that_its_server_tells_nonsense() -> None:
-    program = """
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        struct.pack("<II", 1, 2**32 - 2) + b"\xc1",
+        struct.pack("<II", 2**31 + 1, 2**32 - 2) + b"\xc0",
+    ],
+    ids=["a message that is none", "a length that nobody sent"],
+)
+def test_an_engine_ends_that_its_server_tells_nonsense(nonsense: bytes) -> None:
+    program = f"""
 import queue, socket, threading, time
 from penstock_proto.logs import set_up_logging
 from penstock_shard import engine_main
@@ -92,7 +101,7 @@ from penstock_shard.link import EngineEnd
 
 ours, theirs = socket.socketpair()
 set_up_logging("text")
-ours.sendall(bytes([1, 0, 0, 0, 0xC1]))
+ours.sendall({nonsense!r})
 arguments = (EngineEnd(theirs), queue.SimpleQueue())
 threading.Thread(target=engine_main._receive, args=arguments, daemon=True).start()
 time.sleep(60)

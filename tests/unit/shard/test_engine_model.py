@@ -1,4 +1,4 @@
-"""The engine against a model of it: whatever is submitted, aborted and put down, in any order.
+"""The engine against a model of it: whatever is submitted, aborted and preempted, in any order.
 
 What must hold: a request's tokens are those it would get alone; each has one ending, and nothing
 comes after it; blocks are accounted for exactly, and hold what their readers think they hold. That

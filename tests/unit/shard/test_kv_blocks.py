@@ -17,7 +17,7 @@ from penstock_shard.request import Request
 def _compute(blocks: BlockManager, request, num_tokens: int) -> None:
     assert blocks.grow(request, num_tokens)
     request.num_computed = num_tokens
-    blocks.publish(request)
+    blocks.cache_full_blocks(request)
 
 
 def test_growing_gives_just_the_blocks_that_the_tokens_need() -> None:
@@ -103,11 +103,11 @@ def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
     blocks = BlockManager(8, 16)
     first = make_request("first", [*honest, 1])
     second = make_request("second", [*honest, *child, 1])
-    # Both were computed at once: the second's own copy of the first block is not the filed one.
+    # Both were computed at once: the second's own copy of the first block is not the cached one.
     for request in (first, second):
         _compute(blocks, request, request.num_tokens)
     blocks.release(first)
-    # All that is free is used, and what was filed there goes.
+    # All that is free is used, and what was cached there goes.
     filler = make_request("filler", range(300, 300 + 16 * blocks.num_free))
     assert blocks.grow(filler, filler.num_tokens)
     blocks.release(filler)
@@ -119,7 +119,7 @@ def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is
     blocks = BlockManager(20, 16)
     start, longer = [*range(48), 1], [*range(48), *range(100, 132), 2]
     first, second = make_request("first", start), make_request("second", longer)
-    # Both were computed at once: the end of the second is filed behind the start of the first.
+    # Both were computed at once: the end of the second is cached behind the start of the first.
     for request in (first, second):
         _compute(blocks, request, request.num_tokens)
     blocks.release(first)
@@ -162,7 +162,7 @@ def test_random_traffic_keeps_the_accounts_exact() -> None:
                 blocks.acquire_prefix(request)
                 if blocks.grow(request, request.num_tokens):
                     request.num_computed = rng.randint(request.num_computed, request.num_tokens)
-                    blocks.publish(request)
+                    blocks.cache_full_blocks(request)
                     live.append(request)
                 else:
                     blocks.release(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 
 import pytest
 from support.engines import runner_info
@@ -35,7 +36,7 @@ def test_messages_to_the_engine_arrive_as_they_were_sent() -> None:
 def test_a_server_that_is_gone_is_none() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        ours.sendall(b"\x08\x00\x00\x00half")
+        ours.sendall(link.encode_frame(link.Inbox([], []))[:-1])
         ours.close()
         assert link.EngineEnd(theirs).receive() is None
 
@@ -46,14 +47,41 @@ def test_a_server_that_is_gone_is_none() -> None:
 async def test_what_makes_no_sense_is_the_end_of_the_link_and_one_line_of_the_log(
     body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    frame = len(body).to_bytes(4, "little") + body
+    await _means_the_end(_header(len(body)) + body, caplog)
+
+
+@pytest.mark.parametrize("bit", [0, 17, 31, 32, 63])
+async def test_a_length_that_is_not_the_senders_is_the_end_and_not_waited_for(
+    bit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = bytearray(link.encode_frame(link.Beat(0.5, 3)))
+    frame[bit // 8] ^= 1 << bit % 8
+    # Nobody closes the link: more might come.
+    await _means_the_end(bytes(frame), caplog)
+
+
+async def test_what_comes_after_half_a_message_is_no_beginning_of_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = link.encode_frame(link.Inbox([SUBMIT], []))
+    await _means_the_end(whole[11:], caplog)
+
+
+def _header(length: int) -> bytes:
+    return struct.pack("<II", length, length ^ 0xFFFFFFFF)
+
+
+async def _means_the_end(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """At both ends, each of which says so."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
+        theirs.settimeout(10)
         ours.sendall(frame)
         assert link.EngineEnd(theirs).receive() is None
     reader = asyncio.StreamReader()
     reader.feed_data(frame)
-    assert await link.receive_from_engine(reader) is None
+    async with asyncio.timeout(10):
+        assert await link.receive_from_engine(reader) is None
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 

@@ -259,7 +259,7 @@ def test_whoever_came_in_by_its_age_keeps_no_higher_class_from_another_seat() ->
     assert (low.preemptions, aged.preemptions) == (1, 0)
 
 
-def test_nobody_is_put_down_for_a_place_that_would_still_be_too_small() -> None:
+def test_nobody_is_preempted_for_a_place_that_would_still_be_too_small() -> None:
     simulation = Simulation(SchedulerLimits(16, 512, 256), _COST, num_blocks=64, max_model_len=1024)
     low = [(0.5, make_request(str(i), range(i, i + 16), max_tokens=30)) for i in range(3)]
     large = make_request("large", range(600), max_tokens=300)

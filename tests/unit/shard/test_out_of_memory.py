@@ -94,7 +94,7 @@ def test_what_was_computed_before_is_found_again() -> None:
     assert [(row.start, row.count) for row in plan.rows] == [(48, 15)]
 
 
-def test_requests_keep_their_order_when_they_are_put_down() -> None:
+def test_requests_keep_their_order_when_they_are_preempted() -> None:
     under_test = make_engine(fails=_fails_at(1))
     for number in range(4):
         under_test.engine.submit(make_request(str(number), range(10 * number, 10 * number + 8)))
@@ -114,7 +114,7 @@ def test_steps_are_half_as_large_and_grow_again(caplog: pytest.LogCaptureFixture
             under_test.step()
     (record,) = caplog.records
     assert record.getMessage() == (
-        "out of memory in a step of 64 tokens of 1 requests, which are put down: 256 MiB were "
+        "out of memory in a step of 64 tokens of 1 requests, which are preempted: 256 MiB were "
         "asked for; steps have at most 32 of 1 for a while"
     )
     sizes = [sum(row.count for row in under_test.scheduler.schedule().rows)]

@@ -192,7 +192,7 @@ def test_an_ending_tells_how_many_steps_worked_for_it() -> None:
     assert ending.work == Work(steps=7, preemptions=0)
 
 
-def test_steps_that_computed_again_what_was_put_down_count_too() -> None:
+def test_steps_that_computed_again_what_was_preempted_count_too() -> None:
     under_test = make_engine(num_blocks=7, max_model_len=112, max_num_batched_tokens=16)
     under_test.engine.submit(make_request("old", range(30), max_tokens=60))
     under_test.engine.submit(make_request("new", range(100, 130), max_tokens=60))

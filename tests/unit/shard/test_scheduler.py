@@ -1,4 +1,4 @@
-"""The scheduler: which tokens a step computes, and who is put down when blocks run out."""
+"""The scheduler: which tokens a step computes, and who is preempted when blocks run out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_more_requests_run_than_max_num_seqs() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
 
 
-def test_the_latest_arrival_is_put_down_when_blocks_run_out() -> None:
+def test_the_latest_arrival_is_preempted_when_blocks_run_out() -> None:
     under_test = make_engine(num_blocks=4, max_model_len=64)
     scheduler = under_test.scheduler
     requests = [make_request(name, range(start, start + 31), max_tokens=30)
@@ -75,7 +75,7 @@ def test_the_latest_arrival_is_put_down_when_blocks_run_out() -> None:
     under_test.blocks.check_integrity(scheduler.block_holders)
 
 
-def test_whoever_is_put_down_runs_before_those_that_never_ran() -> None:
+def test_whoever_is_preempted_runs_before_those_that_never_ran() -> None:
     under_test = make_engine(num_blocks=4, max_model_len=64, max_num_seqs=2)
     for name, start in (("old", 0), ("new", 100)):
         under_test.engine.submit(make_request(name, range(start, start + 31), max_tokens=20))
@@ -87,7 +87,7 @@ def test_whoever_is_put_down_runs_before_those_that_never_ran() -> None:
     assert order.index("new") < order.index("never ran")
 
 
-def test_whoever_is_put_down_runs_before_new_ones_of_its_class_whatever_these_wish() -> None:
+def test_whoever_is_preempted_runs_before_new_ones_of_its_class_whatever_these_wish() -> None:
     scheduler = make_engine(max_num_seqs=1).scheduler
     old = make_request("old", range(20))
     scheduler.add(old, now_s=1.0)
@@ -97,7 +97,7 @@ def test_whoever_is_put_down_runs_before_new_ones_of_its_class_whatever_these_wi
     hurried.objective = Objective(time_to_first_token_s=0.1)
     for request in (make_request("plain", range(100, 120)), hurried):
         scheduler.add(request, now_s=1.5)
-    scheduler._put_down(old)
+    scheduler._preempt(old)
     assert [row[0] for row in _rows(scheduler.schedule(now_s=2.0))] == ["old"]
 
 

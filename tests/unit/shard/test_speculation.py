@@ -226,7 +226,7 @@ def test_nothing_is_drafted_beyond_the_last_token_a_request_may_give() -> None:
     assert _counts(_decoding(engine, 1, max_tokens=4)) == [3]
 
 
-def test_nobody_is_put_down_for_a_draft() -> None:
+def test_nobody_is_preempted_for_a_draft() -> None:
     # Two blocks each, of which the second is full but for one token: there is no third.
     engine = make_engine(
         num_blocks=4, max_model_len=64, drafter=_Always(8), max_steps_ahead=0, prefix_caching=False

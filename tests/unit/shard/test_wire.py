@@ -174,6 +174,19 @@ def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:
     assert whole.logprobs.requested == [float(i) for i in range(2 * count) for _ in (0, 1)]
 
 
+@pytest.mark.timeout(20)
+def test_a_token_with_more_alternatives_than_a_response_holds_is_one_alone() -> None:
+    # As many as a shard with such a --max-logprobs is asked for.
+    top_n = 40_000
+    ids, values = list(range(top_n)), [-1.0] * top_n
+    scores = Logprobs([-0.5, -0.25], [1, 1], top_n, ids * 2, values * 2)
+    output = link.Output("id", 0, 0, [7, 8], scores, prompt_logprobs=scores.first(2))
+    pieces = [each for response in wire.responses([output]) for each in response.outputs]
+    assert [list(each.token_ids) for each in pieces] == [[], [7], [8]]
+    assert [len(each.prompt_logprobs.logprobs.chosen) for each in pieces] == [1, 1, 0]
+    assert [len(each.logprobs.top_token_ids) for each in pieces] == [0, top_n, top_n]
+
+
 def test_columns_are_cut_between_tokens() -> None:
     columns = Logprobs([-1.0, -2.0], [1, 2], 1, [7, 8], [-1.0, -3.0], [1.0, 2.0, 3.0, 4.0])
     assert columns.first(1) == Logprobs([-1.0], [1], 1, [7], [-1.0], [1.0, 2.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -160,7 +161,7 @@ def test_what_only_looks_like_too_much_is_served(name):
 
 
 def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr("penstock_shard.constraints.compiler._KEPT", 2)
+    monkeypatch.setattr("penstock_shard.constraints.compiler._MOST_KEPT", 2)
     compiler = new_compiler()
     compiled, whole = [], compiler._compiled
 
@@ -173,6 +174,23 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch):
     for each in (one, two, one, three, one, two):
         compiler.compile(each)
     assert compiled == [one, two, three, two]
+
+
+@pytest.mark.parametrize(("memory_bytes", "most"), [(256 << 20, 16), (2 << 30, 8), (1 << 20, 64)])
+def test_what_is_kept_never_takes_more_than_four_gigabytes(monkeypatch, memory_bytes, most):
+    # However much one may take: it has as many states as llguidance has in all at most.
+    compiler = new_compiler(limits=dataclasses.replace(LIMITS, memory_bytes=memory_bytes))
+    compiled, whole = [], compiler._compiled
+
+    def noted(constraint):
+        compiled.append(constraint)
+        return whole(constraint)
+
+    monkeypatch.setattr(compiler, "_compiled", noted)
+    each = [Constraint("regex", f"a{number}") for number in range(most + 1)]
+    for constraint in (*each, *each[1:], each[0]):
+        compiler.compile(constraint)
+    assert compiled == [*each, each[0]]
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,8 @@ def _deep(depth):
         (_sequence(TEXT, JSON), "any_text must be followed by a text that ends it"),
         ({"type": "json_schema", "json_schema": {"x": 1}}, "the keyword 'x' is not served"),
         (_deep(40), "32 within each other"),
+        ({"type": "regex", "pattern": "a\ud800"}, "structural_tag: it holds half a character"),
+        ({"type": "const_string", "value": "\udc00"}, "structural_tag: it holds half a character"),
         (None, "format must be an object"),
     ],
 )
