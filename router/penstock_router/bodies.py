@@ -220,7 +220,7 @@ class Body:
         self._incoming = incoming
         # Of a long body, until its text is worked on.
         self._lease = lease
-        self._is_long = lease is not None
+        self.is_long = lease is not None
 
     async def work(self, model: ServedModel, earlier: bytes = b"") -> Prepared | bytes | bytearray:
         """What its kind makes of its text; `earlier` is the JSON of what was said before.
@@ -231,7 +231,7 @@ class Body:
         # put an end to it.
         is_program = model.text.trusts_templates and self.asked.brings_template
         try:
-            if self._is_long or is_program or len(earlier) > LONG_BYTES:
+            if self.is_long or is_program or len(earlier) > LONG_BYTES:
                 return await self._work_elsewhere(model, earlier)
             work = functools.partial(self.kind.work, self.asked, model.text, earlier)
             if len(earlier) <= INLINE_CHARS and self.kind.is_short(self.asked):

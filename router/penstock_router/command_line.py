@@ -143,26 +143,27 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a model that may be away: requests for it get 503, or are held (--shard-wait-s), "
-        "before a shard of it was ever seen too; may be given several times",
+        help="a model that may have no shard: requests for it get 503, or are held "
+        "(--shard-wait-s), even if none was ever seen; may be given several times",
     )
     add(
         "--tokenizer-threads",
         default=2,
-        help=f"for texts of some length {_DEFAULT}",
+        help=f"threads of each worker that tokenize texts of some length {_DEFAULT}",
         **values.PROCESSES,
     )
     add(
         "--text-processes",
         default=1,
-        help=f"of each worker, for bodies over 64 kB; started when the first one comes {_DEFAULT}",
+        help="processes of each worker that tokenize bodies over 64 kB, started with the first "
+        f"one {_DEFAULT}",
         **values.PROCESSES,
     )
     add(
         "--no-console",
         dest="console",
         action="store_false",
-        help="serve no page at /, and nothing of what it is fed",
+        help="do not serve the console at /, nor its live data",
     )
 
 
@@ -171,12 +172,12 @@ def _add_key_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--api-key",
         metavar="KEY",
-        help="asked of clients, not of probes (default: PENSTOCK_API_KEY)",
+        help="that clients must send; probes need none (default: PENSTOCK_API_KEY)",
     )
     add(
         "--admin-key",
         metavar="KEY",
-        help="opens /admin and /debug, closed without one (default: PENSTOCK_ADMIN_KEY)",
+        help="for /admin and /debug, which are closed without one (default: PENSTOCK_ADMIN_KEY)",
     )
     add(
         "--api-keys-file",
@@ -209,14 +210,14 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--shard-api-key",
         metavar="KEY",
-        help="shown to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
+        help="to send to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
     )
     add(
         "--shard-tls-ca-file",
         metavar="FILE",
-        help="speak TLS to shards, whose certificates come from these authorities",
+        help="use TLS to shards, whose certificates must come from these authorities",
     )
-    add("--shard-tls-cert-file", metavar="FILE", help="certificate to show to shards that ask")
+    add("--shard-tls-cert-file", metavar="FILE", help="client certificate, for mutual TLS")
     add("--shard-tls-key-file", metavar="FILE", help="and its key")
     add(
         "--shard-tls-server-name",
@@ -232,7 +233,8 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--stall-timeout-s",
         default=3.0,
-        help=f"a shard that is silent for so long hangs: its requests go on elsewhere {_DEFAULT}",
+        help="move the requests of a shard that has reported nothing for so long to others "
+        f"{_DEFAULT}",
         **values.SECONDS,
     )
     add(
@@ -254,13 +256,13 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--resume-key",
         metavar="KEY",
-        help="signs event ids; routers with the same take up each other's streams "
+        help="signs event ids; routers with the same key can resume each other's streams "
         "(default: PENSTOCK_RESUME_KEY, or one of this router's own)",
     )
     add(
         "--resume-grace-s",
         default=10.0,
-        help=f"how long a resumable stream goes on without its client {_DEFAULT}",
+        help=f"how long a resumable stream continues without its client {_DEFAULT}",
         **values.SECONDS,
     )
     add(
@@ -286,7 +288,7 @@ def _add_storing_flags(group: argparse._ArgumentGroup) -> None:
         "--response-store",
         default="",
         metavar="FILE",
-        help="where answers of /v1/responses are kept, also beyond this router's end "
+        help="where answers of /v1/responses are kept, also after this router ends "
         "(default: in a temporary file)",
     )
     add(
@@ -315,7 +317,7 @@ def _add_connection_limits(group: argparse._ArgumentGroup) -> None:
     add(
         "--header-timeout-s",
         default=10.0,
-        help=f"cut off who has not sent a request's headers within that {_DEFAULT}",
+        help=f"close connections that take longer to send a request's headers {_DEFAULT}",
         **values.SECONDS,
     )
 
@@ -327,7 +329,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-answer-bytes",
         default=256 * 1024 * 1024,
-        help=f"of log-probabilities and embeddings in an answer, roughly; more get 400 {_DEFAULT}",
+        help=f"size of log-probabilities and embeddings in an answer; more get 400 {_DEFAULT}",
         **values.COUNT,
     )
     add(
@@ -348,12 +350,10 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help=f"tokens of the prompts that wait; more get 429 {_DEFAULT}",
         **values.COUNT,
     )
-    none = "(default: no bound of its own)"
-    add("--max-concurrent-requests-per-key", help=f"of each client's key {none}", **values.COUNT)
-    add(
-        "--max-queued-requests-per-key", help=f"of each client's key {none}", **values.COUNT_OR_NONE
-    )
-    add("--max-queued-tokens-per-key", help=f"of each client's key {none}", **values.COUNT)
+    each = "the same for each API key (default: no bound)"
+    add("--max-concurrent-requests-per-key", help=each, **values.COUNT)
+    add("--max-queued-requests-per-key", help=each, **values.COUNT_OR_NONE)
+    add("--max-queued-tokens-per-key", help=each, **values.COUNT)
     add(
         "--queue-timeout-s",
         default=10.0,
@@ -364,7 +364,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--request-timeout-s",
         type=values.request_seconds,
         metavar="S",
-        help="504 so long after its arrival (default: no limit)",
+        help="504 for requests that take longer (default: no limit)",
     )
     add(
         "--shutdown-timeout-s",

@@ -18,6 +18,8 @@ from penstock_router.request import Options
 
 # What a log-probability takes in an answer, with its token's text.
 LOGPROB_BYTES = 64
+# So many are taken before the event loop gets a turn: of many choices they may all be there.
+_DELTAS_A_TURN = 32
 
 
 @dataclass(slots=True)
@@ -125,28 +127,48 @@ async def for_each(deltas: Deltas, use: Callable[[Delta], object]) -> None:
 
     Raises what the deltas or `use` fail with.
     """
-    errors: list[Exception] = []
-    end = asyncio.get_running_loop().create_future()
-
-    def on_news() -> None:
-        if end.done():
-            return
-        try:
-            while (delta := deltas.take()) is not None:
-                use(delta)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
-            errors.append(error)
-        if errors or deltas.ended:
-            end.set_result(None)
-
-    deltas.listen(on_news)
-    on_news()
+    taking = _Taking(deltas, use)
+    deltas.listen(taking.on_news)
+    taking.on_news()
     try:
-        await end
+        await taking.end
     finally:
         deltas.listen(nobody)
-    if errors:
-        raise errors[0]
+    for error in taking.errors:
+        # What it refers to refers to it.
+        taking.errors = []
+        raise error
+
+
+class _Taking:
+    def __init__(self, deltas: Deltas, use: Callable[[Delta], object]) -> None:
+        self._deltas = deltas
+        self._use = use
+        self._loop = asyncio.get_running_loop()
+        self.end: asyncio.Future[None] = self._loop.create_future()
+        self.errors: list[Exception] = []
+
+    def on_news(self) -> None:
+        if self.end.done():
+            return
+        try:
+            has_more = self._take_some()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
+            self.errors.append(error)
+            has_more = False
+        if has_more:
+            self._loop.call_soon(self.on_news)
+        elif self.errors or self._deltas.ended:
+            self.end.set_result(None)
+
+    def _take_some(self) -> bool:
+        """Whether there may be more."""
+        for _ in range(_DELTAS_A_TURN):
+            delta = self._deltas.take()
+            if delta is None:
+                return False
+            self._use(delta)
+        return True
 
 
 def bounded(deltas: Deltas, options: Options, max_bytes: int) -> Deltas:

@@ -119,7 +119,8 @@ class NotFound(ApiError):
 
 def unknown_model(name: str) -> NotFound:
     """Of a model, or an adapter, that nobody serves."""
-    return NotFound(f"The model `{name[:200]}` does not exist.", param="model")
+    message = f"The model `{name[:200]}` does not exist; /v1/models lists what is served."
+    return NotFound(message, param="model")
 
 
 class MethodNotAllowed(ApiError):

@@ -123,7 +123,8 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
     except msgspec.DecodeError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
+        problem = str(error) if len(body) else "it is empty"
+        raise BadRequest(f"the body is not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body must be a JSON object, not {json_type(value)}")
     return value

@@ -14,32 +14,32 @@ from penstock_router.backend import Fleet, ShardState, state_of
 
 _LABELS = ("shard", "model")
 _GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
-    ("running", "Sequences that are being computed.", lambda load: load.running),
-    ("waiting", "Sequences that wait.", lambda load: load.waiting),
+    ("running", "Sequences being computed.", lambda load: load.running),
+    ("waiting", "Sequences waiting.", lambda load: load.waiting),
     (
         "queued_tokens",
-        "Tokens to be computed before those who wait, or have begun, decode.",
+        "Tokens left to compute before the sequences that wait or prefill can decode.",
         lambda load: load.queued_prompt_tokens,
     ),
-    ("kv_blocks", "KV blocks there are.", lambda load: load.num_blocks),
-    ("kv_used_blocks", "KV blocks that sequences hold.", lambda load: load.referenced_blocks),
+    ("kv_blocks", "KV blocks in total.", lambda load: load.num_blocks),
+    ("kv_used_blocks", "KV blocks held by sequences.", lambda load: load.referenced_blocks),
     (
         "kv_used_ratio",
-        "Of all KV blocks, the part that sequences hold.",
+        "Share of all KV blocks that sequences hold.",
         lambda load: load.referenced_blocks / max(1, load.num_blocks),
     ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     (
         "preemptions",
-        "Sequences that were put down for others, to be computed again.",
+        "Preemptions: sequences stopped, to be computed again.",
         lambda load: load.preemptions_total,
     ),
-    ("steps", "Steps of its engine.", lambda load: load.steps_total),
-    ("step_seconds", "How long all its steps took.", lambda load: load.steps_seconds_total),
+    ("steps", "Steps of the engine.", lambda load: load.steps_total),
+    ("step_seconds", "Duration of all steps together.", lambda load: load.steps_seconds_total),
     (
         "computed_tokens",
-        "Tokens that its steps computed, prompts' and outputs'.",
+        "Tokens computed in steps, of prompts and outputs.",
         lambda load: load.computed_tokens_total,
     ),
 )
@@ -54,8 +54,8 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         shards = self._fleet.shards
         serving = sum(shard.ready for shard in shards)
-        yield _gauge("shards_serving", "Shards that take requests.", serving)
-        yield _gauge("shards", "Shards that are known.", len(shards))
+        yield _gauge("shards_serving", "Shards that accept requests.", serving)
+        yield _gauge("shards", "Shards known to the router.", len(shards))
         states = GaugeMetricFamily(
             "penstock_router_shard_state",
             "1 for the state that a shard is in: serving, loading, draining or gone.",

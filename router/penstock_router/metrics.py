@@ -112,8 +112,8 @@ class Metrics:
     def _add_tokens(self) -> None:
         self.between_tokens_seconds = _BatchedHistogram(
             "penstock_router_between_tokens_seconds",
-            "From one arrival of tokens to the next, divided by its tokens; one value an arrival. "
-            "Of answers that are shown whole many tokens count as one arrival.",
+            "Time from one arrival of tokens to the next, divided by the tokens that arrived; one "
+            "value for each arrival. In answers that are not streamed, many tokens arrive at once.",
             ("model",),
             buckets=BETWEEN_BUCKETS_S,
             registry=self.registry,
@@ -143,26 +143,26 @@ class Metrics:
         )
         self.resumed_streams = self._counter(
             "resumed_streams",
-            "Streams that a client took up again: live (it still ran here), again (made again).",
+            "Streams that a client resumed: live (still running here), again (generated again).",
             "how",
         )
         self.fleet_events = self._counter(
             "fleet_events",
-            "What happened to sequences between shards: sent (the policy's reason), continued (why "
-            "the shard before failed), moved, approximate, refused, given_up, verified (what came "
-            "of it).",
+            "What happened to sequences between shards: sent (reason: the policy's), continued "
+            "(why the previous shard failed), moved, approximate, refused, given_up, verified (the "
+            "result).",
             *("event", "reason"),
         )
 
     def _add_loop_lag(self) -> None:
         self.loop_lag_seconds = self._histogram(
             "loop_lag_seconds",
-            "How late the event loop came to a timer, twenty times a second.",
+            "How late the event loop ran a timer, measured twenty times a second.",
             buckets=_LAG_BUCKETS_S,
         )
         self.loop_lag_worst_seconds = self._gauge(
             "loop_lag_worst_seconds",
-            "The worst of that in the last ten seconds, of all workers.",
+            "The worst of these in the last ten seconds, over all workers.",
             mode="livemax",
         )
 
@@ -176,16 +176,16 @@ class Metrics:
         )
         self.requests_held = self._gauge(
             "requests_held",
-            "Requests that wait for a shard of their model, of which none serves; empty for a "
-            "model that was never served (--shard-wait-s).",
+            "Requests that wait for a shard of their model because none serves (--shard-wait-s). "
+            "The label is empty for a model that was never served.",
             "model",
         )
         self.refused = self._counter(
             "refused",
-            "Requests answered 429 by the router itself: queue_full, queued_tokens, key_queue_full "
-            "and key_queued_tokens at once, queue_timeout after waiting, pushed_out by another "
-            "key's, key_requests_per_minute and key_tokens_per_minute, long_bodies where too many "
-            "of them are here.",
+            "Requests answered with 429 by the router itself: queue_full, queued_tokens, "
+            "key_queue_full and key_queued_tokens at once, queue_timeout after waiting, pushed_out "
+            "of the queue by another key's, key_requests_per_minute and key_tokens_per_minute, "
+            "long_bodies when there are too many of them.",
             "reason",
         )
 

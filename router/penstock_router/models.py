@@ -145,12 +145,22 @@ class Models:
                 infos.setdefault(shard.info.model, shard.info)
         return list(infos.values())
 
-    def names_of(self, info: ShardInfo) -> list[str]:
-        """Every name that leads to a model that is served, its own first."""
-        names = [info.model, *info.model_aliases]
-        names += [alias for alias, model in self._aliases.items() if model in names]
-        # Two models may claim one name.
-        return [name for name in dict.fromkeys(names) if self.info(name).model == info.model]
+    def names(self) -> dict[str, tuple[ShardInfo, str]]:
+        """Every name that leads to something that is served: to which model, and to which adapter
+        of it, "" for none. Models come first, each with its own name first.
+        """
+        infos = self.infos()
+        candidates = [name for info in infos for name in (info.model, *info.model_aliases)]
+        candidates += self._aliases
+        candidates += (name for info in infos for name in self.adapters_of(info))
+        found = {}
+        for name in dict.fromkeys(candidates):
+            served = self._served(self._meant(name, infos), infos)
+            if served is not None:
+                found[name] = served
+        places = {info.model: place for place, info in enumerate(infos)}
+        order = sorted(found, key=lambda name: (found[name][1] != "", places[found[name][0].model]))
+        return {name: found[name] for name in order}
 
     def adapters_of(self, info: ShardInfo) -> dict[str, ShardInfo]:
         """Adapters by name that a ready shard of this model has, and what that shard says."""
@@ -181,19 +191,10 @@ class Models:
         """The model, and the adapter, "" for none."""
         self._note_names()
         infos = self.infos()
-        # A shard's own name goes before an alias.
-        names = {own for info in infos for own in (info.model, *info.model_aliases)}
-        if name not in names:
-            name = self._aliases.get(name or _DEFAULT, name)
-        for info in infos:
-            if name == info.model:
-                return info, ""
-        for info in infos:
-            if name in info.model_aliases:
-                return info, ""
-        # An operator's alias may mean an adapter, too.
-        if holder := self._holder(infos, name):
-            return holder, name
+        name = self._meant(name, infos)
+        served = self._served(name, infos)
+        if served is not None:
+            return served
         if name in self._names or self._is_away(name):
             raise Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
         if not infos:
@@ -204,6 +205,22 @@ class Models:
                 raise BadRequest(text, param="model")
             return infos[0], ""
         raise unknown_model(name)
+
+    def _meant(self, name: str, infos: Sequence[ShardInfo]) -> str:
+        """What an operator's alias stands for; a shard's own name goes before it."""
+        is_own = any(name == info.model or name in info.model_aliases for info in infos)
+        return name if is_own else self._aliases.get(name or _DEFAULT, name)
+
+    def _served(self, name: str, infos: Sequence[ShardInfo]) -> tuple[ShardInfo, str] | None:
+        """The model of this name, or else whose adapter it names, and that."""
+        for info in infos:
+            if name == info.model:
+                return info, ""
+        for info in infos:
+            if name in info.model_aliases:
+                return info, ""
+        holder = self._holder(infos, name)
+        return None if holder is None else (holder, name)
 
     def _note_names(self) -> None:
         """Of shards that may leave the fleet."""

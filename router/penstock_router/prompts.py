@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from penstock_client.types import Constraint
 from penstock_proto.bounds import MAX_BAD_WORD_TOKENS
@@ -67,7 +69,9 @@ class Prepared:
     # What the answer's text begins with.
     full_text: str = ""
     # The items before the answer's, as a JSON array; empty where none are kept.
-    conversation: bytes = b""
+    conversation: bytes | memoryview = b""
+    # What the answer repeats of the request.
+    repeated: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     # What every answer must be like.
     constraint: Constraint | None = None
     # The prompt ends within reasoning.

@@ -42,9 +42,9 @@ class RequestMetrics:
         self._requests = self._counter(
             "requests",
             "HTTP requests that have ended, by outcome: stop, length; disconnect, slow_reader, "
-            "timeout, shutdown, abandoned; refused, error; ok where there are no tokens to tell "
-            "of, probe of what anybody may ask. The model is empty of those that did not get so "
-            "far.",
+            "timeout, shutdown, abandoned; refused, error; ok for routes that generate nothing, "
+            "probe for those that need no key. The model is empty for requests that ended before "
+            "it was known.",
             *("route", "status", "outcome", "model"),
         )
         self._request_seconds = self._histogram(
@@ -52,7 +52,7 @@ class RequestMetrics:
         )
         self._generation_seconds = self._histogram(
             "generation_seconds",
-            "From its arrival to its end, of each request for tokens that came to a good end.",
+            "From the arrival to the end of each request that finished by stop or length.",
             _REQUEST_BUCKETS_S,
         )
 
@@ -64,11 +64,11 @@ class RequestMetrics:
         )
         self._queue_seconds = add(
             "queue_seconds",
-            "How long a request waited: for places here, and then for its first step in the shard.",
+            "How long a request waited: for places in the router, then for its first step.",
         )
         self._prefill_seconds = add(
             "prefill_seconds",
-            "From a request's first step in the shard to its first token here.",
+            "From a request's first step in the shard to its first token at the router.",
         )
         self._decode_seconds = add(
             "decode_seconds", "From a request's first token to its end.", _REQUEST_BUCKETS_S
@@ -80,13 +80,13 @@ class RequestMetrics:
         )
         self._mean_between_tokens_seconds = add(
             "mean_between_tokens_seconds",
-            "Of each request: from its first token to its end, divided by its further tokens.",
+            "For each request: from its first token to its end, divided by the tokens after that.",
             BETWEEN_BUCKETS_S,
         )
         self._failover_gap_seconds = add(
             "failover_gap_seconds",
-            "Of sequences that went on at another shard: from the last token of one to the first "
-            "of the next. Counted at the request's end.",
+            "For sequences continued on another shard: from the last token of one to the first "
+            "token of the next. Counted when the request ends.",
         )
 
     def _add_tokens(self) -> None:
@@ -99,7 +99,7 @@ class RequestMetrics:
             "request_prompt_tokens", "Prompt tokens of each request.", _TOKEN_BUCKETS
         )
         self._request_output_tokens = self._histogram(
-            "request_output_tokens", "Tokens that each request was given.", _TOKEN_BUCKETS
+            "request_output_tokens", "Output tokens of each request.", _TOKEN_BUCKETS
         )
 
     def ended(self, record: RequestRecord) -> None:

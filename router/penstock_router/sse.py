@@ -12,7 +12,8 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -38,6 +39,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 COMMENT = b": keep-alive\n\n"
+# Goes to the socket in one write: what it does not take is copied.
+PIECE_BYTES = 256 * 1024
 # So many are shown on the event loop (about a microsecond each).
 _INLINE_LOGPROBS = 1000
 
@@ -58,6 +61,8 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._writer: AbstractStreamWriter
         self._is_chunked = False
+        # Of frames that were begun.
+        self._rest: deque[memoryview] = deque()
 
     async def __aenter__(self) -> Self:
         writer = await self.response.prepare(self._request)
@@ -101,10 +106,26 @@ class EventStream:
         self._transport.write(frames)
 
     async def send(self, frames: bytes) -> None:
-        """Frames, one after another, in one write, once the socket took what was sent before."""
-        if frames:
+        """Frames, one after another, in one write but for long ones, once the socket took what was
+        sent before. Of frames that were begun when something stopped this, the rest goes first.
+        """
+        if self._rest:
+            await self._send_rest()
+        if len(frames) > PIECE_BYTES:
+            data = memoryview(frames)
+            starts = range(0, len(frames), PIECE_BYTES)
+            self._rest.extend(data[start : start + PIECE_BYTES] for start in starts)
+            await self._send_rest()
+        elif frames:
             await self.drained()
             self.send_now(frames)
+
+    async def _send_rest(self) -> None:
+        while self._rest:
+            await self.drained()
+            self.send_now(bytes(self._rest.popleft()))
+            if self._rest:
+                await asyncio.sleep(0)
 
     async def send_with_id(self, frame: bytes, event_id: str) -> None:
         """A frame that a client can name to go on after it."""
@@ -153,8 +174,8 @@ class EventStream:
         self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _comment(self) -> None:
-        # A slow reader has something to read.
-        if not self.busy:
+        # A slow reader has something to read, and within a frame there is no place for it.
+        if not self.busy and not self._rest:
             try:
                 self.send_now(COMMENT)
             except ConnectionError:
@@ -176,19 +197,37 @@ async def stream(
     config: RouterConfig,
     limit: TimeLimit,
     threads: Threads,
+    make_edge: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
     """Answer with `deltas` of a generation as they come; `before_end` is awaited before the closing
-    frames.
+    frames. `make_edge` runs what makes the frames at both ends, where those may be long.
     """
+
+    async def failed(error: ApiError) -> bytes:
+        return await edge(lambda: (shape.failed(error),))
+
+    async def edge(make_frames: Callable[[], Sequence[bytes]]) -> bytes:
+        def work() -> bytes:
+            return b"".join(make_frames())
+
+        return work() if make_edge is None else await make_edge(work)
 
     async def send_all(events: EventStream) -> None:
         try:
             async with limit.scope():
-                await _send_deltas(events, deltas, shape, first, threads)
+                delta = await first
+                opening = await edge(shape.opening)
+                if len(opening) > PIECE_BYTES:
+                    await events.send(opening)
+                    opening = b""
+                if delta is not None:
+                    opening += await frame_of(shape, delta, threads) or b""
+                await events.send(opening)
+                await _Sender(events, deltas, shape, threads).run()
                 if before_end is not None:
                     await before_end()
-                await events.send(b"".join(shape.closing()))
+                await events.send(await edge(shape.closing))
         except Exception as error:
             generation.abandon(error)
             raise
@@ -201,7 +240,7 @@ async def stream(
             first.result()
         # In a task of its own: each event wakes all coroutines that wait for one another, and a
         # handler is at the end of a dozen.
-        answering = _answer(request, send_all, shape.failed, request_id, config)
+        answering = _answer(request, send_all, failed, request_id, config)
         return await asyncio.create_task(answering)
     finally:
         first.cancel()
@@ -218,6 +257,9 @@ async def follow(
 ) -> web.StreamResponse:
     """Answer with the events of a live stream that its reader lacks, each with an id."""
 
+    async def shown(error: ApiError) -> bytes:
+        return failed(error)
+
     async def send_all(events: EventStream) -> None:
         event = await first
         while event is not None:
@@ -232,7 +274,7 @@ async def follow(
         await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        return await _answer(request, send_all, failed, request_id, config)
+        return await _answer(request, send_all, shown, request_id, config)
     finally:
         first.cancel()
 
@@ -240,7 +282,7 @@ async def follow(
 async def _answer(
     request: web.Request,
     send_all: Callable[[EventStream], Awaitable[None]],
-    failed: Callable[[ApiError], bytes],
+    failed: Callable[[ApiError], Awaitable[bytes]],
     request_id: str,
     config: RouterConfig,
 ) -> web.StreamResponse:
@@ -253,7 +295,7 @@ async def _answer(
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the status is sent: this is the last resort
-            await events.send(failed(noted(error, request_id)))
+            await events.send(await failed(noted(error, request_id)))
         await events.end()
         return events.response
 
@@ -270,21 +312,6 @@ def _is_quick(delta: Delta) -> bool:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
     return sum(len(one.chosen) * (1 + one.top_n) for one in columns) <= _INLINE_LOGPROBS
-
-
-async def _send_deltas(
-    events: EventStream,
-    deltas: Deltas,
-    shape: Shape,
-    first: asyncio.Future[Delta | None],
-    threads: Threads,
-) -> None:
-    delta = await first
-    frames = [*shape.opening()]
-    if delta is not None:
-        frames.append(await frame_of(shape, delta, threads) or b"")
-    await events.send(b"".join(frames))
-    await _Sender(events, deltas, shape, threads).run()
 
 
 class _Sender:

@@ -90,13 +90,17 @@ class WasRead(msgspec.Struct, tag=True, frozen=True):
 
 
 class WasPrepared(msgspec.Struct, tag=True, frozen=True):
-    """Prompts; the ids of each follow, then those that are allowed, then the conversation."""
+    """Prompts; the ids of each follow, then those that are allowed, then what is repeated, then the
+    conversation.
+    """
 
     # The number of ids, and the text.
     prompts: list[tuple[int, str | None]]
     bad_words: list[list[int]]
     num_allowed: int
     full_text: str
+    # The JSON of each, in bytes.
+    repeated: dict[str, int]
     constraint: Constraint | None
     reasoning_begun: bool
 
@@ -174,7 +178,7 @@ def unpack_asked(data: bytes, kind: type[Any]) -> Any:
 # ---- Prompts -----------------------------------------------------------------------------------
 
 
-def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes]]:
+def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes | memoryview]]:
     """The message, and what comes after it."""
     prompts = prepared.prompts
     message = WasPrepared(
@@ -182,24 +186,30 @@ def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes]]:
         bad_words=[list(word) for word in prepared.bad_words],
         num_allowed=len(prepared.allowed_token_ids),
         full_text=prepared.full_text,
+        repeated={name: len(memoryview(value)) for name, value in prepared.repeated.items()},
         constraint=prepared.constraint,
         reasoning_begun=prepared.reasoning_begun,
     )
     ids = [pack_ids(prompt.token_ids) for prompt in prompts]
-    return message, [*ids, pack_ids(prepared.allowed_token_ids), prepared.conversation]
+    repeated = [memoryview(value) for value in prepared.repeated.values()]
+    allowed = pack_ids(prepared.allowed_token_ids)
+    return message, [*ids, allowed, *repeated, prepared.conversation]
 
 
 def unpack_prepared(message: WasPrepared, data: memoryview) -> Prepared:
-    """What `pack_prepared` was given; ids are arrays."""
+    """What `pack_prepared` was given; ids are arrays, JSON stays where it is in `data`."""
     counts = [count for count, _ in message.prompts] + [message.num_allowed]
+    num_bytes = ID_BYTES * sum(counts)
     *prompts, allowed = map(unpack_ids, split(data, [ID_BYTES * count for count in counts]))
+    repeated = split(data[num_bytes:], message.repeated.values())
     rows = zip(prompts, message.prompts, strict=True)
     return Prepared(
         tuple(Prompt(ids, text) for ids, (_, text) in rows),
         message.bad_words,
         allowed,
         message.full_text,
-        bytes(data[ID_BYTES * sum(counts) :]),
+        data[num_bytes + sum(message.repeated.values()) :],
+        dict(zip(message.repeated, map(msgspec.Raw, repeated), strict=True)),
         message.constraint,
         message.reasoning_begun,
     )

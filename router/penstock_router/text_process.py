@@ -66,7 +66,7 @@ _MUCH_BYTES = 1024 * 1024
 
 _Key = tuple[str, str]
 # A report, and what comes after it.
-_Reply = tuple[Report, Sequence[bytes]]
+_Reply = tuple[Report, Sequence[bytes | memoryview]]
 
 
 class TextWorker:

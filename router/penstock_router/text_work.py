@@ -112,10 +112,11 @@ def _generate(asked: tgi_answers.GenerateRequest, model: TextModel, earlier: byt
 def _respond(asked: ResponsesRequest, model: TextModel, earlier: bytes) -> Prepared:
     if earlier:
         asked = asked.after(msgspec.json.decode(earlier))
-    prepared = prepare_prompts(asked, model)
-    if not asked.repeated["store"]:
-        return prepared
-    return dataclasses.replace(prepared, conversation=_encode(asked.items))
+    return dataclasses.replace(
+        prepare_prompts(asked, model),
+        conversation=_encode(asked.items) if asked.store else b"",
+        repeated={name: msgspec.Raw(_encode(value)) for name, value in asked.repeated.items()},
+    )
 
 
 def _of(api: Api[Any], work: Callable[..., Prepared] = _prepared) -> BodyKind:

@@ -1,17 +1,22 @@
 """Log-probabilities as OpenAI's answers show them: of completions, of chats, of prompts.
 
-Values end at -9999: minus infinity is not JSON.
+Values end at -9999: minus infinity is not JSON. What is said of one token is JSON at once: objects
+of many tokens would take long to be thrown away again, and all others wait for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
+
+import msgspec
 
 from penstock_client.types import Logprobs
 from penstock_router.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
+
+_encode = msgspec.json.encode
 
 TokenText = Callable[[int], str]
 
@@ -71,7 +76,8 @@ class CompletionLogprobs:
         for row, token_id in enumerate(token_ids):
             self._add_token(result, token_id)
             result["token_logprobs"].append(_finite(columns.chosen[row]))
-            result["top_logprobs"].append(self._top(token_id, row, columns))
+            top = cast(dict[str, float], self._top(token_id, row, columns))
+            result["top_logprobs"].append(top)
 
     def add_prompt(
         self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs | None
@@ -93,7 +99,7 @@ class CompletionLogprobs:
         result["text_offset"].append(self._offset)
         self._offset += len(text)
 
-    def _top(self, token_id: int, row: int, columns: Logprobs) -> dict[str, float]:
+    def _top(self, token_id: int, row: int, columns: Logprobs) -> msgspec.Raw:
         """The chosen token and the best, by text. Of two tokens with one text the later is
         named by its id, so that the chosen one's value is always found under its own text."""
         top = {self._text_of(token_id): _finite(columns.chosen[row])}
@@ -101,7 +107,7 @@ class CompletionLogprobs:
             if other != token_id:
                 text = self._text_of(other)
                 top[f"token_id:{other}" if text in top else text] = _finite(value)
-        return top
+        return msgspec.Raw(_encode(top))
 
 
 def chat_logprobs(
@@ -111,39 +117,43 @@ def chat_logprobs(
     *,
     requested_ids: Sequence[int],
     as_ids: bool,
-) -> ChatLogprobs:
-    """For each token exactly the `top_n` best, and the requested ones that are not among them."""
+) -> list[msgspec.Raw]:
+    """`ChatLogprob`s: each token with exactly the `top_n` best, and the requested ones that are not
+    among them.
+    """
     text_of = token_text(tokenizer, as_ids=as_ids)
 
     def entry(token_id: int, value: float) -> ChatLogprob:
         data = tokenizer.token_bytes(token_id)
         return {"token": text_of(token_id), "logprob": _finite(value), "bytes": list(data)}
 
-    content: list[ChatLogprob] = []
+    content: list[msgspec.Raw] = []
     for row, token_id in enumerate(token_ids):
         shown = entry(token_id, columns.chosen[row])
         top = _top_row(columns, row, columns.top_n, requested_ids)
         shown["top_logprobs"] = [entry(other, value) for other, value in top]
-        content.append(shown)
-    return {"content": content}
+        content.append(msgspec.Raw(_encode(shown)))
+    return content
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
-) -> list[dict[str, PromptLogprob] | None]:
-    """For each token of a prompt, by id: the token itself and the `top_n` best in its place."""
+) -> list[msgspec.Raw | None]:
+    """For each token of a prompt `PromptLogprob`s by id: the token itself and the `top_n` best in
+    its place.
+    """
 
     def entry(token_id: int, value: float, rank: int) -> PromptLogprob:
         text = tokenizer.token_text(token_id)
         return {"logprob": _finite(value), "rank": rank, "decoded_token": text}
 
-    rows: list[dict[str, PromptLogprob] | None] = [None]
+    rows: list[msgspec.Raw | None] = [None]
     for row, token_id in enumerate(token_ids[1:] if columns is not None else ()):
         assert columns is not None
         shown = {str(token_id): entry(token_id, columns.chosen[row], columns.ranks[row])}
         for rank, (other, value) in enumerate(_top_row(columns, row, top_n), 1):
             shown.setdefault(str(other), entry(other, value, rank))
-        rows.append(shown)
+        rows.append(msgspec.Raw(_encode(shown)))
     return rows
 
 

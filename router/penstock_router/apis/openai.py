@@ -187,31 +187,29 @@ _STREAM_OPTIONS = Kind(
 
 # Of completions, chats and responses alike.
 SAMPLING = (
-    Field("temperature", number(0, 2), "Below 1e-5 the likeliest token is always taken."),
-    Field("top_p", number(0, 1, above_low=True), "Draw from the likeliest that add up to this."),
-    Field("top_k", integer(-1, INT32_MAX), "Draw from so many; 0 and -1: from all."),
-    Field("min_p", number(0, 1), "Draw from those at least so likely, relative to the likeliest."),
+    Field("temperature", number(0, 2), "Randomness; below 1e-5 always the likeliest token."),
+    Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
+    Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
+    Field("min_p", number(0, 1), "Drop tokens less likely than this times the likeliest."),
     Field(
         "repetition_penalty",
         number(0, FLOAT32_MAX, above_low=True),
-        "Above 1: what occurred already is less likely; 1 is none.",
+        "Above 1 makes tokens less likely that occurred; 1: none.",
     ),
-    Field("presence_penalty", number(-2, 2), "On each token that the answer has already."),
-    Field(
-        "frequency_penalty", number(-2, 2), "On each token, for each time that the answer has it."
-    ),
+    Field("presence_penalty", number(-2, 2), "Subtracted for tokens that the answer has already."),
+    Field("frequency_penalty", number(-2, 2), "The same for each time that the answer has them."),
     Field("seed", INT64, "The same request with the same seed gets the same answer."),
 )
 
 _COMMON = (
-    Field("model", STRING, "One of /v1/models; the served one where there is only one."),
+    Field("model", STRING, "One of /v1/models; may be left out if there is only one."),
     Field("n", integer(1, MAX_CHOICES), "How many choices; the first has the seed itself."),
     *SAMPLING,
     Field("logit_bias", _LOGIT_BIAS, "Added to the logits of tokens by id, cut to -100..100."),
     Field(
         "allowed_token_ids",
         token_ids(at_least=1, at_most=MAX_ALLOWED_TOKEN_IDS),
-        "Draw from these only.",
+        "Sample among these only.",
     ),
     Field(
         "bad_words",
@@ -224,61 +222,65 @@ _COMMON = (
         token_ids(at_most=MAX_STOP_TOKEN_IDS),
         "Tokens that end a choice.",
     ),
-    Field("include_stop_str_in_output", BOOLEAN, "Show what ended the choice."),
-    Field("ignore_eos", BOOLEAN, "Go on after the model's end-of-sequence tokens."),
+    Field("include_stop_str_in_output", BOOLEAN, "Keep the stop string in the text."),
+    Field("ignore_eos", BOOLEAN, "Continue after the model's end-of-sequence tokens."),
     Field("min_tokens", integer(0, INT32_MAX), "Nothing ends a choice before so many tokens."),
     Field("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text; default true."),
-    Field("spaces_between_special_tokens", BOOLEAN, "Where those are shown; default true."),
+    Field("spaces_between_special_tokens", BOOLEAN, "If they are shown; default true."),
     Field("echo", BOOLEAN, "Begin with the prompt; a chat: with a last message of the assistant."),
-    Field("prompt_logprobs", integer(0, MAX_LOGPROBS), "Log-probabilities of the prompt's tokens."),
+    Field(
+        "prompt_logprobs",
+        integer(0, MAX_LOGPROBS),
+        "Log-probabilities of the prompt's tokens; of streams only a completion's has any, of 0.",
+    ),
     Field(
         "logprob_token_ids",
         token_ids(at_least=1, at_most=MAX_STOP_TOKEN_IDS),
-        "Report these besides the best; needs logprobs.",
+        "Report these too; needs logprobs.",
     ),
     Field(
         "truncate_prompt_tokens",
         integer(-1, INT32_MAX),
-        "Keep so many of a prompt; -1: as many as fit.",
+        "Keep so many tokens of a prompt; -1: as many as fit.",
     ),
     Field(
         "truncation_side",
         one_of("left", "right"),
         "Which end is cut off; default: the tokenizer's.",
     ),
-    Field("add_special_tokens", BOOLEAN, "The tokenizer's own; default true, in chats false."),
-    Field("return_token_ids", BOOLEAN, "Show ids of the prompt and of the answer."),
+    Field("add_special_tokens", BOOLEAN, "Add the tokenizer's own; default true, in chats false."),
+    Field("return_token_ids", BOOLEAN, "Return the token ids of prompt and answer."),
     Field("return_tokens_as_token_ids", BOOLEAN, "Name tokens of log-probabilities by their ids."),
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
-    Field("stream_options", _STREAM_OPTIONS, "Only in streams: whether events tell the usage."),
-    Field("stream_interval", POSITIVE, "Tokens that each event of a stream carries at least."),
+    Field("stream_options", _STREAM_OPTIONS, "Only in streams: whether events contain the usage."),
+    Field("stream_interval", POSITIVE, "Least number of tokens in an event of a stream."),
     # Lower runs first, and who speaks HTTP may only stand back: else anybody could put all others
     # down.
     Field("priority", integer(0, 1000), "Lower runs first."),
     Field("slo", number(1e-6, 86_400), "Seconds between tokens to aim for."),
-    Field("is_latency_sensitive", WORD_OR_BOOLEAN, "Goes before requests that are not."),
+    Field("is_latency_sensitive", WORD_OR_BOOLEAN, "Prefer it to requests that are not."),
     Field(
         "cache_salt",
         string(1, 128, without="@/\\\0"),
         "Share cached prefixes with requests of the same salt only.",
     ),
-    Field("request_id", STRING, "Of this request, where no X-Request-Id names it."),
+    Field("request_id", STRING, "The request's id, if there is no X-Request-Id."),
     Field(
         "session_id",
         string(0, MAX_SESSION_CHARS),
-        "Requests that should meet the same shard's cache.",
+        "Requests with the same value go to the same shard, and its prefix cache.",
     ),
     TIMEOUT,
-    Field("user", STRING, "Accepted, and nothing comes of it."),
+    Field("user", STRING, "Accepted without effect."),
     *CONSTRAINT_FIELDS,
-    not_served("length_penalty", ANY_NUMBER, 1.0, help="Of beam search, which is not served."),
+    not_served("length_penalty", ANY_NUMBER, 1.0, help="For beam search, which is not served."),
     not_served("use_beam_search", BOOLEAN, False),
     not_served("kv_transfer_params", OBJECT),
     not_served("vllm_xargs", OBJECT, {}),
 )
 
 OF_CHATS = "A field of chats, refused here."
-OF_TOOLS = "Of an older form of tools, whose answers look otherwise; not served."
+OF_TOOLS = "The older format of tools; not served."
 
 COMPLETION_FIELDS = table(
     [
@@ -290,11 +292,11 @@ COMPLETION_FIELDS = table(
         ),
         *_COMMON,
         Field("max_tokens", integer(0, INT32_MAX), "Default 16; 0 with echo: scores only."),
-        Field("best_of", integer(1, MAX_CHOICES), "Generate so many, show the n likeliest."),
+        Field("best_of", integer(1, MAX_CHOICES), "Generate so many, return the n likeliest."),
         Field(
             "logprobs",
             integer(0, MAX_LOGPROBS),
-            "Show those of each token, and of so many of the best.",
+            "Return those of each token, and of so many alternatives.",
         ),
         not_served("suffix", STRING, ""),
         not_served("prompt_embeds", ANYTHING),
@@ -312,26 +314,26 @@ CHAT_FIELDS = table(
         Field("messages", MESSAGES, "The chat so far; text only.", required=True),
         *_COMMON,
         Field("max_tokens", POSITIVE, "Default: up to the end of the context."),
-        Field("max_completion_tokens", POSITIVE, "As max_tokens, and goes before it."),
-        Field("logprobs", BOOLEAN, "Show the log-probability of each token."),
+        Field("max_completion_tokens", POSITIVE, "Newer name of max_tokens; counts before it."),
+        Field("logprobs", BOOLEAN, "Return the log-probability of each token."),
         Field(
             "top_logprobs",
             integer(0, MAX_LOGPROBS),
-            "Of so many of the best beside each token; needs logprobs.",
+            "Alternatives to return for each token; needs logprobs.",
         ),
         Field("add_generation_prompt", BOOLEAN, "Let the template begin the answer; default true."),
-        Field("continue_final_message", BOOLEAN, "Go on with the last message."),
-        Field("chat_template", STRING, "Only where the operator trusts those of requests."),
+        Field("continue_final_message", BOOLEAN, "Continue the last message."),
+        Field("chat_template", STRING, "Refused unless the operator allows it."),
         Field("chat_template_kwargs", OBJECT, "More variables of the template."),
         Field(
-            "documents", array_of(OBJECT, at_most=1000, unit="documents"), "Handed to the template."
+            "documents", array_of(OBJECT, at_most=1000, unit="documents"), "Passed to the template."
         ),
-        Field("reasoning_effort", STRING, "Handed to the template."),
-        Field("include_reasoning", BOOLEAN, "Show the reasoning; default true."),
+        Field("reasoning_effort", STRING, "Passed to the template."),
+        Field("include_reasoning", BOOLEAN, "Return the reasoning; default true."),
         Field(
             "thinking_token_budget",
             integer(0, INT32_MAX),
-            "Reasoning ends after so many tokens; the answer goes on.",
+            "End the reasoning after so many tokens; the answer follows.",
         ),
         Field("tools", TOOLS, "Functions that the answer may call."),
         Field(
@@ -388,6 +390,8 @@ def parse_chat(body: JsonObject) -> ChatRequest:
         values["max_tokens_field"] = "max_completion_tokens"
     values["logprobs"] = _chat_logprobs(values)
     common = common_options(values)
+    if common.get("stream") and "prompt_logprobs" in common:
+        raise BadRequest("prompt_logprobs: not in streams", param="prompt_logprobs")
     common.setdefault("add_special_tokens", False)
     request = ChatRequest(
         messages=values["messages"],

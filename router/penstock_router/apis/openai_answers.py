@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
 from penstock_router.apis.base import DONE, Envelope, call_id, data_frame, error_frames
 from penstock_router.apis.logprobs import (
+    ChatLogprob,
     ChatLogprobs,
     CompletionColumns,
     CompletionLogprobs,
@@ -284,12 +285,13 @@ class _OpenAIShape(ABC):
 
     def _prompt_logprobs(self, delta: Delta) -> list[dict[str, PromptLogprob] | None]:
         prompt = self._job.prompts[delta.index // self._options.n]
-        return prompt_logprobs(
+        rows = prompt_logprobs(
             self._job.model.tokenizer,
             prompt.token_ids,
             delta.prompt_logprobs,
             self._options.prompt_logprobs or 0,
         )
+        return cast(list[dict[str, PromptLogprob] | None], rows)
 
     @abstractmethod
     def _chunk_choice(self, delta: Delta) -> Mapping[str, Any]:
@@ -320,6 +322,12 @@ class CompletionShape(_OpenAIShape):
     def opening(self) -> list[bytes]:
         """Completions begin with their text."""
         return []
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        """A delta as a frame; the first of each choice has the scores of its prompt."""
+        if self._options.prompt_logprobs is not None and delta.index not in self._begun:
+            return self._full_chunk([self._choice(delta)])
+        return super().chunk(delta)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer that is no stream."""
@@ -500,13 +508,14 @@ class ChatShape(_OpenAIShape):
         options = self._options
         if options.logprobs is None or delta.logprobs is None:
             return None
-        return chat_logprobs(
+        rows = chat_logprobs(
             self._job.model.tokenizer,
             delta.token_ids,
             delta.logprobs,
             requested_ids=options.logprob_token_ids,
             as_ids=self._as_ids,
         )
+        return {"content": cast(list[ChatLogprob], rows)}
 
 
 def _text_of(kind: PieceKind, pieces: Sequence[Piece]) -> str:

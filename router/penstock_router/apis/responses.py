@@ -291,10 +291,14 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         "truncation_side": "left",
     }
     common = common_options({**values, **renamed})
+    repeated = _repeated(values, body)
     request = ResponsesRequest(
-        messages=messages_of(values.get("instructions"), values["input"]),
+        messages=messages_of(repeated["instructions"], values["input"]),
         items=values["input"],
-        repeated=_repeated(values, body),
+        repeated={**repeated},
+        previous_response_id=repeated["previous_response_id"],
+        background=repeated["background"],
+        store=repeated["store"],
         add_special_tokens=False,
         include_reasoning=values.get("include_reasoning", True),
         thinking_tokens=values.get("thinking_token_budget"),
@@ -330,18 +334,18 @@ def _check(request: ResponsesRequest) -> None:
     """What one field may be beside another."""
     check_one_form(request)
     # With one before it, calls may be there.
-    if request.repeated["previous_response_id"] is None:
+    if request.previous_response_id is None:
         check_outputs(request.items)
     # Which tokens are the text's and which are a call's is not known.
     if request.logprobs is not None and request.tools and request.tool_choice.mode != "none":
         text = f"include: {LOGPROBS} is not served beside tools; leave one of them out"
         raise BadRequest(text, param="include")
-    if request.repeated["background"]:
+    if request.background:
         _check_background(request)
 
 
 def _check_background(request: ResponsesRequest) -> None:
-    if not request.repeated["store"]:
+    if not request.store:
         raise BadRequest("background: needs store, as it is asked for later", param="background")
     if request.stream:
         raise BadRequest("background: not in streams on this server", param="background")

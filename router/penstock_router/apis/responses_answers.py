@@ -7,12 +7,13 @@ the order in which they were said. Every event is numbered.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NotRequired, TypedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 
-from penstock_router.apis.base import Envelope, call_id, event_frame
+from penstock_router import long_json
+from penstock_router.apis.base import Envelope, call_id
 from penstock_router.apis.logprobs import ChatLogprob, chat_logprobs
 from penstock_router.apis.responses_items import Item, ItemStatus, Part
 from penstock_router.apis.responses_output import (
@@ -44,7 +45,6 @@ _DEFAULT_ERROR_CODE: Final = "server_error"
 
 # Looked up for each delta.
 _CONTENT = PieceKind.CONTENT
-_encode = msgspec.json.encode
 
 
 # ---- What answers look like --------------------------------------------------------------------
@@ -167,14 +167,17 @@ def error_object(error: ApiError) -> ResponseError:
 
 
 class ResponseShape:
-    """One response: `answer` is in progress until one of the methods that end it."""
+    """One response: `answer` is in progress until one of the methods that end it.
+
+    It may be long, and all that shows it whole is for a thread then.
+    """
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
         assert isinstance(job.options, ResponsesRequest)
         self._asked = job.options
         self._conversation = job.prepared.conversation
         self._tokenizer = job.model.tokenizer
-        self._usage = envelope.usage
+        self.usage = envelope.usage
         self._id_stem = envelope.response_id.removeprefix("resp_")
         self._items: list[Growing] = []
         # The last of them, which grows.
@@ -188,8 +191,7 @@ class ResponseShape:
         self._streams = False
         self._number = 0
         given, default = job.options, job.model.info.default_sampling
-        self.answer: ResponseAnswer = {
-            **job.options.repeated,
+        own = {
             "id": envelope.response_id,
             "object": "response",
             "created_at": envelope.created,
@@ -203,6 +205,7 @@ class ResponseShape:
             "top_p": _first_of(given.top_p, default.top_p),
             "usage": None,
         }
+        self.answer = cast(ResponseAnswer, {**job.prepared.repeated, **own})
 
     # ---- whole ----
 
@@ -232,10 +235,9 @@ class ResponseShape:
 
     def _note_logprobs(self, delta: Delta) -> None:
         assert delta.logprobs is not None
-        shown = chat_logprobs(
+        self._logprobs += chat_logprobs(
             self._tokenizer, delta.token_ids, delta.logprobs, requested_ids=(), as_ids=False
-        )["content"]
-        self._logprobs += [msgspec.Raw(_encode(token)) for token in shown]
+        )
 
     def _say(self, kind: PieceKind, text: str) -> None:
         item = self._growing
@@ -283,7 +285,7 @@ class ResponseShape:
         if not self._items:
             # There is something that it says, be it nothing.
             self._say(_CONTENT, "")
-        answer["usage"] = usage_object(self._usage)
+        answer["usage"] = usage_object(self.usage)
         if self._finish_reason == "length":
             self._end(INCOMPLETE)
             answer["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -309,11 +311,20 @@ class ResponseShape:
         before = [item.shown(COMPLETED) for item in self._items[:-1]]
         self.answer["output"] = before + [item.shown(last) for item in self._items[-1:]]
 
-    @property
-    def conversation(self) -> bytes:
-        """The items up to and with the answer's, as they are stored and gone on from: JSON."""
+    def stored(self) -> tuple[bytes, bytes]:
+        """As JSON: the answer, and the items up to and with its own, which are gone on from."""
+        return long_json.encoded(self.answer), long_json.joined(self._all_items())
+
+    def _all_items(self) -> Iterator[bytes]:
         answered = [_without_logprobs(item) for item in self.answer["output"]]
-        return _joined(self._conversation, _encode(answered))
+        before = memoryview(self._conversation)[1:-1]
+        yield b"["
+        yield from long_json.sliced(before)
+        yield b"," if before and answered else b""
+        for index, item in enumerate(answered):
+            yield b"," if index else b""
+            yield from long_json.json_pieces(item)
+        yield b"]"
 
     # ---- a stream ----
 
@@ -352,14 +363,8 @@ class ResponseShape:
     def _event(self, name: str, /, **more: object) -> bytes:
         event = {"type": name, **more, "sequence_number": self._number}
         self._number += 1
-        return event_frame(name, event)
-
-
-def _joined(array: bytes, other: bytes) -> bytes:
-    """Two arrays of JSON as one, without a look at what is in them."""
-    if len(array) <= 2 or len(other) <= 2:
-        return array if len(array) > 2 else other
-    return b"%b,%b" % (array[:-1], other[1:])
+        begun = b"event: %b\ndata: " % name.encode()
+        return long_json.joined((begun, *long_json.json_pieces(event), b"\n\n"))
 
 
 def _without_logprobs(item: Item) -> Item:

@@ -69,12 +69,16 @@ class ResponsesRequest(ChatRequest):
     # `Item`s, but msgspec reads no union of them. The conversation, without instructions: they hold
     # for one answer only.
     items: list[Any]
-    repeated: Repeated
+    # A `Repeated`; not without text.
+    repeated: JsonObject
+    previous_response_id: str | None
+    background: bool
+    store: bool
 
     def without_text(self) -> Self:
-        """The same without whatever may be long, but for the instructions, which are shown."""
+        """The same without whatever may be long."""
         # Not `super()`: a dataclass with slots is made anew, and that finds the one before.
-        return dataclasses.replace(ChatRequest.without_text(self), items=[])
+        return dataclasses.replace(ChatRequest.without_text(self), items=[], repeated={})
 
     def after(self, earlier: list[Item]) -> ResponsesRequest:
         """The same request behind what was said before. Raises `BadRequest` for too much."""

@@ -418,6 +418,6 @@ CONSTRAINT_FIELDS = (
     Field(
         "guided_decoding_backend",
         one_of(*_BACKENDS),
-        "Accepted, and nothing comes of it: there is one way here.",
+        "Accepted without effect: there is only one backend.",
     ),
 )

@@ -157,17 +157,17 @@ PARAMETERS = table(
         Field(
             "top_k",
             _integer(1, INT32_MAX, "`top_k` must be strictly positive"),
-            "Draw from so many of the likeliest.",
+            "Sample among so many of the likeliest.",
         ),
         Field(
             "top_p",
             _proportion("`top_p` must be > 0.0 and < 1.0"),
-            "Draw from the likeliest that add up to this.",
+            "Nucleus sampling: the likeliest tokens that add up to this.",
         ),
         Field(
             "typical_p",
             _proportion("`typical_p` must be > 0.0 and < 1.0"),
-            "Draw from the most typical that add up to this.",
+            "Sample among the most typical that add up to this.",
         ),
         Field("do_sample", BOOLEAN, "Draw tokens; default: only where there are no parameters."),
         Field(

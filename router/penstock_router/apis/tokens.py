@@ -34,7 +34,7 @@ _MAX_IDS = 4_000_000
 # A text takes a hundred times its length while it is tokenized.
 MAX_CHARS = 4_000_000
 
-_MODEL = Field("model", STRING, "One of /v1/models; the served one where there is only one.")
+_MODEL = Field("model", STRING, "One of /v1/models; may be left out if there is only one.")
 _MESSAGES_HELP = "A chat, rendered by the model's template first."
 # What a chat's prompt depends on, with the same meaning and the same refusals as in chats.
 _CHAT = (
@@ -54,7 +54,7 @@ TOKENIZE_FIELDS = table(
         _MODEL,
         Field("prompt", string(1, MAX_CHARS), "A text: this, messages or inputs."),
         Field("inputs", INPUTS, "A text, as text-generation-inference has it."),
-        Field("parameters", OBJECT, "Accepted beside inputs, and nothing comes of it."),
+        Field("parameters", OBJECT, "Accepted beside inputs, without effect."),
         Field("return_token_strs", BOOLEAN, "Show each token's text too."),
         *_CHAT,
         Field("messages", MESSAGES, _MESSAGES_HELP),

@@ -45,8 +45,11 @@ async def load_adapter(request: web.Request) -> web.Response:
     asked = read_fields(LOAD_FIELDS, await read_object(request))
     router, name = request.app[ROUTER], asked["lora_name"]
     model = router.models.info(asked.get("base_model_name", "")).model
-    if name in router.models.names_of(router.models.info(model)):
-        raise BadRequest(f"lora_name: {name} is a model's name", param="lora_name")
+    served = router.models.names().get(name)
+    if served is not None and served[1] != name:
+        # The adapter would never be meant by it.
+        what = f"another name of {served[1]}" if served[1] else "a model's name"
+        raise BadRequest(f"lora_name: {name} is {what}; choose another", param="lora_name")
     try:
         await router.fleet.load_adapter(name, asked["lora_path"], model)
     except PenstockError as error:

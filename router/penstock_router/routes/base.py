@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import re
 import secrets
 import time
@@ -20,7 +21,7 @@ from penstock_router.admission import Admission, Ticket
 from penstock_router.apis.base import ERRORS, TIMEOUT, ErrorForm
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
-from penstock_router.bodies import Bodies, Body, Incoming
+from penstock_router.bodies import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, TimedOut, Unauthorized
 from penstock_router.exposition import Exposition
@@ -72,7 +73,7 @@ KEY = web.RequestKey("key", Key)
 TIMEOUT_HEADER = "x-penstock-timeout-s"
 # What all routes read that are not done at once.
 HEADERS = table(
-    [Field(TIMEOUT_HEADER, TIMEOUT.kind, "As the field timeout; the least of both counts.")]
+    [Field(TIMEOUT_HEADER, TIMEOUT.kind, "Like the field timeout; the shorter one counts.")]
 )
 # Of a client that sends no more of its body, which takes room meanwhile.
 _MAX_PAUSE_S = 60.0
@@ -287,6 +288,10 @@ def _is_json(content_type: str) -> bool:
 
 def json_response(body: object, status: int = 200) -> web.Response:
     """An answer of JSON."""
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, content_type="application/json"
-    )
+    return encoded_response(msgspec.json.encode(body), status)
+
+
+def encoded_response(data: bytes | bytearray, status: int = 200) -> web.Response:
+    """An answer of JSON that is encoded; a long one is written piece by piece."""
+    body = io.BytesIO(data) if len(data) > LONG_BYTES else data
+    return web.Response(body=body, status=status, content_type="application/json")

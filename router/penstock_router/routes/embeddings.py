@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 from aiohttp import web
 
 from penstock_client.types import EmbeddingRequest
+from penstock_router import long_json
 from penstock_router.apis import embeddings
 from penstock_router.apis.embeddings import EmbedRequest
 from penstock_router.bodies import Body
@@ -15,7 +15,7 @@ from penstock_router.deltas import Usage
 from penstock_router.errors import BadRequest
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
-from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, Router, let_in
+from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, Router, encoded_response, let_in
 
 # What a number of a vector takes in an answer, at most.
 _FLOAT_BYTES = 24
@@ -58,10 +58,10 @@ async def embed(request: web.Request, body: Body) -> web.Response:
             def encode() -> bytes:
                 name = model.info.model
                 whole = embeddings.answer(name, vectors, num_tokens, as_base64=asked.as_base64)
-                return msgspec.json.encode(whole)
+                return long_json.encoded(whole)
 
             data = await router.threads.run(encode)
-    return web.Response(body=data, content_type="application/json")
+    return encoded_response(data)
 
 
 def _check_served(router: Router, model: ServedModel, asked: EmbedRequest) -> None:

@@ -15,16 +15,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from penstock_client.membership import check_address
 from penstock_client.types import GenerationRequest, ShardInfo
-from penstock_router import sse
+from penstock_router import long_json, sse
 from penstock_router.admission import Ticket
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
-from penstock_router.bodies import Body
-from penstock_router.deltas import LOGPROB_BYTES, Deltas, bounded, collect, spaced
+from penstock_router.bodies import LONG_BYTES, Body
+from penstock_router.deltas import LOGPROB_BYTES, Deltas, Usage, bounded, collect, spaced
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
@@ -37,6 +36,7 @@ from penstock_router.routes.base import (
     REQUEST_ID,
     ROUTER,
     Handler,
+    encoded_response,
     flag_header,
     let_in,
     usable_request_id,
@@ -48,6 +48,8 @@ _Result = TypeVar("_Result")
 
 # A router that lives ends a request at its deadline itself; shards do so a little later.
 _SHARDS_WAIT_S = 0.1
+# The text of an answer of so many is shown on the event loop, in some tens of microseconds.
+_INLINE_TOKENS = 10_000
 
 # What each route that generates reads besides its body: described here, read below.
 HEADERS = table(
@@ -56,14 +58,14 @@ HEADERS = table(
         Field(
             "x-penstock-exact",
             one_of("0", "1"),
-            "1: rather fail than go on at a shard whose tokens might be others.",
+            "1: fail rather than continue on a shard whose tokens might differ.",
         ),
         Field(
             "x-penstock-session",
             string(0, MAX_SESSION_CHARS),
-            "Requests that should meet the same shard's cache.",
+            "Requests with the same value go to the same shard, and its prefix cache.",
         ),
-        Field("x-penstock-shard", STRING, "HOST:PORT of the shard that is to serve the request."),
+        Field("x-penstock-shard", STRING, "HOST:PORT of the only shard that may serve it."),
     ]
 )
 
@@ -140,15 +142,19 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
                     config=router.config,
                     limit=limit,
                     threads=router.threads,
+                    make_edge=functools.partial(worked_out, call, generation.usage)
+                    if call.api.repeats_answer
+                    else None,
                     before_end=None if before_end is None else lambda: before_end(shape),
                 )
             async with limit.scope():
                 deltas = await collect(generation, job, router.config.max_answer_bytes)
-                body = await _run(call, functools.partial(shape.whole, deltas))
+                usage = generation.usage
+                body = await worked_out(call, usage, functools.partial(shape.whole, deltas))
                 if before_end is not None:
                     await before_end(shape)
-                data = await _run(call, functools.partial(msgspec.json.encode, body))
-            response = web.Response(body=data, content_type="application/json")
+                data = await worked_out(call, usage, functools.partial(long_json.encoded, body))
+            response = encoded_response(data)
             response.headers.update(shape.headers())
             if generation.usage.approximate:
                 response.headers["x-penstock-continued"] = "approximate"
@@ -172,11 +178,15 @@ def _deltas(call: Call[Any], generation: Generation) -> Deltas:
     return bounded(deltas, call.asked, max_bytes)
 
 
-async def _run(call: Call[Any], work: Callable[[], _Result]) -> _Result:
-    """Here, or in a thread where log-probabilities may make it long."""
-    if call.asked.logprobs is None and call.asked.prompt_logprobs is None:
-        return work()
-    return await call.request.app[ROUTER].threads.run(work)
+async def worked_out(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
+    """What `work` makes of an answer: here, or in a thread where that may be long."""
+    has_scores = call.asked.logprobs is not None or call.asked.prompt_logprobs is not None
+    is_long = call.body.is_long or len(call.earlier) > LONG_BYTES
+    num_sequences, _ = call.asked.places
+    is_wide = num_sequences > SEQUENCES_A_TURN or usage.completion_tokens > _INLINE_TOKENS
+    if has_scores or is_long or is_wide:
+        return await call.request.app[ROUTER].threads.run(work)
+    return work()
 
 
 def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created: int) -> Shape:

@@ -28,7 +28,7 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The models that ready shards serve, each under each of its names, and their adapters."""
+    """The models that ready shards serve, and their adapters, each under each of its names."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -76,16 +76,9 @@ class InfoAnswer(TypedDict):
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models"""
     models = request.app[ROUTER].models
-    infos = models.infos()
-    named = [(name, info) for info in infos for name in models.names_of(info)]
-    cards = [_card(name, info, models.started_at) for name, info in named]
-    # A model goes before an adapter of its name.
-    taken = {name for name, _ in named}
-    cards += [
-        _card(name, info, models.started_at, parent=info.model)
-        for info in infos
-        for name in models.adapters_of(info)
-        if name not in taken
+    cards = [
+        _card(name, info, adapter, models.started_at)
+        for name, (info, adapter) in models.names().items()
     ]
     if not cards:
         raise Unavailable("no shard serves at present; try again shortly")
@@ -97,22 +90,23 @@ async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}"""
     models = request.app[ROUTER].models
     name = request.match_info["id"]
-    info = models.info(name)
-    if name in models.names_of(info):
-        return json_response(_card(name, info, models.started_at))
-    if name in models.adapters_of(info):
-        return json_response(_card(name, info, models.started_at, parent=info.model))
-    raise unknown_model(name)
+    # Says why a name that is known is not there.
+    models.info(name)
+    served = models.names().get(name)
+    if served is None:
+        # One that means any model.
+        raise unknown_model(name)
+    return json_response(_card(name, *served, models.started_at))
 
 
-def _card(name: str, info: ShardInfo, created: int, *, parent: str | None = None) -> ModelCard:
+def _card(name: str, info: ShardInfo, adapter: str, created: int) -> ModelCard:
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "penstock",
         "root": info.model,
-        "parent": parent,
+        "parent": info.model if adapter else None,
         "max_model_len": info.max_model_len,
         "permission": [],
     }

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
-import msgspec
 from aiohttp import web
 
 from penstock_router.admission import TimeLimit
@@ -42,7 +41,7 @@ from penstock_router.response_store import (
     Stored,
     StoreUnavailable,
 )
-from penstock_router.routes.base import KEY, REQUEST_ID, ROUTER, json_response
+from penstock_router.routes.base import KEY, REQUEST_ID, ROUTER, encoded_response, json_response
 from penstock_router.routes.generate import (
     Call,
     answer,
@@ -51,6 +50,7 @@ from penstock_router.routes.generate import (
     make_shape,
     prepared,
     started,
+    worked_out,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,15 +77,14 @@ ITEMS_QUERY = table(
 
 async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
     """Answer, with what a previous response said before it, and keep the answer."""
-    repeated = call.asked.repeated
-    previous = repeated["previous_response_id"]
-    if previous is not None:
-        earlier = await _conversation(call.request, previous)
+    asked = call.asked
+    if asked.previous_response_id is not None:
+        earlier = await _conversation(call.request, asked.previous_response_id)
         call = dataclasses.replace(call, earlier=earlier)
-    if repeated["background"]:
+    if asked.background:
         # Not cancelled with its client: what the store was told of must come to an end.
         return await asyncio.shield(_begin(call))
-    return await answer(call, functools.partial(_keep, call) if repeated["store"] else None)
+    return await answer(call, functools.partial(_keep, call) if asked.store else None)
 
 
 async def _conversation(request: web.Request, previous: str) -> bytes:
@@ -109,15 +108,18 @@ async def _keep(call: Call[ResponsesRequest], shape: Shape) -> None:
         shape.answer["store"] = False
 
 
-async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> None:
-    key = call.request.get(KEY)
+async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> bytes:
+    """Store it as it is by now; the answer, as JSON."""
+    key, status = call.request.get(KEY), shape.answer["status"]
+    response, messages = await worked_out(call, shape.usage, shape.stored)
     await call.request.app[ROUTER].responses.put(
         call.response_id,
-        msgspec.json.encode(shape.answer),
-        shape.conversation,
-        status=shape.answer["status"],
+        response,
+        messages,
+        status=status,
         key_name="" if key is None else key.name,
     )
+    return response
 
 
 # ---- background --------------------------------------------------------------------------------
@@ -135,8 +137,7 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
         with _store_errors():
-            await _put(call, shape)
-        begun = json_response(shape.answer)
+            begun = encoded_response(await _put(call, shape))
         router.background.start(
             call.response_id,
             _make(generation, shape, ticket.limit, router.config.max_answer_bytes),
@@ -229,7 +230,7 @@ async def input_items(request: web.Request) -> web.Response:
     page = Page(limit, order, request.query.get("after"))
     stored = await _get(request)
     listed = await request.app[ROUTER].bodies.show(stored.response, stored.messages, page)
-    return _json(listed)
+    return encoded_response(listed)
 
 
 def _limit(given: str | None) -> int:
@@ -268,12 +269,8 @@ def _not_found(response_id: str) -> NotFound:
 async def _shown(request: web.Request, stored: Stored) -> web.Response:
     """As it was stored, without a look into it, but for one whose maker may be gone."""
     if stored.status != FAILED:
-        return _json(stored.response)
-    return _json(await request.app[ROUTER].bodies.show(stored.response, b""))
-
-
-def _json(data: bytes | bytearray) -> web.Response:
-    return web.Response(body=data, content_type="application/json")
+        return encoded_response(stored.response)
+    return encoded_response(await request.app[ROUTER].bodies.show(stored.response, b""))
 
 
 @contextlib.contextmanager

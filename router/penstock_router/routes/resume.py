@@ -43,12 +43,12 @@ HEADERS = table(
         Field(
             "x-penstock-resumable",
             one_of("0", "1"),
-            "1: give the stream's events ids, after which it can be taken up again.",
+            "1: give the events of the stream ids, so that it can be resumed.",
         ),
         Field(
             "Last-Event-ID",
             STRING,
-            "Of the last event that arrived, beside x-penstock-resumable and the same body.",
+            "Id of the last event received; needs x-penstock-resumable and the same body.",
         ),
     ]
 )

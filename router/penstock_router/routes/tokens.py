@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock_router.bodies import Body
 from penstock_router.prompts import Prepared
-from penstock_router.routes.base import ROUTER, json_response, let_in
+from penstock_router.routes.base import ROUTER, encoded_response, json_response, let_in
 
 
 async def answer(request: web.Request, body: Body) -> web.Response:
@@ -18,7 +18,7 @@ async def answer(request: web.Request, body: Body) -> web.Response:
         async with ticket.limit.scope():
             data = await body.work(await request.app[ROUTER].models.get(body.asked.model))
     assert not isinstance(data, Prepared)
-    return web.Response(body=data, content_type="application/json")
+    return encoded_response(data)
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

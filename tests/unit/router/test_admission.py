@@ -399,15 +399,13 @@ async def test_who_waits_too_long_is_refused() -> None:
 
 @pytest.mark.parametrize("whose", ["own", "server's"])
 async def test_a_request_s_time_counts_from_its_arrival_and_ends_its_waiting(whose: str) -> None:
-    bounds = {"request_timeout_s": 5.0 if whose == "own" else 0.5}
-    own_s = 0.5 if whose == "own" else 5.0
+    bounds = {"request_timeout_s": 600.0 if whose == "own" else 60.0}
+    own_s = 60.0 if whose == "own" else 600.0
     async with crowd(1, **bounds) as them:
         await them.send("running", timeout_s=None)
-        begin_s = time.monotonic()
-        await them.send("waits", timeout_s=own_s, waited_s=0.45)
-        await asyncio.wait([them.tasks["waits"]], timeout=5)
+        await them.send("waits", timeout_s=own_s, waited_s=59.9)
+        await asyncio.wait([them.tasks["waits"]], timeout=20)
         assert isinstance(them.tasks["waits"].exception(), TimedOut)
-        assert time.monotonic() - begin_s < 0.4
 
 
 async def test_what_is_left_of_a_request_s_time_is_known() -> None:

@@ -226,8 +226,27 @@ async def test_more_prompt_logprobs_than_logprobs_leave_the_echo_as_it_is(
 
 
 async def test_prompt_logprobs_are_not_for_streams(router: MemoryRouter) -> None:
-    answer = await router.complete(stream=True, prompt_logprobs=1)
-    assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
+    # A chat's stream has no place for any.
+    for answer in (
+        await router.complete(stream=True, prompt_logprobs=1),
+        await router.chat(stream=True, prompt_logprobs=1),
+        await router.chat(stream=True, prompt_logprobs=0),
+    ):
+        assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
+
+
+async def test_the_prompts_own_logprobs_come_with_a_streams_first_event_of_each_choice(
+    router: MemoryRouter,
+) -> None:
+    fields: dict[str, Any] = {"prompt_logprobs": 0, "max_tokens": 3, "n": 2, "seed": 1}
+    whole = choices_of(await router.complete(["The lazy fox", "dog"], **fields))
+    streamed = await router.complete(["The lazy fox", "dog"], stream=True, **fields)
+    found: dict[int, Any] = {}
+    for event in streamed.events[:-1]:
+        [choice] = event["choices"]
+        assert ("prompt_logprobs" in choice) == (choice["index"] not in found)
+        found.setdefault(choice["index"], choice.get("prompt_logprobs"))
+    assert found == {choice["index"]: choice["prompt_logprobs"] for choice in whole}
 
 
 async def test_requested_ids_are_reported_once_beside_the_best(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer
@@ -19,7 +20,7 @@ from penstock_client.types import Adapter, FinishReason, GenerationRequest, Outp
 from penstock_router.apis.openai import parse_completion
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
-from penstock_router.deltas import collect, for_each
+from penstock_router.deltas import Deltas, collect, for_each
 from penstock_router.detokenizer import ByteDetokenizer
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable
 from penstock_router.exposition import Exposition
@@ -50,6 +51,37 @@ def record() -> RequestRecord:
 async def job_of(models: Models, **fields: object) -> Job:
     request, model = parse_completion({"prompt": "fox", **fields}), await models.get("")
     return await make_job(request, model, prepare_prompts(request, model.text))
+
+
+class _Ready(Deltas):
+    """So many deltas that are there at once."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    @property
+    def ended(self) -> bool:
+        return not self.left
+
+    def take(self) -> Delta | None:
+        if not self.left:
+            return None
+        self.left -= 1
+        return Delta(self.left, "x", [5])
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        pass
+
+
+async def test_of_many_deltas_a_few_are_taken_in_one_turn_of_the_loop() -> None:
+    taken: list[int] = []
+    turns = []
+    taking = asyncio.create_task(for_each(_Ready(1000), lambda delta: taken.append(delta.index)))
+    while not taking.done():
+        await asyncio.sleep(0)
+        turns.append(len(taken))
+    assert taken == list(reversed(range(1000)))
+    assert max(b - a for a, b in pairwise([0, *turns])) <= 64
 
 
 async def test_of_a_job_of_many_sequences_a_few_are_made_in_one_turn_of_the_loop(

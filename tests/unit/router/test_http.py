@@ -22,6 +22,7 @@ from unit.router.router_doubles import (
     FakeFleet,
     FakeShard,
     MemoryRouter,
+    MemoryTransport,
     byte_level_tokenizer,
     fake_logprobs,
     hashed_tokens,
@@ -44,7 +45,8 @@ from penstock_client.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
-from penstock_client.types import GenerationRequest
+from penstock_client.types import Adapter, GenerationRequest
+from penstock_router import sse
 from penstock_router.apis.logprobs import CompletionLogprobs
 from penstock_router.routes.base import ROUTER
 from penstock_router.sse import EventStream
@@ -753,6 +755,38 @@ async def test_models_are_listed_and_looked_up(router: MemoryRouter) -> None:
     assert (await router.get("/v1/models/other/name")).status == 404
 
 
+async def test_every_name_that_is_served_is_listed_and_looked_up_as_what_it_means(
+    byte_level: Tokenizer,
+) -> None:
+    adapters = {name: Adapter(name, "hash", "", 4) for name in ("sql", "chat", "b")}
+    shards = [
+        FakeShard(replace(INFO, model="a", model_aliases=(), adapters=adapters), address="fake:1"),
+        FakeShard(replace(INFO, model="b", model_aliases=()), address="fake:2"),
+    ]
+    aliases = (("query", "sql"), ("chat", "b"), ("gone", "nobody"), ("mine", "a"), ("tgi", "a"))
+    fleet = FakeFleet(model_files(byte_level), shards=shards)
+    async with memory_router(fleet, model_aliases=aliases, admin_key="operator") as router:
+        cards = (await router.get("/v1/models")).json()["data"]
+        shown = [(card["id"], card["root"], card["parent"]) for card in cards]
+        # A model goes before an adapter of its name, and so does an alias.
+        models = [("a", "a", None), ("mine", "a", None), ("tgi", "a", None), ("b", "b", None)]
+        assert shown == [*models, ("chat", "b", None), ("query", "a", "a"), ("sql", "a", "a")]
+        for card in cards:
+            assert (await router.get(f"/v1/models/{card['id']}")).json() == card
+            answer = await router.complete(model=card["id"], max_tokens=1)
+            names = {"query": "sql", "sql": "sql"}
+            assert answer.json()["model"] == names.get(card["id"], card["root"])
+        for name in ("gone", "dummy", "nobody"):
+            assert (await router.get(f"/v1/models/{name}")).status in (400, 404)
+            assert name == "dummy" or (await router.complete(model=name)).status == 404
+        for name, words in (("query", "another name of sql"), ("b", "a model's name")):
+            adapter = {"lora_name": name, "lora_path": "/x", "base_model_name": "a"}
+            admin = {"Authorization": "Bearer operator"}
+            answer = await router.post("/v1/load_lora_adapter", adapter, **admin)
+            assert (answer.status, answer.error["param"]) == (400, "lora_name")
+            assert f"{name} is {words}; choose another" in answer.error["message"]
+
+
 async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
     for path in ("/health", "/ping"):
         answer = await router.get(path)
@@ -863,8 +897,8 @@ async def test_a_client_that_waits_to_be_sent_for_its_body_is_and_other_expectat
 
 
 async def test_a_request_over_its_time_is_504_or_an_event(byte_level: Tokenizer) -> None:
-    fleet = FakeFleet(model_files(byte_level), step_s=0.03)
-    async with memory_router(fleet, request_timeout_s=0.1) as router:
+    fleet = FakeFleet(model_files(byte_level), step_s=0.05)
+    async with memory_router(fleet, request_timeout_s=0.5) as router:
         assert (await router.complete()).status == 504
         *_, error, done = (await router.complete(stream=True)).events
         assert (error["error"]["code"], done) == (504, "[DONE]")
@@ -891,11 +925,11 @@ async def test_a_client_that_takes_long_for_one_event_is_not_cut_off_while_it_re
     byte_level: Tokenizer,
 ) -> None:
     fleet = FakeFleet(model_files(byte_level), step_s=0.01)
-    async with memory_router(fleet, write_timeout_s=0.1) as router:
+    async with memory_router(fleet, write_timeout_s=0.8) as router:
         connection = begin(router, "/v1/completions", {"prompt": "x", "stream": True})
         _, headers = await connection.read_head()
         connection.stop_reading()
-        for _ in range(10):
+        for _ in range(24):
             await asyncio.sleep(0.05)
             connection.transport.unsent_bytes -= 1000
         connection.go_on_reading()
@@ -905,11 +939,11 @@ async def test_a_client_that_takes_long_for_one_event_is_not_cut_off_while_it_re
 
 async def test_a_slow_client_that_reads_is_not_cut_off(byte_level: Tokenizer) -> None:
     fleet = FakeFleet(model_files(byte_level), step_s=0.001, script=lambda request: [5] * 400)
-    async with memory_router(fleet, write_timeout_s=0.5) as router:
+    async with memory_router(fleet, write_timeout_s=1.0) as router:
         connection = begin(router, "/v1/completions", {"prompt": "x", "stream": True, "n": 8})
         _, headers = await connection.read_head()
         reading = asyncio.create_task(_read_all(connection, headers))
-        for _ in range(4):
+        for _ in range(6):
             connection.stop_reading()
             await asyncio.sleep(0.2)
             connection.go_on_reading()
@@ -1051,6 +1085,46 @@ async def test_waiting_for_a_reader_who_left_ends() -> None:
         await events.drained()
 
 
+async def test_a_long_frame_goes_out_in_pieces_and_no_comment_within_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "PIECE_BYTES", 10)
+    reader = asyncio.StreamReader()
+    transport = MemoryTransport(reader)
+    protocol = BaseProtocol(asyncio.get_running_loop())
+    protocol.connection_made(transport)
+    request = cast(web.Request, SimpleNamespace(protocol=protocol, transport=transport))
+    events = EventStream(request, keep_alive_s=1.0, write_timeout_s=1.0)
+    events._writer = StreamWriter(protocol, asyncio.get_running_loop())
+    frame = b"data: 0123456789012345678901234567890\n\n"
+    sending = asyncio.create_task(events.send(frame))
+    while not sending.done():
+        await asyncio.sleep(0)
+        if not sending.done():
+            events._comment()
+    assert transport.writes == len(frame) // 10 + 1
+    events._comment()
+    # What stops it within a frame leaves the next one whole; one that was not begun is not sent.
+    sending = asyncio.create_task(events.send(frame))
+    await asyncio.sleep(0)
+    protocol.pause_writing()
+    await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait((sending,))
+    protocol.resume_writing()
+    await events.send(b"data: error\n\n")
+    protocol.pause_writing()
+    sending = asyncio.create_task(events.send(frame))
+    await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait((sending,))
+    protocol.resume_writing()
+    await events.send(b"data: end\n\n")
+    transport.close()
+    sent = [frame, b": keep-alive\n\n", frame, b"data: error\n\n", b"data: end\n\n"]
+    assert await reader.read() == b"".join(sent)
+
+
 async def _read_all(connection: Connection, headers: dict[str, str]) -> bytes:
     return b"".join([part async for part in connection.chunks(headers)])
 
@@ -1085,9 +1159,8 @@ async def test_a_stream_cut_by_the_shutdown_says_so(byte_level: Tokenizer) -> No
         assert await aborts(router) == ['penstock_router_aborts_total{cause="shutdown"} 3.0']
 
 
-async def test_a_shutdown_does_not_wait_for_nothing(router: MemoryRouter) -> None:
-    router.app[ROUTER].admission.stopping = False
-    async with asyncio.timeout(0.5):
+async def test_a_shutdown_does_not_wait_for_nothing(fleet: FakeFleet) -> None:
+    async with memory_router(fleet, shutdown_timeout_s=60.0) as router, asyncio.timeout(20):
         await router.app.shutdown()
 
 

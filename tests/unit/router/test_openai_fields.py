@@ -37,7 +37,7 @@ def chat(**fields: Any) -> ChatRequest:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "not valid JSON"),
+        (b"", "not valid JSON: it is empty"),
         (b"{", "not valid JSON"),
         (b'{"a": 1} x', "not valid JSON"),
         (b"[]", "must be a JSON object, not an array"),

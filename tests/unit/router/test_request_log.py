@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,15 @@ def test_nothing_that_a_client_chose_leaves_its_line_or_its_bounds(
     assert json.loads(line)["method"] == (method * 50)[:256] if method else True
 
 
-def test_a_line_costs_tens_of_microseconds() -> None:
+def test_a_line_costs_a_few_times_what_its_json_costs() -> None:
     record = failed_over()
     logger = logging.getLogger(LOGGER)
     formatter = JsonFormatter()
+    lines: list[str] = []
 
     class Formats(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            formatter.format(record)
+            lines.append(formatter.format(record))
 
     handler, level = Formats(), logger.level
     logger.addHandler(handler)
@@ -146,18 +148,20 @@ def test_a_line_costs_tens_of_microseconds() -> None:
     logger.propagate = False
     try:
         # The best of many: what it costs, not what else the machine does.
-        best_s = min(_seconds(record) for _ in range(200))
+        best_s = min(_seconds(log_request, record) for _ in range(200))
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = True
-    # Measured: 20 and some. This machine may be slow.
-    assert best_s < 90e-6
+    fields = json.loads(lines[0])
+    json_s = min(_seconds(json.dumps, fields) for _ in range(200))
+    # Measured: 25 µs, and 5.
+    assert best_s < 15 * json_s
 
 
-def _seconds(record: RequestRecord) -> float:
+def _seconds(work: Callable[[Any], object], of: object) -> float:
     began_s = time.perf_counter()
-    log_request(record)
+    work(of)
     return time.perf_counter() - began_s
 
 

@@ -525,11 +525,11 @@ async def test_the_event_loop_goes_on_while_a_large_response_waits_for_the_disk(
     document = bytes(10_000_000)
     with locked(path):
         putting = asyncio.create_task(store.put("large", document, b"", status="completed"))
-        asyncio.get_running_loop().call_later(0.6, putting.cancel)
+        asyncio.get_running_loop().call_later(2.0, putting.cancel)
         # On the loop it would be all of this; here it is a copy, which needs the interpreter.
-        assert await longest_lag_s(putting) < 0.3
+        assert await longest_lag_s(putting) < 1.0
     reading = asyncio.create_task(store.get("large"))
-    assert await longest_lag_s(reading) < 0.3
+    assert await longest_lag_s(reading) < 1.0
     assert await reading == Stored(document, b"", "completed")
 
 

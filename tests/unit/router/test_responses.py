@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from support.budget import budget, seeded
 from tokenizers import Tokenizer
@@ -23,8 +25,12 @@ from unit.router.router_doubles import (
 
 from penstock_client.errors import NoShardAvailable, RequestRefused, ShardFailed
 from penstock_client.types import GenerationRequest
-from penstock_router import bodies
+from penstock_router import bodies, long_json
 from penstock_router.apis import chat_messages
+from penstock_router.apis.base import Envelope
+from penstock_router.apis.responses_answers import ResponseShape
+from penstock_router.apis.responses_request import ResponsesRequest
+from penstock_router.job import Job
 from penstock_router.response_store import ResponseStore, ResponseTooLarge, StoreUnavailable
 from penstock_router.routes.base import ROUTER
 
@@ -573,6 +579,49 @@ async def test_a_long_stored_response_is_read_in_a_text_process(
     assert (shown["status"], shown["error"]["code"]) == ("failed", "server_error")
 
 
+LONG_BODIES: list[dict[str, Any]] = [
+    {"instructions": "be brief " * 10_000},
+    {"instructions": "be brief " * 10_000, "stream": True},
+    {"instructions": "be brief " * 10_000, "background": True},
+    {"metadata": {"a": "b"}, "text": {"verbosity": "medium", "format": {
+        "type": "json_schema", "name": "s", "schema": {"enum": ["fox " * 20_000]}}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", LONG_BODIES)
+async def test_what_a_long_body_has_repeated_is_neither_read_nor_encoded_on_the_event_loop(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    threads, asked = [], []
+    encode, make = long_json.json_pieces, ResponseShape.__init__
+
+    def noted_pieces(value: object) -> Iterator[bytes]:
+        if isinstance(value, msgspec.Raw) and len(memoryview(value)) > bodies.LONG_BYTES:
+            threads.append(threading.current_thread())
+        return encode(value)
+
+    def noted_shape(shape: ResponseShape, job: Job, envelope: Envelope) -> None:
+        assert isinstance(job.options, ResponsesRequest)
+        asked.append(job.options)
+        make(shape, job, envelope)
+
+    monkeypatch.setattr(long_json, "json_pieces", noted_pieces)
+    monkeypatch.setattr(ResponseShape, "__init__", noted_shape)
+    answer = await ask(router, truncation="auto", **fields)
+    assert answer.status == 200, answer.body
+    response = events_of(answer)[-1]["response"] if "stream" in fields else answer.json()
+    shown = await ended(router, response["id"])
+    await until_idle(router)
+    for said in (response, shown):
+        assert {name: said[name] for name in fields if name in said} == {
+            name: value for name, value in fields.items() if name != "stream"
+        }
+    assert threads
+    assert threading.main_thread() not in threads
+    # The router has them as JSON alone.
+    assert [options.repeated for options in asked] == [{}]
+
+
 async def test_a_stored_response_is_not_streamed(router: MemoryRouter) -> None:
     response = await answered(router)
     answer = await router.get(f"/v1/responses/{response['id']}?stream=true")
@@ -764,7 +813,7 @@ async def test_what_is_wrong_with_a_background_request_is_a_status(
     fleet: FakeFleet,
 ) -> None:
     settings = {"max_concurrent_requests": 1, "response_store_bytes": 1024 * 1024}
-    async with memory_router(fleet, **settings) as router:
+    async with memory_router(fleet, queue_timeout_s=0.3, **settings) as router:
         assert (await ask(router, background=True, model="nobody")).status == 404
         too_long = await ask(router, "Hello " * 2000, background=True)
         assert too_long.status == 400

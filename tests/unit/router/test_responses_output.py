@@ -47,9 +47,13 @@ def shape_of(reasoning_tokens: int | None = None, **fields: Any) -> ResponseShap
     names = SimpleNamespace(
         token_text=lambda token_id: f"t{token_id}", token_bytes=lambda token_id: b"t%d" % token_id
     )
+    asked = parse_response({"input": "Hello", **fields})
+    repeated = {
+        name: msgspec.Raw(msgspec.json.encode(asked.repeated[name])) for name in asked.repeated
+    }
     job = SimpleNamespace(
-        options=parse_response({"input": "Hello", **fields}),
-        prepared=Prepared((), conversation=b'[{"type":"message"}]'),
+        options=asked,
+        prepared=Prepared((), conversation=b'[{"type":"message"}]', repeated=repeated),
         model=SimpleNamespace(info=INFO, name=INFO.model, tokenizer=names),
     )
     return ResponseShape(cast(Job, job), envelope_of("resp_1", reasoning_tokens))

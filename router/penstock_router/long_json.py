@@ -1,0 +1,79 @@
+"""JSON of values that may be long, for threads: the interpreter lock is let go of time and again.
+
+An encoder in C holds the lock, and with it the event loop, to its end. Here it is given pieces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+_encode = msgspec.json.encode
+
+# Each takes some tens of microseconds.
+PIECE_BYTES = 64 * 1024
+# Of numbers, or of what is said of a token.
+_PIECE_ITEMS = 256
+# After so many bytes whoever waits for the lock has it; a sleep of nothing would often win it back.
+_TURN_BYTES = 256 * 1024
+_TURN_S = 1e-6
+
+
+def encoded(value: object) -> bytes:
+    """As msgspec encodes it."""
+    return joined(json_pieces(value))
+
+
+def joined(pieces: Iterable[bytes]) -> bytes:
+    """All of them as one, which Python itself does without the lock where it is long."""
+    taken: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        taken.append(piece)
+        num_bytes += len(piece)
+        if num_bytes > _TURN_BYTES:
+            time.sleep(_TURN_S)
+            num_bytes = 0
+    return b"".join(taken)
+
+
+def json_pieces(value: object) -> Iterator[bytes]:
+    """The JSON of a value that is made of what JSON has, keys being texts, and of `Raw`."""
+    if isinstance(value, dict):
+        yield from _framed(b"{", (_member(*member) for member in value.items()), b"}")
+    elif isinstance(value, msgspec.Raw):
+        yield from sliced(memoryview(value))
+    elif isinstance(value, str) and len(value) > PIECE_BYTES:
+        starts = range(0, len(value), PIECE_BYTES)
+        pieces = (_encode(value[start : start + PIECE_BYTES])[1:-1] for start in starts)
+        yield from (b'"', *pieces, b'"')
+    elif isinstance(value, list) and value and isinstance(value[0], dict | list | str):
+        yield from _framed(b"[", map(json_pieces, value), b"]")
+    elif isinstance(value, list):
+        starts = range(0, len(value), _PIECE_ITEMS)
+        runs = (_encode(value[start : start + _PIECE_ITEMS])[1:-1] for start in starts)
+        yield from _framed(b"[", ((run,) for run in runs), b"]")
+    else:
+        yield _encode(value)
+
+
+def sliced(data: memoryview) -> Iterator[bytes]:
+    """Bytes in pieces."""
+    for start in range(0, len(data), PIECE_BYTES):
+        yield bytes(data[start : start + PIECE_BYTES])
+
+
+def _member(key: str, value: object) -> Iterator[bytes]:
+    yield _encode(key) + b":"
+    yield from json_pieces(value)
+
+
+def _framed(opens: bytes, parts: Iterable[Iterable[bytes]], closes: bytes) -> Iterator[bytes]:
+    yield opens
+    for index, part in enumerate(parts):
+        if index:
+            yield b","
+        yield from part
+    yield closes
