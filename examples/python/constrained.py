@@ -15,6 +15,7 @@ from penstock_client import (
     ConstraintKind,
     GenerationRequest,
     InvalidRequest,
+    PenstockError,
     SamplingParams,
     SyncShardClient,
 )
@@ -38,4 +39,9 @@ def ask(address: str, text: str, pattern: str) -> None:
 
 
 if __name__ == "__main__":
-    ask(*sys.argv[1:4])
+    if len(sys.argv) != 4:
+        sys.exit("usage: python constrained.py HOST:PORT 'some text' 'a regular expression'")
+    try:
+        ask(*sys.argv[1:4])
+    except PenstockError as error:
+        sys.exit(str(error))

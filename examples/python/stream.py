@@ -10,7 +10,13 @@ import sys
 
 from tokenizers import Tokenizer
 
-from penstock_client import GenerationRequest, InvalidRequest, SamplingParams, ShardClient
+from penstock_client import (
+    GenerationRequest,
+    InvalidRequest,
+    PenstockError,
+    SamplingParams,
+    ShardClient,
+)
 
 
 async def stream(address: str, text: str, *, temperature: float = 0.0, limit_s: float = 30) -> None:
@@ -29,4 +35,9 @@ async def stream(address: str, text: str, *, temperature: float = 0.0, limit_s: 
 
 
 if __name__ == "__main__":
-    asyncio.run(stream(*sys.argv[1:3]))
+    if len(sys.argv) != 3:
+        sys.exit("usage: python stream.py HOST:PORT 'some text'")
+    try:
+        asyncio.run(stream(sys.argv[1], sys.argv[2]))
+    except PenstockError as error:
+        sys.exit(str(error))
