@@ -1,6 +1,6 @@
 """Writes the dashboards beside it: `python deploy/grafana/dashboards.py`.
 
-A panel is its title, its unit and its queries; all that Grafana wants besides is the same for each.
+A panel is its title, its unit and its queries; everything else Grafana needs is the same for all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph; each query with what its lines are called."""
+    """A graph; each query with the legend of its lines."""
 
     title: str
     unit: str
@@ -67,7 +67,7 @@ def mean(name: str, where: str = "", by: str = "") -> str:
 R, S = "penstock_router_", "penstock_shard_"
 MODEL = '{model=~"$model"}'
 INSTANCE = '{instance=~"$instance"}'
-# Probes are nobody's.
+# Without probes.
 ASKED = f'{R}requests_total{{outcome!="probe"}}'
 FAILED = f'{R}requests_total{{outcome=~"error|timeout"}}'
 CONTINUED = f'{R}fleet_events_total{{event="continued"}}'
@@ -89,11 +89,11 @@ OVERVIEW = Dashboard(
                             "{{outcome}}",
                         ),
                     ),
-                    "stop and length are good ends; probes are left out.",
+                    "stop and length are normal ends; probes are left out.",
                     stacked=True,
                 ),
                 Panel(
-                    "Share that failed",
+                    "Share of failed requests",
                     "percentunit",
                     (
                         (
@@ -101,13 +101,13 @@ OVERVIEW = Dashboard(
                             "error or timeout",
                         ),
                     ),
-                    "Of all. Those that were refused, or whose clients left, did not fail.",
+                    "Requests that were refused, or whose clients left, do not count as failed.",
                 ),
                 Panel(
-                    "Refused because of too much load",
+                    "Refused because of overload",
                     "reqps",
                     ((f"sum by (reason) ({rate(R + 'refused_total')})", "{{reason}}"),),
-                    "Answered 429.",
+                    "Answered with 429.",
                     stacked=True,
                 ),
                 Panel(
@@ -117,7 +117,7 @@ OVERVIEW = Dashboard(
                     "From a request's arrival.",
                 ),
                 Panel("Time between tokens", "s", quantiles(f"{R}between_tokens_seconds", MODEL)),
-                Panel("Whole answers", "s", quantiles(f"{R}generation_seconds", MODEL)),
+                Panel("Request latency", "s", quantiles(f"{R}generation_seconds", MODEL)),
                 Panel(
                     "Where the time goes",
                     "s",
@@ -125,7 +125,7 @@ OVERVIEW = Dashboard(
                         (mean(f"{R}{part}_seconds", MODEL), part)
                         for part in ("prepare", "queue", "prefill", "decode")
                     ),
-                    "Means: text to tokens, waiting here and in the shard, the prompt, the answer.",
+                    "Means: tokenizing, waiting in router and shard, prefill, decode.",
                     stacked=True,
                 ),
                 Panel(
@@ -133,9 +133,9 @@ OVERVIEW = Dashboard(
                     "short",
                     (
                         (f"sum({R}sequences_in_flight)", "with shards"),
-                        (f"sum({R}sequences_queued)", "queued here"),
+                        (f"sum({R}sequences_queued)", "queued in the router"),
                         (f"sum({R}shard_waiting)", "queued in shards"),
-                        (f"sum({R}requests_held) or vector(0)", "held for a shard to come"),
+                        (f"sum({R}requests_held) or vector(0)", "held until a shard is there"),
                     ),
                 ),
             ),
@@ -144,7 +144,7 @@ OVERVIEW = Dashboard(
             "Tokens",
             (
                 Panel(
-                    "Tokens a second",
+                    "Tokens per second",
                     "short",
                     (
                         (f"sum({rate(R + 'output_tokens_total' + MODEL)})", "out"),
@@ -161,10 +161,10 @@ OVERVIEW = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Tokens made for nobody",
+                    "Wasted tokens",
                     "short",
                     ((f"sum by (cause) ({rate(R + 'wasted_tokens_total')})", "{{cause}}"),),
-                    "A second, of requests that were cut short.",
+                    "Per second, of requests that were cut short.",
                     stacked=True,
                 ),
             ),
@@ -173,7 +173,7 @@ OVERVIEW = Dashboard(
             "Trouble",
             (
                 Panel(
-                    "Went on at another shard",
+                    "Failovers",
                     "short",
                     (
                         (
@@ -181,11 +181,11 @@ OVERVIEW = Dashboard(
                             "{{reason}}",
                         ),
                     ),
-                    "Sequences a second, by what the shard before ended with.",
+                    "Sequences per second, by why the previous shard failed.",
                     stacked=True,
                 ),
                 Panel(
-                    "Pause when they did",
+                    "Pause at a failover",
                     "s",
                     quantiles(f"{R}failover_gap_seconds", MODEL, (0.5, 0.99)),
                 ),
@@ -193,7 +193,7 @@ OVERVIEW = Dashboard(
                     "Sequences that were cut short",
                     "short",
                     ((f"sum by (cause) ({rate(R + 'aborts_total')})", "{{cause}}"),),
-                    "A second. stop_string is a good end.",
+                    "Per second. stop_string is a normal end.",
                     stacked=True,
                 ),
                 Panel(
@@ -211,7 +211,7 @@ OVERVIEW = Dashboard(
                         (f"max({R}loop_lag_worst_seconds)", "worst of 10 s"),
                         *quantiles(f"{R}loop_lag_seconds", "", (0.99,)),
                     ),
-                    "A router that is late with everything needs more workers.",
+                    "If it stays high, the router needs more workers.",
                 ),
                 Panel(
                     "HTTP requests by status",
@@ -243,15 +243,15 @@ SHARDS = Dashboard(
         Row(
             "Steps",
             (
-                Panel("Time of a step", "s", quantiles(f"{S}step_seconds", INSTANCE)),
+                Panel("Step duration", "s", quantiles(f"{S}step_seconds", INSTANCE)),
                 Panel(
-                    "Sequences in a step",
+                    "Batch size",
                     "short",
                     ((mean(f"{S}step_sequences", INSTANCE, "instance"), "{{instance}}"),),
-                    "The batch, on average.",
+                    "Sequences in a step, mean.",
                 ),
                 Panel(
-                    "Tokens computed a second",
+                    "Tokens computed per second",
                     "short",
                     (
                         (
@@ -270,10 +270,10 @@ SHARDS = Dashboard(
                     "Share of time in steps",
                     "percentunit",
                     by_instance("step_seconds_sum", per_second=True),
-                    "Near 1 the engine never waits for work.",
+                    "Near 1, the engine never waits for work.",
                 ),
                 Panel(
-                    "Tokens given a second",
+                    "Output tokens per second",
                     "short",
                     by_instance("output_tokens_total", per_second=True),
                     stacked=True,
@@ -286,13 +286,13 @@ SHARDS = Dashboard(
                 Panel("Running", "short", by_instance("running")),
                 Panel("Waiting", "short", by_instance("waiting")),
                 Panel(
-                    "Tokens to be computed before they decode",
+                    "Prefill tokens left to compute",
                     "short",
                     by_instance("queued_tokens"),
                 ),
                 Panel("KV cache in use", "percentunit", by_instance("kv_used_ratio")),
                 Panel(
-                    "Prompt tokens found in the cache",
+                    "Prefix cache hits, share of prompt tokens",
                     "percentunit",
                     (
                         (
@@ -303,10 +303,10 @@ SHARDS = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Put down for others",
+                    "Preemptions",
                     "short",
                     by_instance("preemptions_total", per_second=True),
-                    "Sequences a second; more than a few say that KV memory is short.",
+                    "Sequences per second. More than a few mean that KV memory is short.",
                 ),
                 Panel(
                     "Waiting for the first step",
@@ -319,14 +319,14 @@ SHARDS = Dashboard(
                     quantiles(f"{S}prefill_seconds", INSTANCE, (0.5, 0.99)),
                 ),
                 Panel(
-                    "Requests, whole",
+                    "Request duration",
                     "s",
                     quantiles(f"{S}request_seconds", INSTANCE, (0.5, 0.99)),
                 ),
             ),
         ),
         Row(
-            "Ends",
+            "Outcomes",
             (
                 Panel(
                     "Requests by outcome",
@@ -340,10 +340,10 @@ SHARDS = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Tokens of requests that were aborted",
+                    "Tokens of aborted requests",
                     "short",
                     by_instance("aborted_tokens_total", per_second=True),
-                    "A second.",
+                    "Per second.",
                 ),
                 Panel(
                     "Engines that died",
@@ -354,7 +354,7 @@ SHARDS = Dashboard(
                             "{{instance}}",
                         ),
                     ),
-                    "In the time shown.",
+                    "Within the time range shown.",
                 ),
                 Panel(
                     "Serving",
@@ -365,13 +365,13 @@ SHARDS = Dashboard(
                     ),
                 ),
                 Panel(
-                    "As the router sees them",
+                    "Shards as the router sees them",
                     "short",
                     ((f"sum by (state) ({R}shard_state)", "{{state}}"),),
                     stacked=True,
                 ),
                 Panel(
-                    "What they serve",
+                    "Models served",
                     "short",
                     (
                         (

@@ -6,6 +6,7 @@ messages that pass.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 
@@ -48,6 +49,9 @@ def channel_options() -> Options:
         # Channels of one process must not share a connection: a slow shared call would hold up
         # health probes of the same address.
         ("grpc.use_local_subchannel_pool", 1),
+        # What http_proxy and https_proxy name leads to the internet, to download models say. One
+        # that is meant for gRPC has a variable of its own.
+        ("grpc.enable_http_proxy", int("grpc_proxy" in os.environ)),
     ]
 
 

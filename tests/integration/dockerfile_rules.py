@@ -9,6 +9,8 @@ from integration.dockerfile import Dockerfile, Instruction, parse_arg, parse_cop
 
 _MINOR_VERSION = re.compile(r"[^:@\s]+:(?!latest)\S*\d+\.\d+\S*|\S+@sha256:[0-9a-f]{64}")
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|CREDENTIALS?)(_|$)")
+# By what a base image's tag says of its system. What is compiled where it is newer does not load.
+_GLIBC = {"bookworm": (2, 36), "trixie": (2, 41), "ubuntu22.04": (2, 35), "ubuntu24.04": (2, 39)}
 _LABELS = ("title", "description", "licenses")
 # Leaves root by itself, once it has seen whose the mounted folder is.
 _LEAVES_ROOT = "--drop-root"
@@ -20,6 +22,7 @@ def problems(file: Dockerfile) -> list[str]:
     for stage in file.stages:
         for step in stage.instructions:
             found += [f"line {step.line}: {problem}" for problem in _of_step(file, step)]
+    found += _built_on_newer(file)
     for target in images(file):
         found += [f"{target}: {problem}" for problem in _of_image(file, target)]
     return found
@@ -38,6 +41,22 @@ def _bases(file: Dockerfile) -> Iterator[str]:
     for stage in file.stages:
         if stage.base not in file.targets and not _MINOR_VERSION.fullmatch(stage.base):
             yield f"{stage.base}: a base image has a minor version or a digest"
+
+
+def _built_on_newer(file: Dockerfile) -> Iterator[str]:
+    for target in file.targets:
+        for copy in file.copies(target):
+            if copy.stage in file.targets and _glibc(file, copy.stage) > _glibc(file, target):
+                yield f"{target}: glibc is older than in {copy.stage}, from which it copies"
+
+
+def _glibc(file: Dockerfile, target: str) -> tuple[int, int]:
+    """Of the image from outside that a stage stands on; (0, 0) for one that is not known."""
+    bases = {stage.name: stage.base for stage in file.stages}
+    image = target
+    while image in bases:
+        image = bases[image]
+    return next((found for system, found in _GLIBC.items() if system in image), (0, 0))
 
 
 def _of_step(file: Dockerfile, step: Instruction) -> Iterator[str]:
@@ -66,7 +85,10 @@ def _of_run(command: str) -> Iterator[str]:
             yield "apt-get: update, then install with --no-install-recommends"
         if "rm -rf /var/lib/apt/lists/*" not in command:
             yield "apt-get: its lists stay in the layer"
-    if re.search(r"pip install .*'\.\[", command) and "--constraint constraints.txt" not in command:
+    if (
+        re.search(r"""pip install .*['"]\.\[""", command)
+        and "--constraint constraints.txt" not in command
+    ):
         yield "pip: versions are those of constraints.txt"
 
 

@@ -129,6 +129,20 @@ def test_a_dockerfile_keeps_to_the_rules(path: Path) -> None:
     assert images(file), "there is something to run"
 
 
+def test_what_is_compiled_on_a_newer_system_than_it_runs_on_is_found() -> None:
+    """It would not load: `version GLIBC_2.38 not found`."""
+    build, run = "python:3.12-slim AS build", "python:3.12-slim AS run"
+
+    def found(built_on: str, runs_on: str) -> list[str]:
+        text = GOOD.replace(build, f"{built_on} AS build").replace(run, f"{runs_on} AS run")
+        return problems(parse(text))
+
+    old, new = "python:3.12-slim-bookworm", "python:3.12-slim-trixie"
+    cuda = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+    assert found(cuda, new) == found(old, new) == found(old, old) == []
+    assert found(cuda, old) == ["run: glibc is older than in build, from which it copies"]
+
+
 def test_nothing_is_wrong_with_a_good_dockerfile() -> None:
     assert problems(parse(GOOD)) == []
 
