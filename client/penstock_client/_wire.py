@@ -5,6 +5,7 @@ Knows both shapes and nothing of connections, retries or fleets.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -350,6 +351,15 @@ def call_error(error: grpc.RpcError, address: str) -> PenstockError:
     metadata: Any = error.trailing_metadata() or ()
     field = next((str(value) for key, value in metadata if key == FIELD_METADATA), "")
     return _error_of_code(code.value[0], f"shard {address}: {details}", field=field)
+
+
+@contextlib.contextmanager
+def errors_of(address: str) -> Iterator[None]:
+    """A call of gRPC's that fails within raises this library's exception."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise call_error(error, address) from None
 
 
 def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:

@@ -249,10 +249,8 @@ class ShardClient:
         """
         self._require_open()
         message = _wire.embed_request(request, new_request_id(), instance_id)
-        try:
+        with _wire.errors_of(self.address):
             answer = await self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return _wire.embeddings(answer)
 
     # ---- the other calls ----
@@ -260,12 +258,10 @@ class ShardClient:
     async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """What the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
         self._require_open()
-        try:
+        with _wire.errors_of(self.address):
             message = await self._stub.GetInfo(
                 _wire.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
             )
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return _wire.shard_info(message, self.address)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
@@ -275,11 +271,9 @@ class ShardClient:
         call = self._stub.GetTokenizer(
             _wire.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
         )
-        try:
+        with _wire.errors_of(self.address):
             async for chunk in call:
                 assembler.add(chunk)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return assembler.files
 
     async def watch_load(self) -> AsyncGenerator[LoadReport, None]:
@@ -287,10 +281,9 @@ class ShardClient:
         self._require_open()
         call = self._stub.WatchLoad(_wire.WATCH_LOAD_REQUEST, metadata=self._metadata)
         try:
-            async for message in call:
-                yield _wire.load_report(message)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
+            with _wire.errors_of(self.address):
+                async for message in call:
+                    yield _wire.load_report(message)
         finally:
             call.cancel()
 
@@ -306,12 +299,10 @@ class ShardClient:
         """
         self._require_open()
         message = _wire.load_adapter_request(name, source)
-        try:
+        with _wire.errors_of(self.address):
             answer = await self._stub.LoadAdapter(
                 message, metadata=self._metadata, timeout=timeout_s
             )
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return _wire.adapter(answer.adapter)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
@@ -320,10 +311,8 @@ class ShardClient:
         """
         self._require_open()
         message = _wire.unload_adapter_request(name)
-        try:
+        with _wire.errors_of(self.address):
             await self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
 
     def give_up_call(self, reason: str) -> None:
         """End the shared call, and every stream on it as retryable: the shard says nothing."""
@@ -339,10 +328,9 @@ class ShardClient:
         self._require_open()
         call = self._stub.Drain(_wire.drain_request(limit_s, hand_over), metadata=self._metadata)
         try:
-            async for message in call:
-                yield _wire.drain_progress(message)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
+            with _wire.errors_of(self.address):
+                async for message in call:
+                    yield _wire.drain_progress(message)
         finally:
             call.cancel()
 

@@ -9,8 +9,6 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-
 from penstock_client import _wire
 from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.shard_client import ADAPTER_TIMEOUT_S, call_metadata, new_request_id
@@ -73,17 +71,16 @@ class SyncShardClient:
         message = _wire.generate_request(request, request_id or new_request_id())
         call = self._stub.Generate(iter([message]), metadata=self._metadata, timeout=timeout_s)
         try:
-            for response in call:
-                for item in response.outputs:
-                    result = _wire.output(item)
-                    if isinstance(result, PenstockError):
-                        raise result
-                    yield result
-                    if result.finish_reason is not None:
-                        return
-            raise ShardUnavailable(f"shard {self.address} ended the call before the request")
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
+            with _wire.errors_of(self.address):
+                for response in call:
+                    for item in response.outputs:
+                        result = _wire.output(item)
+                        if isinstance(result, PenstockError):
+                            raise result
+                        yield result
+                        if result.finish_reason is not None:
+                            return
+                raise ShardUnavailable(f"shard {self.address} ended the call before the request")
         finally:
             call.cancel()
 
@@ -92,10 +89,8 @@ class SyncShardClient:
     ) -> list[list[float]]:
         """A vector for each of the inputs, as `ShardClient.embed` has it."""
         message = _wire.embed_request(request, new_request_id())
-        try:
+        with _wire.errors_of(self.address):
             answer = self._stub.Embed(message, metadata=self._metadata, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return _wire.embeddings(answer)
 
     def load_adapter(
@@ -103,47 +98,37 @@ class SyncShardClient:
     ) -> Adapter:
         """Have the shard load a LoRA adapter, as `ShardClient.load_adapter` has it."""
         message = _wire.load_adapter_request(name, source)
-        try:
+        with _wire.errors_of(self.address):
             answer = self._stub.LoadAdapter(message, metadata=self._metadata, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return _wire.adapter(answer.adapter)
 
     def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
         """No further request gets the adapter, as `ShardClient.unload_adapter` has it."""
         message = _wire.unload_adapter_request(name)
-        try:
+        with _wire.errors_of(self.address):
             self._stub.UnloadAdapter(message, metadata=self._metadata, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort by id; unknown ids are no error."""
-        try:
+        with _wire.errors_of(self.address):
             self._stub.Abort(
                 _wire.abort_request(request_ids),
                 metadata=self._metadata,
                 timeout=_UNARY_TIMEOUT_S,
             )
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
 
     def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """What the shard serves."""
-        try:
+        with _wire.errors_of(self.address):
             message = self._stub.GetInfo(
                 _wire.INFO_REQUEST, metadata=self._metadata, timeout=timeout_s
             )
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return _wire.shard_info(message, self.address)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
         assembler = FileAssembler()
-        try:
+        with _wire.errors_of(self.address):
             for chunk in self._stub.GetTokenizer(_wire.TOKENIZER_REQUEST, metadata=self._metadata):
                 assembler.add(chunk)
-        except grpc.RpcError as error:
-            raise _wire.call_error(error, self.address) from None
         return assembler.files
