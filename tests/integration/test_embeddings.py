@@ -131,7 +131,9 @@ def test_a_bad_request_ends_with_the_status_that_says_so(shard: Shard) -> None:
 
 
 async def test_a_cancelled_call_frees_its_blocks(client: ShardClient) -> None:
-    call = asyncio.create_task(client.embed(EmbeddingRequest([[7] * 500] * 1000)))
+    # None has a prefix that another one has computed.
+    inputs = [[number] * 500 for number in range(1000)]
+    call = asyncio.create_task(client.embed(EmbeddingRequest(inputs)))
     async with asyncio.timeout(20):
         while not (await load(client)).running:
             await asyncio.sleep(0.01)

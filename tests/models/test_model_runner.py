@@ -212,7 +212,7 @@ def test_dummy_weights_need_a_configuration_only(tmp_path: Path) -> None:
 def test_an_unreadable_generation_config_is_one_line(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
     (directory / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json: cannot be read"):
+    with pytest.raises(ModelError, match=r"generation_config\.json: is not valid JSON"):
         load(directory)
 
 

@@ -16,12 +16,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from penstock_shard.models.errors import ModelError, first_line
-from penstock_shard.models.weight_files import read_object
+from penstock_shard.models.weight_files import read_object, stored_tensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -68,17 +66,6 @@ _KNOWN = {
     "qalora_group_size",
 }
 _WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
-
-
-_Size = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _StoredTensor(msgspec.Struct):
-    """What a safetensors header says of one."""
-
-    dtype: str
-    shape: list[_Size]
-    data_offsets: tuple[_Size, _Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,26 +149,7 @@ def _check_config(path: Path, told: Mapping[str, Any]) -> None:
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of all tensors, from the header: 8 bytes little-endian length, then that many of JSON."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size:
-            raise ModelError(f"{path}: is cut short or is no safetensors file")
-        try:
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-            header.pop("__metadata__", None)
-            tensors = {
-                name: msgspec.json.decode(stated, type=_StoredTensor)
-                for name, stated in header.items()
-            }
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            why = first_line(error)[:80]
-            raise ModelError(f"{path}: is no safetensors file: {why}") from error
-    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    if size < (expected := 8 + length + end):
-        raise ModelError(f"{path}: is cut short: {size} of {expected} bytes")
+    tensors = stored_tensors(path)
     for name, tensor in tensors.items():
         if len(name) > _LONGEST_NAME or not name.isprintable():
             raise ModelError(

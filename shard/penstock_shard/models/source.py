@@ -8,10 +8,8 @@ pickles runs what is in them.
 from __future__ import annotations
 
 import errno
-import json
 import re
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +21,13 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.lora_files import CONFIG as ADAPTER_CONFIG
 from penstock_shard.models.lora_files import WEIGHTS as ADAPTER_WEIGHTS
-from penstock_shard.models.weight_files import INDEX, WEIGHTS, read_object, weight_files
+from penstock_shard.models.weight_files import (
+    INDEX,
+    WEIGHTS,
+    read_object,
+    stored_tensors,
+    weight_files,
+)
 
 BUILTIN_MODEL = Path(__file__).parent.parent / "builtin_model"
 
@@ -116,7 +120,7 @@ def _check_weights(directory: Path) -> None:
             f"{missing[0].name} for one"
         )
     for part in parts:
-        _check_safetensors(part)
+        stored_tensors(part)
 
 
 def _no_weights(names: Sequence[str]) -> str:
@@ -127,27 +131,6 @@ def _no_weights(names: Sequence[str]) -> str:
             "only safetensors are loaded (a hub model may have a converted --revision refs/pr/N)"
         )
     return f"there are no weights ({WEIGHTS} or {INDEX})"
-
-
-def _check_safetensors(path: Path) -> None:
-    """The header must be whole and the file as long as the header says.
-
-    Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size:
-            raise ModelError(f"{path}: is cut short or is no safetensors file")
-        try:
-            header = json.loads(file.read(length))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name[:1] != "_"]
-        except (ValueError, AttributeError, TypeError, LookupError) as error:
-            raise ModelError(f"{path}: is no safetensors file") from error
-    expected = 8 + length + max(ends, default=0)
-    if size < expected:
-        raise ModelError(f"{path}: is cut short: {size} of {expected} bytes")
 
 
 def _from_hub(

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from penstock_shard.models.errors import ModelError
+from penstock_shard.models.errors import ModelError, first_line
 
 _SAMPLES = (
     "Hello, world!",
@@ -33,9 +33,9 @@ def convert_tokenizer(model_dir: Path, trust_remote_code: bool) -> bytes:
             model_dir, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{model_dir}: there is no tokenizer.json, and transformers cannot make one: {reason}"
+            f"{model_dir}: there is no tokenizer.json, and transformers cannot make one: "
+            f"{first_line(error)}"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

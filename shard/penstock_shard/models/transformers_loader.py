@@ -4,7 +4,6 @@ knows nothing of attention, caches or requests.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from penstock_shard.models.errors import ModelError
+from penstock_shard.models.errors import ModelError, first_line
+from penstock_shard.models.weight_files import read_object
 
 _DTYPES = {
     "float32": torch.float32,
@@ -50,7 +50,7 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig
     except (*_CONFIG_ERRORS, StrictDataclassError) as error:
         # Which value is wrong stands in the second line of the latter.
         whole = isinstance(error, StrictDataclassError)
-        reason = str(error) if whole else _first_line(error)
+        reason = str(error) if whole else first_line(error)
         if "trust_remote_code" in str(error):
             reason = "the model comes with its own code, which --trust-remote-code would run"
         raise ModelError(
@@ -111,7 +111,7 @@ def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{model_dir}: the weights do not fit into memory: {error}") from error
     except (*_CONFIG_ERRORS, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{model_dir}: cannot load the weights: {_first_line(error)}") from error
+        raise ModelError(f"{model_dir}: cannot load the weights: {first_line(error)}") from error
     module.eval()
     module.requires_grad_(False)
     return module
@@ -194,14 +194,6 @@ def generation_defaults(model_dir: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {_first_line(error)}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: is not a JSON object")
-    return values
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+        return read_object(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {first_line(error)}") from error

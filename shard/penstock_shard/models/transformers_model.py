@@ -134,7 +134,7 @@ class TransformersModel:
     def layer_stacks(self) -> list[tuple[str, nn.ModuleList]]:
         """Lists of the model's layers, and their names in the module."""
         names = {module: name for name, module in self.module.named_modules()}
-        stacks = _layer_stacks(self.module, len(self._layers))
+        stacks = layer_stacks(self.module, len(self._layers))
         return [(names[stack], stack) for _, _, stack in stacks]
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -149,7 +149,7 @@ class TransformersModel:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        stacks = list(_layer_stacks(self.module, len(self._layers)))
+        stacks = list(layer_stacks(self.module, len(self._layers)))
         for parent, name, stack in stacks:
             setattr(parent, name, self._one_of_each_kind(stack))
         try:
@@ -247,7 +247,7 @@ class TransformersModel:
         return logits
 
 
-def _layer_stacks(
+def layer_stacks(
     module: nn.Module, num_layers: int
 ) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
     """Lists of the model's layers: the module each is in, its name there, and the list."""

@@ -1,15 +1,28 @@
-"""Which files hold a model's weights. Knows names and the index; imports no torch."""
+"""Which files hold weights, and what their headers say. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from penstock_shard.models.errors import ModelError
+import msgspec
+
+from penstock_shard.models.errors import ModelError, first_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StoredTensor(msgspec.Struct):
+    """What a safetensors header says of one tensor; offsets count from the header's end."""
+
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -38,3 +51,32 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object")
     return value
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file says it holds, by name.
+
+    Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes.
+
+    Raises ModelError if the header is none, or the file is shorter than it says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size:
+            raise ModelError(f"{path}: is cut short or is no safetensors file")
+        try:
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            header.pop("__metadata__", None)
+            tensors = {
+                name: msgspec.json.decode(stated, type=StoredTensor)
+                for name, stated in header.items()
+            }
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            why = first_line(error)[:80]
+            raise ModelError(f"{path}: is no safetensors file: {why}") from error
+    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    if size < (expected := 8 + length + end):
+        raise ModelError(f"{path}: is cut short: {size} of {expected} bytes")
+    return tensors

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from penstock_shard.models import gate
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.ops.base import Ops
+from penstock_shard.models.transformers_model import layer_stacks
 
 _NUM_TOKENS = 8
 
@@ -81,7 +82,7 @@ def _one_of_each_kind(module: PreTrainedModel) -> list[int]:
 @contextmanager
 def _only(module: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
     """While it lasts the module has these of its layers."""
-    stacks = list(_stacks(module))
+    stacks = _stacks(module)
     for parent, name, stack in stacks:
         setattr(parent, name, nn.ModuleList(stack[index] for index in layers))
     try:
@@ -91,18 +92,5 @@ def _only(module: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
             setattr(parent, name, stack)
 
 
-def _stacks(module: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
-    """The list of the model's layers: the module it is in, its name there, and the list."""
-    count = int(module.config.get_text_config().num_hidden_layers)
-    for parent in module.modules():
-        for name, child in parent.named_children():
-            if (
-                isinstance(child, nn.ModuleList)
-                and len(child) == count
-                and all(_attends(layer) for layer in child)
-            ):
-                yield parent, name, child
-
-
-def _attends(layer: nn.Module) -> bool:
-    return any(hasattr(part, "layer_idx") for part in layer.modules())
+def _stacks(module: PreTrainedModel) -> list[tuple[nn.Module, str, nn.ModuleList]]:
+    return list(layer_stacks(module, module.config.get_text_config().num_hidden_layers))
