@@ -47,7 +47,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# What needs torch or servers is imported by the parts: one that cannot be is a line of the table.
+# Parts import torch and the servers themselves: a failed import is then a line of the table.
 from benchmarks.gpu_bench import goals
 from benchmarks.gpu_bench.shapes import Variant
 
@@ -55,19 +55,19 @@ ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
 _BATCHES = (1, 32, 256)
 _CONTEXT = 512
-# As many tokens as sequences have whose bits are compared.
+# Least max_model_len: sequences whose bits are compared must fit.
 _LEAST_LEN = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much a part does."""
+    """How much work the parts do."""
 
     steps: int
     seconds: float
     requests: int
     batches: tuple[int, ...]
-    # Of the shape that is large: streams over gRPC.
+    # Numbers of streams over gRPC for the large shape.
     large_batches: tuple[int, ...]
     prompts: tuple[int, ...]
     attention: tuple[tuple[int, int], ...]
@@ -95,7 +95,7 @@ _TINY = Size(
     context=48,
 )
 
-# What a part's process runs: size, device and folder -> rows, each as soon as it is known.
+# The function that a part's process runs: size, device, folder -> rows, each once it is measured.
 Part = Callable[[Size, str, Path], Iterator[Row]]
 
 
@@ -123,8 +123,8 @@ def _attention(size: Size, device: str, folder: Path) -> Iterator[Row]:
 
 
 def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Part:
-    """Decode steps, then equal bits of a variant that promises them, then prompts; and what they
-    were spent on.
+    """A part that measures decode steps, checks the bits of an exact variant, measures prompts, and
+    profiles the kernels of both.
     """
 
     def part(size: Size, device: str, folder: Path) -> Iterator[Row]:
@@ -139,7 +139,7 @@ def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Part:
             yield steps.exact_bits(runner, variant, size.batches[-1])
         if prompts:
             yield from steps.prefill(runner, variant, size.prompts)
-        # The last, as it may slow down what follows.
+        # Last, as profiling may slow down what follows.
         yield from kernels.decode_kernels(runner, variant, size.batches, size.context)
         if prompts:
             yield kernels.prompt_kernels(runner, variant, size.prompts[0])
@@ -148,7 +148,9 @@ def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Part:
 
 
 def _served(shape: str, streams: str, context_share: int, **changes: Any) -> Part:
-    """Steps while streams are read, and the device's time for steps like them; decode steps."""
+    """A part that measures steps while streams are read over gRPC, the device's own time for such
+    steps, and decode steps.
+    """
 
     def part(size: Size, device: str, folder: Path) -> Iterator[Row]:
         from benchmarks.gpu_bench import serving, steps
@@ -159,7 +161,7 @@ def _served(shape: str, streams: str, context_share: int, **changes: Any) -> Par
         try:
             rows.extend(serving.steps_over_grpc(variant, counts, context, size.seconds, folder))
         finally:
-            # Of what was read before a failure too.
+            # Runs after a failure too, for the rows measured before it.
             runner, loaded = steps.make_runner(variant, folder)
             yield loaded
             for row in rows:
@@ -182,13 +184,13 @@ def _requests(size: Size, device: str, folder: Path) -> Iterator[Row]:
 def _transformers(size: Size, device: str, folder: Path) -> Iterator[Row]:
     from benchmarks.gpu_bench import serving
 
-    # A quarter of the requests: it is the slower one.
+    # A quarter of the requests, since transformers is slower.
     variant = _variant("qwen2.5-1.5b", device)
     yield serving.transformers_requests(variant, max(2, size.requests // 4), folder)
 
 
-# Name, seconds it may take, and what it does. What is compiled at first takes its time too, and the
-# first part waits for libraries of gigabytes to come from the disk.
+# Name -> time limit in seconds, and what the part does. Limits leave time for the first compilation
+# of kernels, and in the first part for reading gigabytes of libraries from the disk.
 PARTS: dict[str, tuple[float, Part]] = {
     "machine": (120, _machine),
     "8b": (150, _decode("llama-3.1-8b", prompts=True)),
@@ -200,7 +202,7 @@ PARTS: dict[str, tuple[float, Part]] = {
     "1.5b": (120, _served("qwen2.5-1.5b", "batches", 1, max_model_len=8192)),
     "70b-fp8": (
         180,
-        # So short that keys and values of all streams fit.
+        # A 16th of the context, so that the keys and values of all streams fit.
         _served("llama-70b", "large_batches", 16, quantization="fp8", max_num_seqs=1024),
     ),
     "30b-a3b": (120, _decode("qwen3-30b-a3b")),
@@ -219,7 +221,7 @@ def main() -> int:
         for name in args.parts or PARTS:
             left_s = args.minutes * 60 - (time.monotonic() - begun_s)
             found = _run_in_process(name, args, Path(scratch) / name, left_s)
-            # Facts of the device come with each.
+            # Every part repeats the facts of the device.
             rows += [row for row in found if row not in rows]
             _write(args, rows)
     print(goals.table(list(goals.lines(rows))))
@@ -238,7 +240,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="in all (default: 9)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the JSON file goes")
     parser.add_argument("--commit", help="of the source, where git cannot say it")
-    # A part, in its own process.
+    # For the process of one part.
     parser.add_argument("--run", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -248,7 +250,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _allow_many_files() -> None:
-    """Each of thousands of connections is one."""
+    """Raise the limit of open files: there are thousands of connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -267,7 +269,7 @@ def _commit(args: argparse.Namespace) -> str:
 
 
 def _run_in_process(name: str, args: argparse.Namespace, folder: Path, left_s: float) -> list[Row]:
-    """Rows of a part, and one that says why there are no more."""
+    """Run a part in a process of its own. Returns its rows, and one that says why it failed."""
     if left_s < 10:
         return [{"part": name, "failed": "no time was left"}]
     folder.mkdir()
@@ -280,7 +282,7 @@ def _run_in_process(name: str, args: argparse.Namespace, folder: Path, left_s: f
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
-        # As they are here, installed or not.
+        # The packages of this checkout, installed or not.
         "PYTHONPATH": os.pathsep.join(filter(None, [*packages, os.environ.get("PYTHONPATH")])),
     }
     begun_s, bound_s = time.monotonic(), min(PARTS[name][0], left_s)
@@ -303,7 +305,7 @@ def _run_in_process(name: str, args: argparse.Namespace, folder: Path, left_s: f
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With the servers it started: they would keep the device's memory from the next part."""
+    """Kill a part with the servers it started: they would hold memory that the next part needs."""
     if process.poll() is not None:
         return
     whole = [psutil.Process(process.pid)]
@@ -333,7 +335,7 @@ def _run_part(args: argparse.Namespace) -> int:
 
 
 def _keep(folder: Path, rows: Sequence[Row]) -> None:
-    """Whole or not at all: the process may be ended at any time."""
+    """Replace the file of rows atomically: the process may be killed at any time."""
     new = folder / "rows.json.new"
     new.write_text(json.dumps(list(rows)))
     new.replace(folder / "rows.json")
@@ -350,7 +352,7 @@ def _brief(value: object) -> str:
 
 
 def _write(args: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """After each part, so that nothing is lost with the next."""
+    """Write the JSON file; called after each part, so that a crash loses nothing measured."""
     if args.out is None:
         return
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Decode attention alone: bytes of keys and values read a second, beside a copy.
+"""Decode attention alone: bytes of keys and values read a second, beside a copy's rate.
 
-It is timed as a recorded graph, as decode steps run: launches of single kernels would take longer
-than some of them. Knows one layer and the backends; nothing of models.
+It is timed as a captured graph, as in decode steps: some kernels take less time than their launch.
+Knows one layer and the backends; nothing of models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.gpu_bench.shapes import SHAPES
 from penstock_shard.models.attention import make_backend
 from penstock_shard.models.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 
-# Keys and values that are read in turn, so that no cache holds them.
+# Several KV caches of this size together are read in turn, so that L2 cannot hold them.
 _ROTATE_BYTES = 2**30
 
 
@@ -42,7 +42,7 @@ def attention(
             "batch": count,
             "context": context,
             "us": 1e6 * seconds,
-            # A copy's bytes are read and written; these are only read.
+            # The copy's rate counts bytes read and written; attention only reads.
             "of_copy": num_bytes / seconds / copy,
         }
 
@@ -57,7 +57,7 @@ def _seconds(
     device: torch.device,
     dtype: torch.dtype,
 ) -> float:
-    """One layer's attention of one step."""
+    """Seconds that one layer's attention takes in one decode step."""
     block_size = max(16, backend.block_multiple)
     blocks = -(-context // block_size)
     caches = [
@@ -83,7 +83,7 @@ def _cache(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
-    """Of random keys and values: a device may be faster on zeros."""
+    """A KV cache of random keys and values: a device may be faster on zeros."""
     cache = backend.make_cache(spec, num_blocks, block_size, dtype, device)
     slots = torch.arange(num_blocks * block_size, device=device)
     for some in torch.split(slots, 2**16):

@@ -1,4 +1,4 @@
-"""What figures are held against, and the table that says so.
+"""The goals that figures are compared with, and the table of results.
 
 Knows the rows of the parts; runs nothing.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# At which the goals of exactness and of fp8 are stated.
+# The batch size for which the goals of exactness and of fp8 are stated.
 _COMPARED_BATCH = 32
-# Milliseconds, of an H200 at context 512: a model's floors as its goal states them, of all weights,
-# that of the embedding too, which a step does not read.
+# (model, batch, context) -> least milliseconds of a decode step on an H200, as the goals state
+# them. They count all weights, even those of the embedding, which a step does not read.
 _STATED_ON = "H200"
 _STATED_FLOORS = {
     ("llama-3.1-8b", 1, 512): 4.2,
@@ -23,13 +23,13 @@ _STATED_FLOORS = {
 }
 _MOST_OVER_FLOOR = 1.3
 _KERNELS_SHOWN = 5
-# What a shard says while it loads, whatever comes of it.
+# Lines of a loading shard that are not worth showing start so.
 _PROGRESS = ("loading ", "checking ")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, what it should be, and whether it is."""
+    """A line of the table: a figure, its goal, and whether it is met; None without a goal."""
 
     what: str
     figure: str
@@ -38,7 +38,7 @@ class Line:
 
 
 def lines(rows: Sequence[Row]) -> Iterator[Line]:
-    """In the order of the parts."""
+    """The lines of the table, in the order of the parts."""
     is_stated = any(_STATED_ON in row.get("device", "") for row in rows)
     for row in rows:
         if "failed" in row:
@@ -51,7 +51,9 @@ def lines(rows: Sequence[Row]) -> Iterator[Line]:
 
 
 def _decode(row: Row, *, is_stated: bool) -> Line:
-    """Beside the floor of what is read, or the one that the goal states."""
+    """A decode step's time beside its floor: the one that the goal states, else that of the bytes
+    read.
+    """
     what = f"{row['model']}: decode, batch {row['batch']}, context {row['context']}"
     figure = f"{row['period_ms']:.2f} ms, {row['of_floor']:.2f} x floor {row['floor_ms']:.2f}"
     stated = _STATED_FLOORS.get((row["model"], row["batch"], row["context"]))
@@ -109,20 +111,20 @@ def _served(row: Row) -> Iterator[Line]:
 
 
 def _loaded(row: Row) -> Iterator[Line]:
-    """With what decides how fast it can be."""
+    """Loading time, and the lines that say which kernels and graphs the model got."""
     said = [line for line in row["said"] if not line.startswith(_PROGRESS)]
     yield Line(f"{row['model']}: loaded", f"{row['seconds']:.0f} s; {'; '.join(said)}", "", None)
 
 
 def _kernels(row: Row) -> Iterator[Line]:
-    """Those that take most; the file has more of them."""
+    """The longest kernels; the JSON file has more of them."""
     found = row["kernels"][:_KERNELS_SHOWN]
     figure = ", ".join(f"{_short(one['name'])} {one['us']:,.0f} us" for one in found)
     yield Line(f"{row['model']}: kernels, {row['step']}", figure or "none were seen", "", None)
 
 
 def _short(name: str) -> str:
-    """What tells a kernel from others, of a name that may be a declaration in C++."""
+    """A short name of a kernel, whose full name may be a C++ declaration."""
     return name.partition("<")[0].partition("(")[0].split(" ")[-1].split("::")[-1][:32]
 
 
@@ -140,7 +142,7 @@ _LINES: dict[str, Callable[[Row], Iterator[Line]]] = {
 
 
 def _across(rows: Sequence[Row]) -> Iterator[Line]:
-    """Figures of two parts."""
+    """Lines that compare figures of two parts."""
     decodes = {(row["model"], row["batch"]): row for row in rows if row.get("what") == "decode"}
     for (model, batch), row in decodes.items():
         for how, most, least in (("exact", 1.2, 0.0), ("fp8", 1e9, 1.4)):
@@ -162,7 +164,7 @@ def _across(rows: Sequence[Row]) -> Iterator[Line]:
 
 
 def table(found: Sequence[Line]) -> str:
-    """As Markdown."""
+    """The lines as a Markdown table."""
     verdicts = {True: "yes", False: "no", None: ""}
     body = [f"| {x.what} | {x.figure} | {x.goal} | {verdicts[x.met]} |" for x in found]
     return "\n".join(["| what | figure | goal | met |", "|---|---|---|---|", *body])

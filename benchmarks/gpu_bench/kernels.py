@@ -1,7 +1,7 @@
-"""Where a device's time goes in a step: its kernels by name, as torch's profiler counts them.
+"""The device's time in a step by kernel, from torch's profiler.
 
-To know what to make faster, not how fast it is: steps take longer while they are watched, and maybe
-after it, so nothing is timed behind this. Knows the runner; knows no kernel.
+It shows what to make faster, not how fast it is: steps take longer while they are profiled, and
+maybe afterwards too, so nothing is timed after this. Knows the runner; knows no kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.gpu_bench.steps import Sequences, compute_prompt
 from penstock_shard.runner.model_runner import ModelRunner
 
 _STEPS = 5
-# Kernels that are named, those that take most.
+# The most kernels in a row of figures.
 _MOST = 12
 _LONGEST_NAME = 120
 
@@ -25,7 +25,7 @@ _LONGEST_NAME = 120
 def decode_kernels(
     runner: ModelRunner, variant: Variant, batches: Sequence[int], context: int
 ) -> Iterator[dict[str, Any]]:
-    """Of a decode step, for each batch size."""
+    """The kernels of a decode step, for each batch size."""
     for count in batches:
         sequences = Sequences(runner, count, context, 2 * _STEPS + 1)
 
@@ -44,7 +44,7 @@ def decode_kernels(
 
 
 def prompt_kernels(runner: ModelRunner, variant: Variant, length: int) -> dict[str, Any]:
-    """Of a prompt that is computed whole."""
+    """The kernels of a prompt that is computed in one step."""
     return {
         "what": "kernels",
         "model": variant.label,
@@ -54,7 +54,7 @@ def prompt_kernels(runner: ModelRunner, variant: Variant, length: int) -> dict[s
 
 
 def _kernels(step: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
-    """Microseconds and launches a step, what takes most first."""
+    """Microseconds and launches a step of each kernel, the longest first."""
     on_gpu = device.type == "cuda"
     for _ in range(_STEPS):
         step()

@@ -1,4 +1,4 @@
-"""What the device itself can do: the limits that everything else is held against.
+"""The device's own limits, which everything else is compared with: copy rate, matmul rate, facts.
 
 Knows tensors and clocks; nothing of models.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _REPEATS = 30
-# A GPU that was idle takes a while to run at its full clocks.
+# An idle GPU takes a while to reach its full clock rate.
 _WARM_UP_S = 0.3
 
 
@@ -24,7 +24,7 @@ def device_of(name: str) -> torch.device:
 
 
 def stamp(device: torch.device) -> Any:
-    """A moment of the device: on a GPU that at which all work it was given so far is done."""
+    """A time stamp: on a GPU an event that is reached once all work given so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event: Any = torch.cuda.Event
@@ -43,7 +43,7 @@ def spans_s(stamps: Sequence[Any], device: torch.device) -> list[float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """The median of single runs; on a GPU by its own clock, launched back to back."""
+    """The median time of a run; on a GPU by its own clock, with runs launched back to back."""
     work()
     if device.type == "cuda":
         until_s = time.perf_counter() + _WARM_UP_S
@@ -58,14 +58,14 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
 
 
 def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The work as one launch: on a GPU recorded as a graph, so that it waits for no Python."""
+    """The work as one launch: on a GPU captured as a graph, so that it never waits for Python."""
     if device.type != "cuda":
         return work
     stream: Any = torch.cuda.Stream
     aside = stream(device)
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
-        # What is compiled at first cannot be recorded.
+        # Compiles kernels first: compilation cannot be captured.
         work()
     torch.cuda.current_stream(device).wait_stream(aside)
     torch.cuda.synchronize(device)
@@ -87,7 +87,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 
 def matmul_flops_per_s(device: torch.device) -> float:
-    """Of a square product in bfloat16 (float32 on a processor)."""
+    """Flops a second of a square product in bfloat16 (float32 on cpu)."""
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 512
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -99,14 +99,12 @@ def matmul_flops_per_s(device: torch.device) -> float:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """One of its own: after a graph that could not be recorded torch's default one gives no numbers
-    any more.
-    """
+    """A separate generator: torch's default one is unusable after a graph capture that failed."""
     return torch.Generator(device).manual_seed(0)
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Of the device and the libraries."""
+    """Facts of the device and versions of the libraries."""
     found: dict[str, Any] = {"device": platform.processor() or platform.machine()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

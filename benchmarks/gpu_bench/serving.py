@@ -1,4 +1,5 @@
-"""Shards and routers as processes: steps while tokens go out over gRPC, and requests over HTTP.
+"""Benchmarks of shard and router processes: steps while tokens are streamed over gRPC, and requests
+over HTTP.
 
 Knows processes and their clients; nothing of models.
 """
@@ -25,13 +26,13 @@ from penstock_client import GenerationRequest, SamplingParams, ShardClient
 from penstock_client.bench_load import Lengths
 from penstock_client.types import LoadReport
 
-# Of `penstock bench --lengths sharegpt`.
+# The lengths of `penstock bench --lengths sharegpt`.
 LENGTHS = Lengths(64, 128, spread=True)
 _START_TIMEOUT_S = 300.0
 _SETTLE_S = 0.5
-# Of the time that passes, what steps that follow one another without a gap take at least.
+# Steps that take at least this share of the time that passed count as running without gaps.
 _ALL = 0.97
-# Requests that transformers batches at most; a block of its cache has so many tokens.
+# The most requests that transformers batches, and the tokens in a block of its cache.
 _MOST_AT_ONCE = 512
 _PAGE = 256
 
@@ -50,7 +51,7 @@ def _shard(variant: Variant, directory: Path) -> Shard:
 def steps_over_grpc(
     variant: Variant, streams: Sequence[int], context: int, seconds: float, directory: Path
 ) -> Iterator[dict[str, Any]]:
-    """The period of steps while so many streams are read by a client, one token a step each."""
+    """The period of steps while a client reads streams, each of which gets one token a step."""
     shard = _shard(variant, directory)
     try:
         shard.wait_healthy(_START_TIMEOUT_S)
@@ -64,7 +65,7 @@ def steps_over_grpc(
 async def _steps(
     address: str, count: int, context: int, seconds: float, variant: Variant
 ) -> dict[str, Any]:
-    """Of the steps in a window in which all streams decode."""
+    """The period of the steps in a window of time in which all streams decode."""
     room = variant.max_model_len - context - 1
     rng = random.Random(count)
     decoding = 0
@@ -107,15 +108,15 @@ async def _steps(
 
 
 def _window(before: LoadReport, after: LoadReport, passed_s: float, count: int) -> dict[str, Any]:
-    """By the shard's clock, which a client that is behind does not slow down; but where its steps
-    do not follow one another without a gap, by the time that passed.
+    """The period by the shard's own count of time in steps, which a slow client does not affect; by
+    the time that passed if there were gaps between steps.
     """
     steps = max(1, after.steps_total - before.steps_total)
     took_s = after.steps_seconds_total - before.steps_seconds_total
     return {
         "period_ms": 1e3 * (took_s if took_s > _ALL * passed_s else passed_s) / steps,
         "steps": steps,
-        # In the middle of the window.
+        # The mean context in the middle of the window.
         "context": (before.running_tokens + after.running_tokens) // (2 * count),
     }
 
@@ -129,7 +130,7 @@ async def _load(client: ShardClient) -> LoadReport:
 def requests_over_http(
     variant: Variant, requests: int, directory: Path
 ) -> Iterator[dict[str, Any]]:
-    """ShareGPT-like lengths, all sent at once: completions, then chats."""
+    """Requests of ShareGPT-like lengths, all sent at once: completions, then chats."""
     shard = _shard(variant, directory)
     try:
         shard.wait_healthy(_START_TIMEOUT_S)
@@ -137,7 +138,7 @@ def requests_over_http(
         router = Router(directory / "router.log", [shard.address], *flags)
         with running(router):
             for chat in (False, True):
-                # The first load warms up.
+                # A first load to warm up.
                 _bench(router.url, requests // 10 + 1, chat=chat)
                 yield {
                     "what": "requests",
@@ -173,8 +174,8 @@ def _bench(url: str, requests: int, *, chat: bool) -> dict[str, Any]:
 
 
 def transformers_requests(variant: Variant, requests: int, directory: Path) -> dict[str, Any]:
-    """The same lengths through transformers' continuous batching, ids to ids, without servers: all
-    of them in one batch, in a cache that has room for them, which is made beforehand.
+    """The same lengths through transformers' continuous batching, from ids to ids, without servers.
+    All requests are submitted at once; the cache has room for all, and is made before timing.
     """
     import torch
     from transformers import (
@@ -194,7 +195,7 @@ def transformers_requests(variant: Variant, requests: int, directory: Path) -> d
         ).eval()
     rng = random.Random(requests)
     lengths = [LENGTHS.draw(rng) for _ in range(requests)]
-    # It has one length of answers for all: those of a batch are as long as they are on average.
+    # transformers takes one output length for all requests: the average of those drawn.
     output_tokens = round(sum(tokens for _, tokens in lengths) / requests)
     prompts = [
         rng.choices(range(3, SHAPES[variant.shape].values["vocab_size"]), k=words)
@@ -206,8 +207,8 @@ def transformers_requests(variant: Variant, requests: int, directory: Path) -> d
     batching = ContinuousBatchingConfig(
         block_size=_PAGE,
         num_blocks=sum(math.ceil((len(p) + output_tokens) / _PAGE) + 1 for p in prompts),
-        # As a shard has by default. Its mask has a row for each of them and a column for each token
-        # of the cache: rows beyond this would take more than 32 bits to count through.
+        # A shard's default. transformers' mask has a row for each of these tokens and a column for
+        # each token of the cache: with more rows its elements would overflow 32-bit indices.
         max_batch_tokens=2048 if on_gpu else 512,
         max_requests_per_batch=min(requests, _MOST_AT_ONCE),
     )
@@ -225,7 +226,7 @@ def transformers_requests(variant: Variant, requests: int, directory: Path) -> d
             raise RuntimeError(f"transformers gave {found} tokens")
         return time.perf_counter() - before_s
 
-    # The cache is made, and everything is warm.
+    # Makes the cache and warms up.
     generate(prompts[: requests // 10 + 1])
     seconds = generate(prompts)
     return {

@@ -1,7 +1,7 @@
-"""Models by their shapes: what is computed for a token, and what memory must be read for a step.
+"""Shapes of models: the work for a token, and the bytes that a step must read.
 
-Weights are random, and made on the device. Knows configurations and arithmetic; runs nothing, and
-imports no torch.
+The models have random weights, made on the device. Knows configurations and arithmetic; runs
+nothing, and imports no torch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _LLAMA3_ROPE = {
 }
 
 
-# Of a weight, by what weights are rounded to; and of the head's, which is not rounded any further
-# where they have fewer bits than activations.
+# Bytes of a weight, by the dtype of the weights; and of a weight of the head, which keeps the
+# precision of activations where the others are fp8 or int4.
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.53}
 _HEAD_BYTES = {**_BYTES, "fp8": 2, "int4": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder of the Llama family; `values` are those of its config.json."""
+    """A decoder of the Llama family; `values` are fields of its config.json."""
 
     name: str
     model_type: str
@@ -55,8 +55,8 @@ class Shape:
         return self._int("num_hidden_layers")
 
     def weights_read(self, num_tokens: int) -> float:
-        """Weights that a step with so many tokens reads: of experts, those that random tokens are
-        expected to choose between them.
+        """Number of weights that a step with `num_tokens` tokens reads; of experts, the expected
+        number that tokens choose at random.
         """
         share = 1.0
         if experts := self._experts:
@@ -64,24 +64,24 @@ class Shape:
         return self._head + self.num_layers * (self._attention + self._feed_forward * share)
 
     def weight_bytes(self, num_tokens: int, dtype: str) -> float:
-        """Bytes of these weights, as a shard with weights of this dtype has them."""
+        """Bytes of these weights in a shard whose weights have this dtype."""
         body = self.weights_read(num_tokens) - self._head
         return body * _BYTES[dtype] + self._head * _HEAD_BYTES[dtype]
 
     @property
     def weights_per_token(self) -> int:
-        """Weights that a token in the middle of a prompt is multiplied with."""
+        """Number of weights that a prompt's token is multiplied with, without the head."""
         used = self._feed_forward
         if experts := self._experts:
             used = used * self._int("num_experts_per_tok") // experts
         return self.num_layers * (self._attention + used)
 
     def kv_elements(self, num_tokens: int) -> int:
-        """Elements of keys and values of so many tokens."""
+        """Elements of the keys and values of `num_tokens` tokens."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
 
     def attention_flops(self, num_tokens: int) -> float:
-        """Of a prompt of so many tokens, each of which sees those before it."""
+        """Flops of causal attention over a prompt of `num_tokens` tokens."""
         return 2.0 * self.num_layers * self.num_heads * self.head_dim * num_tokens**2
 
     @property
@@ -107,7 +107,7 @@ class Shape:
         return int(self.values[name])
 
     def write(self, directory: Path) -> Path:
-        """A model's directory without weights: --load-format dummy serves it."""
+        """Write a model directory without weights, for --load-format dummy."""
         from model_maker import write_tokenizer
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ _QWEN_30B = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
 }
-# So small that the whole benchmark can be tried on a processor.
+# So small that the whole benchmark can be tried on cpu.
 _TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -197,7 +197,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a shape is computed."""
+    """A shape, and how a shard runs it."""
 
     shape: str
     device: str

@@ -1,9 +1,9 @@
 """Steps of a model through the runner, without servers: decode, prefill, and equal bits.
 
-Two times are taken of a decode step. Its period is that of an engine: results of a step are taken
-in while the next one runs. Its device time is that of steps that were all handed over before any
-is taken in, so that the device never waits for Python, by the device's own clock. Knows the runner;
-knows no scheduling.
+A decode step is timed in two ways. Its period is that of an engine: results of a step are collected
+while the next one runs. Its device time, by the device's own clock, is that of steps which are all
+launched before any is collected, so that the device never waits for Python. Knows the runner; knows
+no scheduling.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.runner.model_runner import ModelRunner
 
 _GREEDY = SamplingParams(temperature=0.0)
-# Of bytes per second of a copy, what reading weights is expected to reach.
+# The share of a copy's bytes per second at which weights are expected to be read.
 _READ_SHARE = 0.9
-# Steps before those that are timed.
+# Steps run before the timed ones.
 _WARM_UP = 10
 
 
 def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[str, Any]]:
-    """With random weights, and a row of what it said as it was loaded: which kernels it has, and
-    whether it records graphs. All of that goes to standard output too.
+    """A runner with random weights, and a row with its progress lines: which kernels it has, and
+    whether it captures graphs. The lines go to standard output too.
     """
     from penstock_shard.runner.create import create_runner
 
@@ -65,8 +65,8 @@ def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[st
 
 
 class Sequences:
-    """Sequences that are computed up to their last token, as far as a step can tell: their blocks
-    hold whatever was there.
+    """Sequences that look computed up to their last token. Their KV blocks hold whatever was there
+    before, which makes no difference to the time of a step.
     """
 
     def __init__(self, runner: ModelRunner, count: int, context: int, room: int) -> None:
@@ -93,7 +93,7 @@ class Sequences:
         self._next = context - 1
 
     def launch(self) -> None:
-        """A step that samples one token of each."""
+        """Launch a step that samples one token of each sequence."""
         start = self._next
         self._next += 1
         rows = tuple(ScheduledRequest(r, start, 1, samples=True) for r in self.requests)
@@ -113,7 +113,7 @@ class Sequences:
 
 
 def result_tokens(result: Any) -> list[int]:
-    """What a row of a step gave."""
+    """The tokens that a row of a step gave."""
     return [] if result.token_id is None else [result.token_id]
 
 
@@ -143,7 +143,7 @@ def decode(
 
 
 def floor_bytes(shape: Shape, runner: ModelRunner, count: int, context: int) -> float:
-    """What a step must read: weights once, and the keys and values of every sequence."""
+    """Bytes that a step must read: weights once, and the keys and values of every sequence."""
     kv_bytes = {"float8_e4m3fn": 1, "float32": 4}.get(runner.info.kv_dtype, 2)
     weights = shape.weight_bytes(count, runner.info.dtype)
     return weights + shape.kv_elements(count * context) * kv_bytes
@@ -168,13 +168,13 @@ def _period_s(runner: ModelRunner, count: int, context: int, steps: int) -> floa
 def device_and_launch_s(
     runner: ModelRunner, count: int, context: int, steps: int
 ) -> tuple[float, float]:
-    """Of a decode step: the device's time, where all steps are handed over before any is taken in,
-    and the host's for handing it over. Unless the second is the shorter, the first is no less.
+    """The device's time for a decode step, with all steps launched before any is collected, and the
+    host's time to launch one. If launching takes longer, it bounds the device's time from below.
     """
     device = runner.model.device
     spans: list[float] = []
     times: list[float] = []
-    # Memory of the host, from which inputs are copied, is made the first time.
+    # Twice: the first run allocates the host memory from which inputs are copied.
     for _ in range(2):
         sequences = Sequences(runner, count, context, _WARM_UP + steps + 1)
         stamps, times = [], []
@@ -193,7 +193,7 @@ def device_and_launch_s(
 def prefill(
     runner: ModelRunner, variant: Variant, lengths: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Prompts computed whole, one a step."""
+    """Prefill of prompts, each computed in one step."""
     peak = matmul_flops_per_s(device_of(variant.device))
     shape = SHAPES[variant.shape]
     for length in lengths:
@@ -211,7 +211,7 @@ def prefill(
 
 
 def compute_prompt(runner: ModelRunner, length: int) -> float:
-    """As one step; seconds until its token is there."""
+    """Compute a prompt in one step. Returns the seconds until its token is collected."""
     sequences = Sequences(runner, 1, length, 1)
     (request,) = sequences.requests
     before_s = time.perf_counter()
@@ -223,9 +223,9 @@ def compute_prompt(runner: ModelRunner, length: int) -> float:
 
 
 def exact_bits(runner: ModelRunner, variant: Variant, batch: int) -> dict[str, Any]:
-    """Whether a sequence has the same logits, bit for bit, alone, beside others, in chunks, and
-    computed again with its outputs: what a shard finds out of itself when it loads, and greedy
-    tokens with their log-probabilities on top.
+    """Whether a sequence's greedy tokens and their log-probabilities are the same, bit for bit,
+    alone, in a batch, in chunks, and prefilled again with its output; and the result of the shard's
+    own self-check at load.
     """
     alone = _tokens(runner)
     ways: dict[str, Callable[[], list[Any]]] = {
@@ -247,8 +247,8 @@ def exact_bits(runner: ModelRunner, variant: Variant, batch: int) -> dict[str, A
 def _tokens(
     runner: ModelRunner, *, batch: int = 1, cut: int | None = None, again_at: int = 0
 ) -> list[Any]:
-    """40 tokens of the first of `batch` sequences and their log-probabilities. Prompts are computed
-    in chunks of `cut` tokens, and again, with the output so far, after `again_at` tokens.
+    """40 tokens, with log-probabilities, of the first of `batch` sequences. Prompts are computed in
+    chunks of `cut` tokens, and computed again, with the output so far, after `again_at` tokens.
     """
     context = 300
     sequences = Sequences(runner, batch, context, 64)
@@ -274,7 +274,7 @@ def _tokens(
 
 
 def _rows_of(request: Request, again: bool, cut: int | None) -> list[ScheduledRequest]:
-    """What of the request comes next, in pieces of `cut` tokens."""
+    """The request's tokens to compute next, in chunks of `cut`; all of them if `again`."""
     end = len(request.token_ids)
     start = 0 if again else end - 1
     step = cut or end
@@ -285,7 +285,7 @@ def _rows_of(request: Request, again: bool, cut: int | None) -> list[ScheduledRe
 
 
 def _in_turns(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
-    """Steps with one piece of each request, decodes first, of at most 4,096 tokens."""
+    """Steps of at most 4,096 tokens with one chunk of each request, earlier chunks first."""
     steps: list[list[ScheduledRequest]] = [[]]
     for row in sorted(rows, key=lambda row: (row.start, row.count)):
         last = steps[-1]

@@ -1,5 +1,5 @@
-"""What the small tools have in common: their command lines, how they ask a port of this machine,
-and how they name an error.
+"""What the small tools share: their command lines, requests to a port of this machine, and the
+texts of errors.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def seconds(text: str) -> float:
 
 
 def one_line(error: Exception) -> str:
-    """What went wrong, whatever the other side sent."""
-    # Its text is what came instead of a status line: HTTP/2 frames, mostly.
+    """The error in one line, whatever bytes the other side sent."""
+    # Its text is what arrived instead of a status line: HTTP/2 frames, mostly.
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
         return NOT_HTTP
     text = "".join(char if char.isprintable() else " " for char in str(error))

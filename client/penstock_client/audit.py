@@ -54,7 +54,7 @@ _NO_CHAIN = "0" * 64
 _LINE = re.compile(rb'(\{.*),"chain":"([0-9a-f]{64})"\}', re.DOTALL)
 _TAIL_BYTES = 64 * 1024
 
-# What may wait for the disk. Ids cost some 36 bytes each in memory.
+# How much may wait for the disk. Ids cost some 36 bytes each in memory.
 _MAX_QUEUED_RECORDS = 4096
 _MAX_QUEUED_TOKENS = 4_000_000
 _SAME_TROUBLE_S = 60.0
@@ -89,7 +89,7 @@ class AuditRecord:
     # The name the shard serves it by; the request may have used an alias or none.
     model: str = ""
     weights_hash: str = ""
-    # Of each shard that took part, in order; "" where a shard promises no equal bits.
+    # Those of the shards that took part, in order; "" for one that promises no equal bits.
     numerics_fingerprints: Sequence[str] = ()
     # It went on under other numerics, so the same request may give other tokens.
     approximate: bool = False

@@ -31,7 +31,7 @@ _SHAREGPT_PROMPT_SIGMA = 1.4
 _SHAREGPT_OUTPUT_SIGMA = 1.0
 _SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
 _READ_TIMEOUT_S = 600.0
-# What a chunk of a chat may add; each is made of tokens.
+# Fields of a chat's chunk that carry generated tokens.
 _SAID = ("content", "reasoning_content", "tool_calls")
 
 
@@ -83,7 +83,7 @@ def _log_normal(rng: random.Random, median: int, sigma: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one load sends: at least one of `requests` and `duration_s` ends it.
+    """The requests of one load; at least one of `requests` and `duration_s` ends it.
 
     After `duration_s` nothing new is sent, and what is in flight is waited for.
     """
@@ -114,7 +114,7 @@ class Server:
         return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
 
     def body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
-        """Of one request."""
+        """The body of one request."""
         asked: dict[str, Any] = {"prompt": prompt}
         if self.chat:
             asked = {"messages": [{"role": "user", "content": prompt}]}
@@ -127,7 +127,7 @@ class Answer:
 
     # When it should have been sent: a load that lags behind must not flatter the server.
     due_s: float
-    # What a whole answer has and this one has not had yet.
+    # The parts of a complete answer that have not arrived yet.
     missing: set[str]
     first_s: float = 0.0
     last_s: float = 0.0
@@ -283,9 +283,9 @@ async def _complete(
 
 def _reason(error: OSError) -> str:
     """In the system's words: asyncio's name the call."""
-    # The numbers of TLS are none of the system's.
+    # TLS errors have numbers of their own, not errno values.
     number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
-    # Those of a name that is not found are below.
+    # Failed name lookups have negative numbers.
     return os.strerror(number) if number > 0 else error.strerror or one_line(error)
 
 

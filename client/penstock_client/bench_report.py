@@ -26,7 +26,7 @@ _LATENCIES = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What an answer must keep to count as good: limits in ms, infinite where there is none."""
+    """The limits, in ms, that an answer must keep to count as good; infinite: no limit."""
 
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf

@@ -1,4 +1,4 @@
-"""Keeps requests from a shard that fails them, and lets one through now and then to see.
+"""A circuit breaker: keeps requests from a shard that fails them, except for occasional trials.
 
 Knows times and counts only: no shard and no request.
 """
@@ -11,8 +11,8 @@ _MAX_OPEN_S = 15.0
 
 
 class CircuitBreaker:
-    """Closed while requests succeed. Opens after so many failures in a row; then one request may
-    try each time a period is over, which doubles each time. A success closes it.
+    """Closed while requests succeed. Opens after `_THRESHOLD` failures in a row; then one request
+    may try after each period, which doubles each time. A success closes it.
     """
 
     __slots__ = ("_failures", "_open_s", "_try_at_s")
@@ -21,14 +21,14 @@ class CircuitBreaker:
         self.reset()
 
     def reset(self) -> None:
-        """As new: what is behind it is another engine now."""
+        """Close the breaker: the shard has a new engine, or a request succeeded."""
         self._failures = 0
         self._open_s = _FIRST_OPEN_S
         self._try_at_s = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Too many failures in a row, and no success since."""
+        """Whether there were too many failures in a row, and no success since."""
         return self._failures >= _THRESHOLD
 
     def allows(self, now_s: float) -> bool:
@@ -36,7 +36,7 @@ class CircuitBreaker:
         return not self.is_open or now_s >= self._try_at_s
 
     def sent(self, now_s: float) -> None:
-        """A request was sent; of an open breaker it is the only one for a while."""
+        """A request was sent; if the breaker is open, no other may be for a while."""
         if self.is_open:
             self._open_s = min(2 * self._open_s, _MAX_OPEN_S)
             self._try_at_s = now_s + self._open_s
@@ -49,6 +49,6 @@ class CircuitBreaker:
     def failed(self, now_s: float) -> None:
         """A request ended because of the shard."""
         self._failures += 1
-        # Those beyond were on it when it broke, or tried since: no news.
+        # Later failures are of requests that were already running, or of trials.
         if self._failures == _THRESHOLD:
             self._try_at_s = now_s + self._open_s

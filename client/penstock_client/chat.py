@@ -1,7 +1,7 @@
 """`penstock chat`: a conversation in the terminal, over the router's HTTP API.
 
-Reasoning is shown dimmed, and each call of a tool on a line of its own; neither is part of what is
-said again with the next question.
+Reasoning is shown dimmed, and each tool call on a line of its own; neither is sent back with the
+next question.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock_client.arguments import (
 )
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# What a piece of an answer is; a call begins with the name of its function.
+# The kinds of an answer's pieces; a call begins with the name of its function.
 _Kind = Literal["reasoning", "content", "call", "arguments"]
 
 
@@ -63,7 +63,7 @@ def _read_line() -> str:
 
 
 def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:
-    """Print as it comes; Ctrl-C cuts the answer short and keeps what came of its content."""
+    """Print the answer as it arrives; Ctrl-C ends it. Returns the content that arrived."""
     answer = ""
     last: _Kind | None = None
     dim, plain = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
@@ -102,7 +102,7 @@ def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """What each event says, up to the last, which every whole answer has."""
+    """The data of each event, up to [DONE], with which every complete answer ends."""
     try:
         for line in lines:
             if line.strip() == b"data: [DONE]":
@@ -116,7 +116,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _pieces(data: bytes) -> list[tuple[_Kind, str]]:
-    """What one event adds."""
+    """The pieces in one event."""
     try:
         chunk = json.loads(data)
         if "error" not in chunk:

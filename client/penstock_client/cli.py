@@ -49,7 +49,7 @@ _TOOLS = {
 
 def main() -> None:
     """Entry point of the `penstock` command."""
-    # What is started from here imports nothing from the folder that it happens to be in.
+    # Child processes import nothing from their working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     sys.exit(run(sys.argv[1:]))
 

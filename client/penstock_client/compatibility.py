@@ -1,5 +1,5 @@
-"""Where a request may go on, and what it is told there. Knows what shards say of themselves, and no
-stream.
+"""At which shards a request may go on, and with which defaults. Knows what shards say of
+themselves, not streams.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from penstock_client.types import GenerationRequest, SamplingParams, ShardInfo
 
 
 def same_model(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether one may go on where the other left off."""
+    """Whether one shard may continue a request that the other began."""
     return (
         first.weights_hash == second.weights_hash
         and first.tokenizer_hash == second.tokenizer_hash
@@ -24,22 +24,22 @@ def same_adapter(first: ShardInfo, second: ShardInfo, name: str) -> bool:
 
 
 def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
-    """Whether they compute the same bits."""
+    """Whether both are known to compute the same bits."""
     return bool(first.numerics_fingerprint) and (
         first.numerics_fingerprint == second.numerics_fingerprint
     )
 
 
 def sees_all(info: ShardInfo, request: GenerationRequest) -> bool:
-    """Whether its revision of the wire has all that the request says: it would drop the rest in
-    silence. What the first revision had a shard refuses itself, where it does not serve it.
+    """Whether the shard's revision of the wire has every field of the request: it would silently
+    drop the others. Fields of the first revision that a shard does not serve it refuses itself.
     """
     return request.thinking_budget is None or "thinking_budget" in info.capabilities
 
 
 def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:
-    """With what the model's own defaults say where nothing was asked for, and the adapter that has
-    its name there.
+    """The request with the shard's defaults where it says nothing, and with the content hash of the
+    adapter that has its adapter's name there.
     """
     max_tokens = request.max_tokens
     if max_tokens is None:
@@ -54,7 +54,7 @@ def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationR
 
 
 def _with_defaults(sampling: SamplingParams, defaults: SamplingParams) -> SamplingParams:
-    """With the defaults of the model where nothing was asked for."""
+    """`sampling` with the model's defaults for fields that are None."""
     stated = {
         field.name: getattr(defaults, field.name)
         for field in dataclasses.fields(SamplingParams)

@@ -1,9 +1,9 @@
-"""One request, at one shard after another: what is sent where, and what happens when it fails.
+"""Continuation: sends a request to a shard and, when that shard fails it, to another.
 
 A token depends on nothing but its request, so a request that a shard drops goes on at another one:
-the prompt, the output so far and the next attempt are sent there, and the reader sees a pause and
-nothing else. A crash, a hang, a drain and a full cache are one path. Knows shards as `ShardState`
-shows them; knows neither connections nor where shards come from.
+prompt, output so far and the next attempt number are sent there, and the reader sees only a pause.
+A crash, a hang, a drain and a full KV cache take the same path. Knows shards as `ShardState` shows
+them; knows neither connections nor where shards come from.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ from penstock_client.types import (
 from penstock_proto.tracing import SpanContext
 
 _MAX_BACK_OFF_S = 1.0
-# After so much sending the event loop gets a turn.
+# After sending for this long, give the event loop a turn.
 _TURN_S = 0.0005
-# In its first attempts a shard without free blocks may give a request back; then it waits there.
+# In this many first attempts a shard without free KV blocks may hand the request back; in later
+# ones the request waits there.
 _HAND_BACK_ATTEMPTS = 2
 _CLOSED = "the fleet was closed"
 
-# Told of what happens, for metrics: an event and its reason. "sent" (why this shard), "continued"
-# (why the last one failed), "moved", "approximate", "given_up", "refused".
+# Called with an event and its reason, for metrics: "sent" (why this shard), "continued" (why the
+# last shard failed), "moved", "approximate", "given_up", "refused".
 Observe = Callable[[str, str], None]
-# Told of every request that has ended, however it did.
+# Called with the stream of every request that has ended, however it did.
 Ended = Callable[[FleetStream], None]
 
 
@@ -68,8 +69,8 @@ Ended = Callable[[FleetStream], None]
 class Patience:
     """How long, and how often, a request is tried.
 
-    `wait_s` may pass without a shard that can take it; `attempts` in a row may give no token.
-    `refuse_s` is how long the like of a request is refused that engines died of.
+    It fails after `wait_s` without a shard that can take it, or after `attempts` in a row that gave
+    no token. When engines died of a request, its like is refused for `refuse_s`.
     """
 
     wait_s: float = 60.0
@@ -78,9 +79,9 @@ class Patience:
 
 
 class Continuations:
-    """Sends the requests of a fleet, and sends them on.
+    """Sends a fleet's requests to shards, and on to other shards.
 
-    A stream is on a shard, or waits for one, or has ended.
+    A stream runs on a shard, waits for one, or has ended.
     """
 
     def __init__(
@@ -101,10 +102,10 @@ class Continuations:
         self._traces_attempts = traces_attempts
         self._refused = RefusedRequests(patience.refuse_s)
         self._running: dict[str, set[FleetStream]] = {}
-        # Of those that run.
+        # The running streams that are suspects: each is tried alone.
         self._suspects: set[FleetStream] = set()
         self._waiting: set[FleetStream] = set()
-        # To be sent, or moved, in the next turns of the event loop; the values mean nothing.
+        # An ordered set of streams to send, or to move, in the next turns of the event loop.
         self._due: OrderedDict[FleetStream, None] = OrderedDict()
         self._sender: asyncio.Task[None] | None = None
         self._closed = False
@@ -113,11 +114,11 @@ class Continuations:
         """Send a request to the shard the policy chooses, or let it wait for one.
 
         Raises:
-            InvalidRequest: no ready shard knows the model, none has the adapter or may come back
-                with it, or a value does not fit the wire.
+            InvalidRequest: no ready shard serves the model; no shard has the adapter, and none that
+                is away may have it when it returns; or a value does not fit the wire.
             NotServed: no ready shard of the model knows a field of the request.
-            NoShardAvailable: those that serve the model have another tokenizer.
-            PoisonousRequest: engines died of its like a short while ago.
+            NoShardAvailable: the shards that serve the model have another tokenizer.
+            PoisonousRequest: engines died of such a request a short while ago.
             ShardUnavailable: the fleet was closed.
         """
         if self._closed:
@@ -132,18 +133,18 @@ class Continuations:
         return stream
 
     def num_running(self, shard: ShardState) -> int:
-        """Streams that are on a shard."""
+        """How many streams run on a shard."""
         return len(self._on(shard))
 
     def close(self) -> None:
-        """Nothing goes on from here; what waits ends."""
+        """Send nothing more; fail the streams that wait for a shard."""
         self._closed = True
         self._due.clear()
         for stream in list(self._waiting):
             self._end(stream, ShardUnavailable(_CLOSED))
 
     def shard_changed(self, shard: ShardState) -> None:
-        """It is there again, or gone, or wants its requests taken elsewhere."""
+        """A shard became ready or unready, or wants to hand its requests over to others."""
         if shard.handing_over:
             self._put_due(self._on(shard))
         if shard.ready:
@@ -152,7 +153,7 @@ class Continuations:
                 if other.handing_over:
                     self._put_due(self._on(other))
 
-    # ---- told by streams ----
+    # ---- called by streams ----
 
     def fed(self, stream: FleetStream, output: Output) -> None:
         """A shard gave something."""
@@ -170,7 +171,7 @@ class Continuations:
             self._ended(stream)
 
     def _note_progress(self, stream: FleetStream, output: Output) -> None:
-        """The first outputs of an attempt; of what was known before, nothing is left in them."""
+        """The first outputs of an attempt; tokens that were known before it are already cut off."""
         if stream.shard is None or stream.info is None:
             return
         stream.shard.breaker.succeeded()
@@ -189,7 +190,7 @@ class Continuations:
             stream.fingerprints.append(stream.info.numerics_fingerprint)
 
     def _clear(self, stream: FleetStream) -> None:
-        """It went on where it would have ended an engine: whoever waits to be tried may be next."""
+        """A suspect got past where engines died, and is one no more: another may be tried now."""
         stream.engine_deaths = 0
         if stream in self._suspects:
             self._suspects.discard(stream)
@@ -203,7 +204,7 @@ class Continuations:
         self._leave(stream, _cause(error))
         stream.last_error = error
         if isinstance(error, Overloaded):
-            # A shard that has no room is no vain attempt: that is waited for, there too.
+            # A full shard is no failed attempt: the time in its queue counts as waiting.
             stream.waited_s += time.perf_counter() - stream.attempts[-1].sent_s
         else:
             stream.attempts_in_vain += 1
@@ -216,7 +217,7 @@ class Continuations:
         self._put_due([stream])
 
     def cancelled(self, stream: GenerationStream) -> None:
-        """Its reader left, or what came made no sense: the shard must hear of it."""
+        """The reader left, or an output had a gap: abort the request at its shard."""
         assert isinstance(stream, FleetStream)
         if stream.shard is not None:
             stream.shard.client.detach(stream)
@@ -240,10 +241,11 @@ class Continuations:
                     self._observe("refused", "poison")
                     return self._refused.add(stream.kind, time.monotonic())
         elif isinstance(error, Overloaded | NotServed | Unauthenticated | InvalidRequest):
-            # Worth a look at the others; worth waiting only for one that had been taken already. A
-            # request that was taken is valid: this shard has other limits.
+            # Another shard may take it. A request that some shard had taken is valid, so this one
+            # has other limits: such a request also waits. Any other is tried only at shards that
+            # fit now, and not at all when invalid.
             taken = stream.was_dropped or stream.made_by is not None
-            # An adapter that was unloaded a moment ago may be loaded elsewhere.
+            # But an adapter that was just unloaded here may be loaded elsewhere.
             wrong = isinstance(error, InvalidRequest) and error.field != "adapter"
             if not taken and (wrong or not self._fitting(stream)):
                 return error
@@ -261,7 +263,7 @@ class Continuations:
     # ---- choosing ----
 
     def _choose(self, stream: FleetStream, among: Iterable[ShardState]) -> tuple[ShardState, str]:
-        """The shard, and why that one."""
+        """The shard that the policy chooses, and the reason."""
         candidates = [shard.candidate() for shard in among]
         request = stream.request
         decision = self._policy.choose(candidates, request, request.session)
@@ -275,7 +277,7 @@ class Continuations:
         return [shard for shard in shards if self._fits(stream, shard, now_s)]
 
     def _fits(self, stream: FleetStream, shard: ShardState, now_s: float) -> bool:
-        """Whether the request may go to this shard of its model now."""
+        """Whether the request may go to this shard, which serves its model, now."""
         request, info = stream.request, shard.info
         if info is None:
             return False
@@ -302,7 +304,7 @@ class Continuations:
         return self._running.get(shard.address, ())
 
     def _check_known(self, request: GenerationRequest) -> None:
-        """Raises an error where waiting for a shard would make no sense."""
+        """Raises an error if no shard can be expected to take the request later."""
         if request.shard and request.shard not in self._shards:
             raise InvalidRequest(
                 f"shard: {request.shard!r} is not in this fleet",
@@ -315,7 +317,7 @@ class Continuations:
         self._check_adapter(request, request.adapter_hash)
 
     def _check_tokenizer(self, request: GenerationRequest) -> None:
-        """Raises `NoShardAvailable` where all that serve the model have another tokenizer."""
+        """Raises `NoShardAvailable` if all shards that serve the model have another tokenizer."""
         shards = self._shards.values()
         if serving(shards, request.model) and not serving(
             shards, request.model, request.tokenizer_hash
@@ -323,7 +325,7 @@ class Continuations:
             raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
 
     def _check_seen(self, request: GenerationRequest) -> None:
-        """Raises `NotServed` where all that serve the model would not see a part of the request."""
+        """Raises `NotServed` if all shards that serve the model would ignore one of its fields."""
         shards = serving(self._shards.values(), request.model)
         if shards and not any(shard.info and sees_all(shard.info, request) for shard in shards):
             raise NotServed(
@@ -332,8 +334,8 @@ class Continuations:
             )
 
     def _check_adapter(self, request: GenerationRequest, content_hash: str) -> None:
-        """Raises `InvalidRequest` where no shard has the adapter, and none that is away may come
-        back with it.
+        """Raises `InvalidRequest` if no shard has the adapter, and none that is away may have it
+        when it returns.
         """
         name = request.adapter
         if not name:
@@ -353,9 +355,9 @@ class Continuations:
     # ---- sending ----
 
     def _send(self, stream: FleetStream) -> bool:
-        """To the shard that suits it best; False when there is none.
+        """Send to the shard that the policy chooses; False if none fits.
 
-        Raises `PoisonousRequest`, and as `ShardClient.attach` does.
+        Raises `PoisonousRequest`, and what `ShardClient.attach` raises.
         """
         self._refused.check(stream.request, time.monotonic())
         fitting = self._fitting(stream)
@@ -365,12 +367,12 @@ class Continuations:
         return True
 
     def _send_waiting(self, stream: FleetStream) -> None:
-        """As `_send`; raises an error where waiting on makes no sense."""
+        """As `_send`; raises an error if waiting longer is pointless."""
         if self._send(stream):
             return
         if stream.attempt < 0:
-            # Nobody took it yet: its sender loses nothing by making its ids anew. One that was
-            # taken may find the shard that restarts, or others of its kind.
+            # Never sent: the caller loses nothing by tokenizing anew. One that was sent waits: its
+            # shard may restart, or another of the same kind join.
             self._check_tokenizer(stream.request)
         self._check_adapter(stream.request, stream.adapter_hash)
 
@@ -381,7 +383,8 @@ class Continuations:
         record = AttemptRecord(shard.address, reason, time.perf_counter())
         request = _request_now(stream, now_s)
         if request.adapter and not request.adapter_hash:
-            # What was chosen for what it has under this name: another one is refused there.
+            # The shard was chosen for the adapter it has under this name; with its hash in the
+            # request, the shard refuses if it has another by then.
             content = info.adapter_hash(request.adapter)
             request = dataclasses.replace(request, adapter_hash=content)
         context = SpanContext.parse(request.traceparent) if self._traces_attempts else None
@@ -408,7 +411,7 @@ class Continuations:
             self._suspects.add(stream)
 
     def _has_room_elsewhere(self, shard: ShardState, adapter: str) -> bool:
-        """Another shard has free blocks and would give the same tokens."""
+        """Whether another shard has free KV blocks and would give the same tokens."""
         info = shard.info
         return info is not None and any(
             other is not shard
@@ -421,7 +424,7 @@ class Continuations:
         )
 
     def _move(self, stream: FleetStream, left: ShardState) -> None:
-        """From a shard that hands over to another one, if the same tokens come of it."""
+        """Move a stream from a shard that drains to one that gives the same tokens, if any does."""
         made_by = stream.made_by
         others = [
             shard
@@ -436,7 +439,7 @@ class Continuations:
         self._send_to(stream, *self._choose(stream, others))
 
     def _put_due(self, streams: Iterable[FleetStream]) -> None:
-        """To be sent, or moved, in the next turns of the event loop."""
+        """Have the streams sent, or moved, in the next turns of the event loop."""
         self._due.update(dict.fromkeys(streams))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.get_running_loop().create_task(self._send_all_due())
@@ -459,7 +462,7 @@ class Continuations:
     # ---- waiting ----
 
     def _wait(self, stream: FleetStream) -> None:
-        """Until a shard changes, or until it is worth asking again."""
+        """Let the stream wait until a shard changes, or until its back-off ends."""
         self._stop_waiting(stream)
         self._waiting.add(stream)
         stream.waiting_since_s = time.monotonic()
@@ -478,7 +481,7 @@ class Continuations:
             self._observe("given_up", "no_shard")
             self._end(stream, self._last_words(stream))
             return
-        # Whoever failed it may be asked again by now.
+        # After the back-off, shards that failed it may be tried again.
         stream.avoided.clear()
         stream.back_off_s = min(2 * stream.back_off_s, _MAX_BACK_OFF_S)
         self._wait(stream)
@@ -512,7 +515,7 @@ class Continuations:
         self._ended(stream)
 
     def _leave(self, stream: FleetStream, because: str = "") -> None:
-        """It is on no shard any more."""
+        """The stream runs on no shard any more."""
         shard = stream.shard
         if shard is None:
             return
@@ -531,7 +534,7 @@ class Continuations:
 
 
 def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
-    """The request with its output so far; what a model's own defaults said stays as it was."""
+    """The request with its output so far, and with the defaults of the shard that made that."""
     request, made_by = stream.request, stream.made_by
     if stream.deadline_s is not None:
         left_s = max(0.001, stream.deadline_s - now_s)
@@ -545,7 +548,7 @@ def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
 
 
 def _cause(error: PenstockError) -> str:
-    """A word for metrics."""
+    """The error's name in metrics."""
     match error:
         case ShardUnavailable():
             return "engine_died" if error.engine_died else "unavailable"

@@ -23,12 +23,12 @@ _LONG = {"-e": "--env", "-p": "--publish", "-v": "--volume"}
 
 
 class DockerError(Exception):
-    """What is wrong with the command line, in one line."""
+    """The command line cannot be read; the text says why, in one line."""
 
 
 @dataclass(slots=True)
 class DockerRun:
-    """What `docker run` was told."""
+    """A parsed `docker run` command line."""
 
     image: str = ""
     arguments: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""From root to whoever owns the models: for a container that is started as root.
+"""Changes from root to the owner of the models' folder, in a container that is started as root.
 
-A folder of the host that is mounted into a container belongs to whom it belongs to there, often to
-root, since docker makes it where there is none. Serving needs no root, only a place to download to.
+A host's folder that is mounted into a container keeps its owner, which is often root, since docker
+creates missing folders as root. Serving needs no root, only a folder to download to.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# The user of penstock's images, where the folder is root's.
+# The user of penstock's images; used if root owns the folder.
 IMAGE_USER = 10001
-# Of a HF_HOME: what huggingface_hub writes. Nothing else in the folder is touched.
+# The folders in HF_HOME that huggingface_hub writes. Nothing else in it is touched.
 _HUB_FOLDERS = ("hub", "modules", "xet")
 
 
 def drop_root(folder: Path) -> str:
     """Become the owner of `folder`, to whom the hub's folders below it are given.
 
-    Files of other users than root stay theirs. Does nothing without root's rights. Returns what
-    could not be done; raises OSError where root cannot be left.
+    Files of other users than root keep their owner. Does nothing if not run as root. Returns an
+    error text for what failed, or ""; raises OSError if the user cannot be changed.
     """
     if os.geteuid() != 0:
         return ""
@@ -33,7 +33,7 @@ def drop_root(folder: Path) -> str:
         for path in _roots_own(folder):
             os.chown(path, user, group, follow_symlinks=False)
     except OSError as error:
-        # Read-only, perhaps: models that are there can be read all the same.
+        # Perhaps the folder is read-only: models that are there can still be read.
         problem = f"{error.filename} stays root's ({error.strerror})"
     os.setgroups([])
     os.setgid(group)
@@ -45,7 +45,7 @@ def _roots_own(folder: Path) -> Iterator[Path]:
     for name in _HUB_FOLDERS:
         top = folder / name
         if top.is_symlink():
-            # Whoever owns the folder made it, and might have what it leads to.
+            # A symbolic link: the folder's owner could gain whatever it leads to.
             continue
         top.mkdir(exist_ok=True)
         yield from (path for path in (top, *_below(top)) if path.lstat().st_uid == 0)

@@ -1,8 +1,8 @@
-"""Embeddings over a fleet: batches of bounded size, each at whoever has least to do.
+"""Embeddings over a fleet: batches of bounded size, each sent to the shard with the least load.
 
-Vectors hold no state: a batch that a shard drops is made again at another one. All of a request
-are made with the same weights, or they could not be compared. Knows shards as `ShardState` shows
-them; knows neither connections nor where shards come from.
+A batch that one shard fails is sent again to another one, as there is no state to carry over. All
+vectors of a request are made with the same weights, as others could not be compared. Knows shards
+as `ShardState` shows them; knows neither connections nor where shards come from.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock_client.policies.base import least_loaded
 from penstock_client.shard_state import ShardState, serving
 from penstock_client.types import EmbeddingRequest, ShardInfo
 
-# Of one call: so many inputs, and so many tokens but for a longer single input.
+# The most inputs and tokens of one call; a single longer input is one call.
 _BATCH_INPUTS = 32
 _BATCH_TOKENS = 16_384
-# Of one request at a time.
+# How many calls of one request may be open at a time, for each shard.
 _CALLS_A_SHARD = 4
-# An input that ends engines ends no more of them than this.
+# An input that crashes engines crashes at most this many.
 _ATTEMPTS = 3
 
 _Call = asyncio.Task[list[list[float]]]
@@ -44,11 +44,11 @@ class Embeddings:
         self._calls: dict[ShardState, set[_Call]] = {}
 
     def num_running(self, shard: ShardState) -> int:
-        """Calls that are on a shard."""
+        """How many calls are open to a shard."""
         return len(self._calls.get(shard, ()))
 
     def shard_changed(self, shard: ShardState) -> None:
-        """What is on a shard that is gone goes on elsewhere."""
+        """If the shard is gone, send its batches elsewhere."""
         if shard.info is None:
             self._drop(shard)
 
@@ -91,7 +91,7 @@ class Embeddings:
         raise error
 
     async def _call(self, shard: ShardState, request: EmbeddingRequest) -> list[list[float]]:
-        """Raises `ShardUnavailable` if the shard is lost meanwhile, and as `ShardClient.embed`."""
+        """Raises `ShardUnavailable` if the shard is lost meanwhile, or as `ShardClient.embed`."""
         assert shard.info is not None  # it fits
         now_s = time.monotonic()
         shard.sent(sum(map(len, request.inputs)), now_s, num_requests=len(request.inputs))
@@ -122,7 +122,7 @@ class Embeddings:
     # ---- choosing ----
 
     def _model(self, request: EmbeddingRequest) -> ShardInfo:
-        """What a shard that can serve the request says of itself; the others must be of its kind.
+        """The info of a shard that can serve the request; further ones must make the same vectors.
 
         Raises `NoShardAvailable` and `NotServed`. Some ready shard serves the model.
         """
@@ -141,7 +141,7 @@ class Embeddings:
     def _fitting(
         self, request: EmbeddingRequest, info: ShardInfo, failed: set[str] | None = None
     ) -> list[ShardState]:
-        """Whoever makes the same vectors, less engines that failed it."""
+        """The shards that make the same vectors, except engines that failed the batch."""
         now_s = time.monotonic()
         return [
             shard
@@ -155,7 +155,7 @@ class Embeddings:
 
 
 def _check(request: EmbeddingRequest, info: ShardInfo) -> None:
-    """What a shard could name by its place in a batch only."""
+    """Check inputs here: a shard could only name an input by its place in a batch."""
     if not request.inputs:
         raise InvalidRequest("inputs: there are none", field="inputs", value="0", bound="1..")
     for index, ids in enumerate(request.inputs):
@@ -170,7 +170,7 @@ def _check(request: EmbeddingRequest, info: ShardInfo) -> None:
 
 
 def _complete(request: EmbeddingRequest, info: ShardInfo) -> EmbeddingRequest:
-    """With the model's own pooling where nothing was asked for: shards may have other defaults."""
+    """The request with this shard's defaults filled in: other shards may have others."""
     defaults = info.embedding
     assert defaults is not None
     return dataclasses.replace(

@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Takes(Enum):
-    """What follows a flag."""
+    """Which values a flag takes."""
 
     VALUE = ""
     NOTHING = "!"
@@ -58,7 +58,7 @@ Convert = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of one flag. Either `to` is set, or `why` with `loss`."""
+    """How one flag is translated. Either `to` is set, or `why` with `loss`."""
 
     takes: Takes = Takes.VALUE
     to: str = ""
@@ -69,9 +69,9 @@ class Rule:
     loss: Loss = Loss.NONE
     # Values that ask for nothing: no loss.
     harmless: frozenset[str] = frozenset()
-    # Given several times it has several values, and so has ours.
+    # Whether it may be given several times, for several values, as ours may.
     repeats: bool = False
-    # What stands between several values of one; "" where there are none.
+    # The separator of several values in one; "" if it takes one value.
     separator: str = ""
 
 

@@ -1,6 +1,6 @@
-"""Several shards as one: who is there, what they serve, and requests that outlive any of them.
+"""Several shards as one: which there are, what they serve, and requests that outlive any of them.
 
-Owns the shards and who follows them; `continuation.py` sends requests. Knows no HTTP and no text.
+Owns the shards and their watches; `continuation.py` sends requests. Knows no HTTP and no text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEAVING_POLL_S = 0.05
 class Fleet:
     """Make it inside a running event loop; `close` it or use `async with`.
 
-    It connects in the background and keeps trying: a fleet is never finished, shards come and go.
+    It connects in the background and keeps trying: shards may join and leave at any time.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class Fleet:
         verify_share: float = 0.0,
         traces_attempts: bool = False,
     ) -> None:
-        """`shards` are addresses, or where they are to be had: see `membership.parse_source`, whose
-        notation a single string has.
+        """`shards` are addresses, a `Source` of addresses, or a string as `membership.parse_source`
+        reads it.
 
-        A shard reports at least once a second; after `stall_timeout_s` without a word its requests
-        go on elsewhere. `observe` is told of what happens to requests, for metrics. `audit` gets a
-        record of each that has ended; the caller closes it. A share of them is computed once more
-        on a second shard, and compared. `traces_attempts`: a request's traceparent reaches
-        each shard with a span id of that attempt's own, which `FleetStream.attempts` tells;
-        without, as it was given.
+        A shard reports its load at least once a second; after `stall_timeout_s` without a report
+        its requests go on elsewhere. `observe` is called with what happens to requests, for
+        metrics. `audit` gets a record of each request that has ended; the caller closes it.
+        `verify_share` of the requests are computed again on a second shard, and compared. With
+        `traces_attempts` each attempt has its own span id (see `FleetStream.attempts`) in the
+        traceparent that its shard gets; without, shards get the traceparent as it was given.
 
-        Raises `ValueError` without addresses, with one twice or malformed, for an unknown policy
-        or a share that is none, and `TlsFilesUnusable`.
+        Raises `ValueError` for no addresses, a duplicate or malformed one, an unknown policy or a
+        `verify_share` that is no share, and `TlsFilesUnusable`.
         """
         self._api_key = api_key
-        # Shared: a shard that joins while files are being replaced finds what they held before.
+        # Shared: a shard that joins while TLS files are being replaced uses their former content.
         self._connector = Connector(tls)
         self._stall_timeout_s = stall_timeout_s
         self._shards: dict[str, ShardState] = {}
@@ -87,12 +87,12 @@ class Fleet:
         self._verification = Verification(verify_share, self._shards, self.submit, observe)
         self._changed = asyncio.Event()
         self._closed = False
-        # Members are what the source says, with what was added and without what was removed.
+        # Members are the source's addresses, plus those added, minus those removed.
         self._said: frozenset[str] = frozenset()
         self._added: set[str] = set()
         self._removed: set[str] = set()
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        # Those that have left and are being closed.
+        # Tasks that close shards which have left.
         self._parting: set[asyncio.Task[None]] = set()
         source = _source(shards)
         if isinstance(source, StaticSource):
@@ -150,11 +150,13 @@ class Fleet:
         return info
 
     async def tokenizer_files(self, model: str = "", tokenizer_hash: str = "") -> dict[str, bytes]:
-        """The tokenizer's files, from a shard that serves `model` with that tokenizer ("": any)."""
+        """The tokenizer's files, from a shard that serves `model` with this tokenizer ("": any)."""
         return await self._serving(model, tokenizer_hash)[0].client.tokenizer_files()
 
     def _serving(self, model: str, tokenizer_hash: str = "") -> list[ShardState]:
-        """One at least; raises `InvalidRequest` and `NoShardAvailable`."""
+        """The shards that serve the model, one at least; raises `InvalidRequest` or
+        `NoShardAvailable`.
+        """
         shards = self._shards.values()
         if found := serving(shards, model, tokenizer_hash):
             return found
@@ -172,28 +174,28 @@ class Fleet:
     def submit(self, request: GenerationRequest) -> FleetStream:
         """Send the request to the shard the policy chooses; when that one fails, to another.
 
-        Where no shard can take it now it waits: the iteration raises `NoShardAvailable` in the end,
-        or `InvalidRequest` at once when its adapter is unloaded meanwhile.
+        If no shard can take it now, it waits. Iterating the stream raises `NoShardAvailable` when
+        it has waited too long, or `InvalidRequest` as soon as its adapter is unloaded.
 
         Raises:
-            InvalidRequest: no ready shard knows the model, none has the adapter or may come back
-                with it, or a value does not fit the wire.
+            InvalidRequest: no ready shard serves the model; no shard has the adapter, and none that
+                is away may have it when it returns; or a value does not fit the wire.
             NotServed: no ready shard of the model knows a field of the request.
-            PoisonousRequest: engines died of its like a short while ago.
-            NoShardAvailable: those that serve the model have another tokenizer.
+            PoisonousRequest: engines died of such a request a short while ago.
+            NoShardAvailable: the shards that serve the model have another tokenizer.
             ShardUnavailable: the fleet was closed.
         """
         return self._continuations.start(request)
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
-        """A vector for each of the inputs, in their order; cancelling it ends what is unfinished.
+        """A vector for each of the inputs, in their order; cancelling it ends its calls.
 
-        Many inputs are spread over the shards; what a shard drops another one makes.
+        Many inputs are spread over the shards; a batch that one shard fails goes to another.
 
         Raises:
-            InvalidRequest: no ready shard knows the model, or a field is out of its bounds.
-            NotServed: none that serves the model serves embeddings.
-            Overloaded: the queues of those that do are full.
+            InvalidRequest: no ready shard serves the model, or a field is out of its bounds.
+            NotServed: no shard of the model serves embeddings.
+            Overloaded: the queues of the shards that do are full.
             NoShardAvailable: no shard is ready, or none has the request's tokenizer.
             ShardUnavailable: shards failed it one after another, or the fleet was closed.
         """
@@ -208,23 +210,23 @@ class Fleet:
     # ---- adapters ----
 
     async def load_adapter(self, name: str, source: str, model: str = "") -> None:
-        """Have every ready shard that serves `model` load a LoRA adapter; shards that come later
-        know nothing of it.
+        """Have every ready shard that serves `model` load a LoRA adapter; shards that join later
+        do not load it.
 
         Raises:
             InvalidRequest: the model is unknown, the adapter does not fit, or its name is taken.
-            NotServed: a shard serves none, or has no place left.
+            NotServed: a shard serves no adapters, or has no slot left for one.
             NoShardAvailable: no shard is ready.
-            ShardUnavailable: a shard went away, and others as `errors` lists them. What other
-                shards have loaded by then stays loaded.
+            ShardUnavailable: a shard went away; other errors are listed in `errors`. Shards that
+                have loaded the adapter by then keep it.
         """
         self._check_open()
         shards = self._serving(model)
         await self._change_adapters(shards, lambda shard: shard.client.load_adapter(name, source))
 
     async def unload_adapter(self, name: str, model: str = "") -> None:
-        """No further request gets the adapter at any shard that serves `model`; those that run keep
-        it. Raises `InvalidRequest` where no shard has it, and others as `load_adapter`.
+        """Refuse new requests for the adapter at all shards that serve `model`; running ones keep
+        it. Raises `InvalidRequest` if no shard has it, and other errors as `load_adapter` does.
         """
         self._check_open()
         shards = [
@@ -253,9 +255,9 @@ class Fleet:
         self, shard: ShardState, change: Callable[[ShardState], Awaitable[object]]
     ) -> None:
         await change(shard)
-        # Not to wait for its next report: whoever asked for it uses it now.
+        # Ask now instead of waiting for the next report: the caller wants to use the adapter.
         info = await shard.client.info()
-        # Of another engine its watch has more to learn than this.
+        # After an engine restart the info is the watch's to learn, with all that changes with it.
         if shard.info is not None and shard.info.instance_id == info.instance_id:
             self._learned(shard, info)
             self._shard_changed(shard)
@@ -265,19 +267,19 @@ class Fleet:
         if self._audit is not None and not self._verification.owns(stream):
             self._audit.record(_record(stream))
 
-    # ---- who belongs to it ----
+    # ---- membership ----
 
     def add(self, address: str) -> None:
-        """Take a shard in. Raises `ValueError` for what is no address."""
+        """Add a shard. Raises `ValueError` for a malformed address."""
         address = check_address(address)
         self._removed.discard(address)
         self._added.add(address)
         self._update()
 
     def remove(self, address: str) -> None:
-        """Send a shard nothing more; it leaves when what runs on it has ended or moved.
+        """Send a shard nothing more; it leaves when its requests have ended or moved.
 
-        Raises `ValueError` for one that is not there.
+        Raises `ValueError` for an address that is not in the fleet.
         """
         if address not in self._shards:
             raise ValueError(f"{address} is not in this fleet")
@@ -288,7 +290,7 @@ class Fleet:
     async def _follow(self, source: Source) -> None:
         async with aclosing(source.addresses()) as sets:
             async for said in sets:
-                # Whoever comes back by the source's word is welcome.
+                # An address that the source drops and names again is removed no more.
                 self._removed -= said - self._said
                 self._said = said
                 self._update()
@@ -321,10 +323,11 @@ class Fleet:
         self._leaving[shard.address] = task
 
     async def _see_off(self, shard: ShardState) -> None:
-        """Let a shard go when nothing of ours runs on it."""
+        """Close a shard once none of this fleet's requests run on it."""
         while self._continuations.num_running(shard) or self._embeddings.num_running(shard):
             await asyncio.sleep(_LEAVING_POLL_S)
-        # From here on whoever comes under this address is another shard, and ends nothing of this.
+        # From here on a shard that joins under this address is a new one, and does not cancel this
+        # task.
         task = self._leaving.pop(shard.address)
         self._parting.add(task)
         task.add_done_callback(self._parting.discard)
@@ -333,7 +336,8 @@ class Fleet:
 
     def _learned(self, shard: ShardState, info: ShardInfo) -> None:
         for name in shard.learned(info):
-            # Nobody waits for an adapter that is being taken away.
+            # Requests must not wait for shards that are away to return with an adapter that was
+            # unloaded here.
             for other in self._shards.values():
                 other.forget_adapter(info.model, name)
 

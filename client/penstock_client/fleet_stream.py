@@ -1,6 +1,6 @@
-"""One sequence as its reader sees it, whichever shards it runs on, and what is known of its way.
+"""One sequence as its reader sees it, whichever shards it runs on, and the state of its attempts.
 
-`continuation.py` sends it and sends it on; this only keeps what that needs to know.
+`continuation.py` sends it and sends it on; this only keeps the state for that.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ FIRST_BACK_OFF_S = 0.05
 
 
 class Keeper(Protocol):
-    """Whoever sends a stream's request, and is told what comes of it."""
+    """Sends a stream's request, and is called with what comes of it."""
 
     def fed(self, stream: FleetStream, output: Output) -> None:
-        """A shard gave something."""
+        """A shard sent an output."""
 
     def failed(self, stream: FleetStream, error: PenstockError) -> None:
-        """A shard dropped the request."""
+        """A shard failed the request."""
 
     def cancelled(self, stream: GenerationStream) -> None:
         """Its reader left."""
 
 
 class FleetStream(GenerationStream):
-    """The stream of a request that may change shards. Iterate it as any `GenerationStream`."""
+    """The stream of a request that may change shards. Iterate it like any `GenerationStream`."""
 
     __slots__ = (
         "_keeper",
@@ -69,30 +69,30 @@ class FleetStream(GenerationStream):
         self._keeper = keeper
         self._kind = b""
         self.request = request
-        # What shards gave so far.
+        # The output so far, from all shards.
         self.token_ids: list[int] = []
-        # Where it runs, and what that engine said of itself; None while it waits.
+        # The shard where it runs, and the info of that shard's engine; None while it waits.
         self.shard: ShardState | None = None
         self.info: ShardInfo | None = None
-        # What gave the last of its tokens, or of its prompt's log-probabilities.
+        # The engine that made its latest tokens, or log-probabilities of its prompt.
         self.made_by: ShardInfo | None = None
-        # How it ended; neither, where its reader left.
+        # How it ended; both None if its reader left.
         self.finish_reason: FinishReason | None = None
         self.final_error: PenstockError | None = None
-        # How many of its tokens were there when this attempt began.
+        # `len(token_ids)` when the current attempt began.
         self.taken_up_at = 0
-        # Engines that died while it ran in them, and since then none in which it went on.
+        # How many engines died while it ran in them, since it last got past such a point.
         self.engine_deaths = 0
-        # A shard that had taken it failed it.
+        # A shard that had taken it became unavailable.
         self.was_dropped = False
         self.attempts_in_vain = 0
-        # Engines that failed it lately, by instance id.
+        # Instance ids of engines that failed it lately.
         self.avoided: set[str] = set()
         self.back_off_s = FIRST_BACK_OFF_S
         self.last_error: PenstockError | None = None
         self.timer: asyncio.TimerHandle | None = None
-        # Since it last got something: how long it was on no shard, or on one that had no room for
-        # it; since when it is on none now.
+        # How long it waited since its last token, for a shard or in the queue of a full one; and
+        # when the current wait for a shard began.
         self.waited_s = 0.0
         self.waiting_since_s = 0.0
         limit_s = request.objective.deadline_s
@@ -100,40 +100,42 @@ class FleetStream(GenerationStream):
 
     @property
     def is_suspect(self) -> bool:
-        """It was running in so many engines that died that it is tried alone."""
+        """So many engines died while it ran that it is tried alone."""
         return self.engine_deaths >= SUSPECT_DEATHS
 
     @property
     def kind(self) -> bytes:
-        """The same for requests that make an engine do the same."""
+        """A fingerprint: equal for requests that make an engine do the same."""
         if not self._kind:
             self._kind = fingerprint(self.request)
         return self._kind
 
     @property
     def adapter_hash(self) -> str:
-        """Of what content its adapter must be: once it has tokens, that which made them."""
+        """The content hash its adapter must have: once it has tokens, that of the adapter that made
+        them; "" if any will do.
+        """
         if self.request.adapter_hash or self.made_by is None:
             return self.request.adapter_hash
         return self.made_by.adapter_hash(self.request.adapter)
 
     def feed(self, output: Output) -> None:
-        """Take what a shard sent."""
+        """Take an output of a shard."""
         if self._ended or not self._accept(output):
             return
-        # What was known is cut off by now.
+        # `_accept` has cut off tokens that were known.
         self.token_ids += output.token_ids
         self.finish_reason = output.finish_reason
         self._keeper.fed(self, output)
-        # Last: its reader may cancel it.
+        # Last, because the reader may cancel the stream here.
         self._tell()
 
     def fail(self, error: PenstockError) -> None:
-        """Go on elsewhere, or end."""
+        """The shard failed it: go on elsewhere, or end."""
         if not self.ended:
             self._keeper.failed(self, error)
 
     def end(self, error: PenstockError) -> None:
-        """End with an error, whatever might still be tried."""
+        """End with an error; try no other shard."""
         self.final_error = error
         super().fail(error)

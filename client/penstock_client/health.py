@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import urllib.error
 from collections.abc import Sequence
 
@@ -73,7 +74,18 @@ def _router_problem(url: str, timeout_s: float) -> str:
         with error:
             return f"answers {error.code}"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"no answer ({one_line(error)})"
+        return f"no answer ({_reason(error)})"
+
+
+def _reason(error: Exception) -> str:
+    # urllib wraps what went wrong, and its text shows the wrapping.
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
+        error = error.reason
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused: start the router, or correct its address"
+    if isinstance(error, socket.gaierror):
+        return "its host name cannot be resolved: correct the address"
+    return one_line(error)
 
 
 def shard_problem(
@@ -90,6 +102,8 @@ def shard_problem(
             check = channel.unary_unary(_CHECK, bytes, bytes)
             answer = check(_LIVE if live else b"", timeout=timeout_s)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"no answer in {timeout_s:g} s"
             details = error.details() or ""
             known = explained(details)
             return f"no answer ({error.code().name if known == details else known})"

@@ -62,7 +62,7 @@ class KeyEntry:
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept of a key."""
+    """The digest of a key: all that is kept of it."""
     return hashlib.sha256(key).digest()
 
 
@@ -240,7 +240,7 @@ def removed(text: str, name: str) -> str:
     lines = text.splitlines(keepends=True)
     starts = [number for number, line in enumerate(lines) if _HEADER.fullmatch(line.rstrip("\n"))]
     for start, end in zip(starts, [*starts, len(lines)][1:], strict=True):
-        # What stands above the next entry is about that one.
+        # Comments above the next entry belong to that one.
         while end > start and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
             end -= 1
         rest = "".join([*lines[:start], *lines[end:]])

@@ -22,7 +22,7 @@ from penstock_proto.flags import OneLineParser
 
 PREFIX = "psk-"
 _KEY_BYTES = 32
-# What is shorter than this may be found by trying, now that only its hash stands in the way.
+# A shorter key could be found by brute force from its hash in the file.
 _MIN_CHARS = 20
 _VARIABLE = "PENSTOCK_API_KEYS_FILE"
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}

@@ -18,7 +18,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except UnicodeError:
-        # What is no name at all, as Python has it.
+        # Python raises this for text that cannot be a host name.
         raise socket.gaierror(socket.EAI_NONAME, "no name of a host") from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 1000
 MAX_FILE_BYTES = 1_000_000
-# A trouble that comes back within this time is the same one, and was told already.
+# A trouble that recurs within this time is the same one, and was logged already.
 _SAME_TROUBLE_S = 60.0
 
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -156,7 +156,7 @@ class FileSource:
         return f"file://{self.path}"
 
     def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        # Whoever takes a line out of a file means it: nothing to wait for.
+        # A line removed from a file is removed on purpose: no need to wait.
         settling = Settling(0.0)
         return _poll(str(self), self._look, self.interval_s, settling, self.clock, self.sleep)
 
@@ -286,7 +286,7 @@ async def _poll(
 
 
 def read_addresses(path: str) -> frozenset[str]:
-    """What a file of addresses says; blocks. Raises `ValueError` with the rule that it breaks.
+    """The addresses in a file; blocks. Raises `ValueError` with the rule that it breaks.
 
     A file without an address is refused too: it is more likely being written than meant.
     """

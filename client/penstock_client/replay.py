@@ -46,10 +46,10 @@ class NotComparable(Exception):
 
 @dataclass(slots=True)
 class Tally:
-    """What has come of the records so far."""
+    """Counts of the records' outcomes so far."""
 
     equal: int = 0
-    # Of those that were compared, equal or not.
+    # Compared records, equal or not, that ran on other numerics.
     other_numerics: int = 0
     different: int = 0
     failed: int = 0
@@ -156,7 +156,7 @@ def _records(args: argparse.Namespace, tally: Tally) -> Iterator[AuditRecord]:
 
 
 async def _wait_for_shards(fleet: Fleet) -> None:
-    """Until all are there; for those that come late not as long as for the first."""
+    """Wait for the first shard to be ready, then less long for the others."""
     await fleet.wait_ready(_READY_TIMEOUT_S)
     until_s = time.monotonic() + _OTHERS_TIMEOUT_S
     while not all(shard.ready for shard in fleet.shards) and time.monotonic() < until_s:
@@ -176,7 +176,7 @@ async def _show_progress(tally: Tally) -> None:
 
 
 async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tally) -> None:
-    """Take records, which several of these share, until there are none."""
+    """Compare records until there are none left; several of these tasks share the iterator."""
     for record in records:
         try:
             await _compare(record, fleet, tally)
@@ -205,7 +205,7 @@ async def _compare(record: AuditRecord, fleet: Fleet, tally: Tally) -> None:
 
 
 def check_recorded_whole(record: AuditRecord) -> None:
-    """Raises `NotComparable` where the record lacks what its tokens depend on."""
+    """Raises `NotComparable` if the record lacks anything that its tokens depend on."""
     if record.withheld_prompt is not None:
         raise NotComparable("the log was written without prompts, and nothing follows from none")
     sampling = record.request.sampling
@@ -258,7 +258,7 @@ def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
         prompt_logprobs=None,
         logprob_token_ids=(),
         objective=Objective(),
-        # The weights are the same, so the name and the tokenizer are beside the point.
+        # The weights are the same, so the model's name and tokenizer do not matter.
         model="",
         tokenizer_hash="",
         exact=False,
@@ -270,12 +270,12 @@ def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
 
 
 def _ended_early(record: AuditRecord) -> bool:
-    """By no doing of the model's: with an error, or aborted."""
+    """Whether it ended with an error or an abort, not by the model."""
     return record.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 async def _first_difference(record: AuditRecord, request: GenerationRequest, fleet: Fleet) -> str:
-    """What differs first; empty when nothing does. Generates no further than it must."""
+    """The first difference, or "". Stops generating there."""
     recorded, position = record.output_token_ids, 0
     finish_reason = None
     async with fleet.submit(request) as stream:
@@ -292,7 +292,7 @@ async def _first_difference(record: AuditRecord, request: GenerationRequest, fle
 def compare_ids(
     recorded: Sequence[int], regenerated: Sequence[int], position: int, record: AuditRecord
 ) -> str:
-    """The first of the regenerated ids, which start at `position`, that was recorded otherwise."""
+    """The first difference, or "", between the record and regenerated ids from `position` on."""
     for index, token_id in enumerate(regenerated, position):
         if index >= len(recorded):
             if _ended_early(record):
@@ -304,7 +304,7 @@ def compare_ids(
 
 
 def compare_ends(record: AuditRecord, position: int, finish_reason: FinishReason | None) -> str:
-    """Whether ids that were equal up to `position`, where they end, end as recorded."""
+    """The difference, or "", between the ends of ids that were equal up to `position`."""
     recorded = record.output_token_ids
     if position < len(recorded):
         return f"position {position}: recorded {recorded[position]}, regenerated the end"

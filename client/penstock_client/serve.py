@@ -38,22 +38,22 @@ from penstock_client.with_parent import with_parent
 from penstock_proto.flags import usable_key
 
 _POLL_S = 0.2
-# Of a router beyond what requests may take to finish.
+# How long a router may take to stop beyond the time that requests may take to finish.
 _STOP_TIMEOUT_S = 15.0
 _FIRST_BACK_OFF_S = 0.5
 _MAX_BACK_OFF_S = 10.0
-# A child that ran this long has recovered: its next death is a new story.
+# A child that ran this long has recovered: deaths are counted anew.
 _STEADY_S = 30.0
 _MAX_DEATHS = 5
-# What our processes exit with when they were told something impossible, and we then too.
+# The exit status of our processes for unusable arguments, and then of this command too.
 _USAGE_STATUS = 2
-# Of a router that would run; after --help it ends with 0.
+# The exit status of the check of a router's flags if the router would run; after --help it is 0.
 _WOULD_RUN_STATUS = 3
 _READ_ROUTER_FLAGS = (
     "import sys; from penstock_router.command_line import parse_config; "
     f"parse_config(sys.argv[1:]); sys.exit({_WOULD_RUN_STATUS})"
 )
-# Where a router that listens everywhere is reached.
+# The address at which a router that listens on all addresses is reached.
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -61,7 +61,7 @@ _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 class _Child:
     name: str
     command: list[str]
-    # Beside our own: also what lists of processes must not show.
+    # Added to our own; holds secrets, which lists of processes would show among arguments.
     environment: dict[str, str] = field(default_factory=dict)
     # How long it may take to end.
     stop_timeout_s: float = _STOP_TIMEOUT_S
@@ -71,7 +71,7 @@ class _Child:
 
 
 def main(arguments: Sequence[str]) -> int:
-    # First or not at all: behind a flag of the shards it could be that flag's value.
+    # The model must come first: behind a shard's flag it could be that flag's value.
     model_flags = []
     if arguments and not arguments[0].startswith("-"):
         model_flags = ["--model", arguments[0]]
@@ -189,7 +189,7 @@ def _children(
         router += ["--tls-cert-file", args.tls_cert_file]
     if args.tls_key_file:
         router += ["--tls-key-file", args.tls_key_file]
-    # One key for all: a shard would take another one from our own environment.
+    # The same key for all: otherwise a shard would take the one in our own environment.
     key = {} if args.api_key is None else {"PENSTOCK_API_KEY": args.api_key}
     size = args.tensor_parallel_size
     gpus = itertools.cycle(
@@ -218,8 +218,8 @@ def _children(
 
 
 def _too_few_gpus(num_shards: int, size: int) -> str:
-    """What is wrong where shards of several GPUs would share some; empty where nothing is. Shards
-    of one may share it, and a shard that is alone finds out for itself.
+    """An error text if there are too few GPUs for shards of several each, or "". Shards of one GPU
+    may share it, and a single shard checks that itself.
     """
     if num_shards == 1 or size == 1:
         return ""
@@ -233,19 +233,19 @@ def _too_few_gpus(num_shards: int, size: int) -> str:
 
 
 def _groups(gpus: list[str], size: int) -> list[list[str]]:
-    """GPUs that belong together, as many in each; what is left over is nobody's."""
+    """Groups of `size` GPUs; those left over are not used."""
     count = len(gpus) // size
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
-    """What is wrong with the ports; empty when all are free.
+    """An error text if one of the ports is taken, or "".
 
-    Looked at before anything starts: whoever holds the router's port would answer in its place.
+    Checked before anything starts: another process on the router's port would answer in its place.
     """
     for number in range(port, port + count):
         try:
-            # As the router does.
+            # Listen exactly as the router does.
             listen(host, number).close()
         except socket.gaierror:
             return f"argument --host: {host!r} is no name or address of a host"
@@ -257,8 +257,8 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
 
 
 def _read_flags(router: _Child) -> int:
-    """What the router ends with once it has read them, and has said what there is to say: looked
-    at before shards begin to load.
+    """The exit status of parsing the router's flags, which prints any error: run before shards
+    begin to load.
     """
     python, _, _, *flags = router.command
     read = subprocess.run(
@@ -275,7 +275,7 @@ def _python(module: str, *arguments: str) -> list[str]:
 
 
 async def _serve(children: list[_Child], url: str) -> int:
-    """Until a signal, or until a child cannot be kept running; the exit status."""
+    """Run until a signal, or until a child cannot be kept running; returns the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in _stop_signals():
@@ -305,8 +305,8 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 async def _keep(child: _Child) -> int:
-    """Run a child, again when it dies; returns when that makes no sense any more: what to exit
-    with.
+    """Run a child, and restart it when it dies; when that is pointless, returns the exit status for
+    this command.
     """
     back_off_s = _FIRST_BACK_OFF_S
     while True:
@@ -364,7 +364,7 @@ async def _greet(url: str) -> None:
     """Wait until the router is ready, then say how to use it."""
     while not await asyncio.to_thread(_answers, url + "/ready"):
         await asyncio.sleep(_POLL_S)
-    # Brackets mean something to some shells.
+    # Quoted, as brackets of an IPv6 address are special in some shells.
     chat = shlex.quote(url + "/v1/chat/completions")
     body = '{"stream": true, "messages": [{"role": "user", "content": "What is penstock?"}]}'
     print(
@@ -377,7 +377,7 @@ async def _greet(url: str) -> None:
 
 
 def _answers(url: str) -> bool:
-    # Only whether our own router is there yet, whose certificate may be for another name.
+    # Only a check that our own router is up; its certificate may be for another name.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -1,7 +1,7 @@
-"""One shard of a fleet: what is known of it, and the task that keeps knowing it.
+"""One shard of a fleet: what is known of it, and the task that keeps that up to date.
 
-Owns the shard's client, its circuit breaker and the account of what was sent to it. Knows no
-request's story, and of other shards only whose model a name means.
+Owns the shard's client, its circuit breaker and the count of what was sent to it. Does not follow
+requests; of other shards it knows only which model a name means.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from penstock_proto.transport import Connector
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
-# A timeout that comes so much too late says that this process did not run.
+# If a timeout fires this much too late, this process itself was stopped meanwhile.
 _STOPPED_S = 0.5
 
 
 class ShardState:
-    """What is known of one shard. Read it; only the fleet writes it."""
+    """What is known of one shard. Only the fleet changes it."""
 
     def __init__(
         self, address: str, api_key: str | None = None, connector: Connector | None = None
     ) -> None:
         self.client = ShardClient(address, api_key=api_key, connector=connector)
         self.info: ShardInfo | None = None
-        # The same, also while it is away.
+        # The last `info`, kept while the shard is away.
         self.last_info: ShardInfo | None = None
         self.load = LoadReport()
         self.problem = "not connected yet"
-        # It reports, whether or not it serves.
+        # Whether it reports, even if it does not serve.
         self.connected = False
         self.breaker = CircuitBreaker()
         self.sent_requests = 0
         self.sent_prompt_tokens = 0
-        # It left the fleet: what runs on it may finish.
+        # Whether it is leaving the fleet; requests on it may finish.
         self.leaving = False
         self._candidate: Candidate | None = None
         self._candidate_made_of: tuple[object, ...] = ()
@@ -60,28 +60,28 @@ class ShardState:
 
     @property
     def ready(self) -> bool:
-        """It serves, and takes new requests."""
+        """Whether it serves, and takes new requests."""
         load = self.load
         return self.info is not None and load.serving and not load.draining and not self.leaving
 
     @property
     def handing_over(self) -> bool:
-        """It wants its requests taken elsewhere."""
+        """Whether it wants its requests moved to other shards."""
         return self.leaving or self.load.handing_over
 
     @property
     def in_flight(self) -> int:
-        """Requests of this client on it."""
+        """How many requests of this client run on it."""
         return self.client.in_flight
 
     @property
     def half_full(self) -> bool:
-        """Most of its KV blocks are in use."""
+        """Whether most of its KV blocks are in use."""
         return 2 * self.load.referenced_blocks > self.load.num_blocks
 
     def candidate(self) -> Candidate:
-        """As a policy sees it; only of a shard whose `info` is known."""
-        # Made anew only when something has changed: a fleet of hundreds asks for each request.
+        """The shard as a policy sees it; only if its `info` is known."""
+        # Cached until something changes: each request asks for this, of perhaps hundreds of shards.
         made_of = (self.info, self.load, self.sent_requests)
         if self._candidate is None or made_of != self._candidate_made_of:
             self._candidate, self._candidate_made_of = self._new_candidate(), made_of
@@ -103,7 +103,7 @@ class ShardState:
         )
 
     async def drain(self) -> None:
-        """Ask it to admit nothing more and to have its requests taken elsewhere.
+        """Ask it to drain: to admit nothing more and hand its requests over to other shards.
 
         Returns when it has begun; raises `ShardUnavailable` and others.
         """
@@ -114,27 +114,27 @@ class ShardState:
             await progress.aclose()
 
     def sent(self, num_tokens: int, now_s: float, num_requests: int = 1) -> None:
-        """So much is on its way; the next report will count it."""
+        """Count what was sent and is not in a report yet."""
         self.breaker.sent(now_s)
         self.sent_requests += num_requests
         self.sent_prompt_tokens += num_tokens
 
     def learned(self, info: ShardInfo) -> set[str]:
-        """What it says of itself; returns the names of adapters that it unloaded."""
+        """Take the shard's info; returns the names of adapters that it unloaded."""
         before, self.info, self.last_info = self.last_info, info, info
         if before is None or before.instance_id != info.instance_id:
             return set()
         return before.adapters.keys() - info.adapters.keys()
 
     def forget_adapter(self, model: str, name: str) -> None:
-        """If it is away, it is not expected to come back with this adapter of the model."""
+        """If the shard is away, do not expect it to return with this adapter of the model."""
         last = self.last_info
         if self.info is None and last is not None and last.model == model:
             left = {other: last.adapters[other] for other in last.adapters if other != name}
             self.last_info = dataclasses.replace(last, adapters=left)
 
     def reported(self, load: LoadReport) -> None:
-        """A report counts what the shard's server has, also what its engine has not looked at."""
+        """Take a report. It counts all that the shard's server has received; so count from 0."""
         self.load = load
         self.sent_requests = 0
         self.sent_prompt_tokens = 0
@@ -143,7 +143,7 @@ class ShardState:
 def serving(
     shards: Collection[ShardState], model: str, tokenizer_hash: str = ""
 ) -> list[ShardState]:
-    """Those that are ready and serve the model of this name with this tokenizer ("" is any)."""
+    """The ready shards that serve the model of this name with this tokenizer ("" is any)."""
     own_name = _own_name(shards, model) if model else ""
     return [
         shard
@@ -156,7 +156,7 @@ def serving(
 
 
 def check_served(shards: Collection[ShardState], model: str) -> None:
-    """Raises `InvalidRequest` where shards are ready and none serves the model of this name."""
+    """Raises `InvalidRequest` if shards are ready and none serves the model of this name."""
     served = {shard.info.model for shard in shards if shard.ready and shard.info is not None}
     if served and not serving(shards, model):
         raise InvalidRequest(
@@ -167,15 +167,15 @@ def check_served(shards: Collection[ShardState], model: str) -> None:
 
 
 def known_infos(shards: Collection[ShardState], model: str) -> list[ShardInfo]:
-    """What those say, or said last, that serve the model of this name or may again."""
+    """The last infos of the shards that serve the model of this name, or may when they return."""
     own_name = _own_name(shards, model) if model else ""
     infos = (shard.last_info for shard in shards if not shard.leaving)
     return [info for info in infos if info is not None and own_name in ("", info.model)]
 
 
 def _own_name(shards: Collection[ShardState], name: str) -> str:
-    """That of the model which `name` means: its own name goes before another one's alias, and an
-    alias that models share is the first one's.
+    """The own name of the model that `name` means: own names take precedence over aliases, and an
+    alias that models share means the first one.
     """
     if any(shard.info is not None and shard.info.model == name for shard in shards):
         return name
@@ -195,14 +195,14 @@ class ShardWatch:
         learned: Callable[[ShardState, ShardInfo], None],
         changed: Callable[[ShardState], None],
     ) -> None:
-        """`learned` is told what the shard says of itself, `changed` of all news that matter to
-        requests.
+        """`learned` is called with each new info of the shard, `changed` when anything changed that
+        matters to requests.
         """
         self.shard = shard
         self._stall_timeout_s = stall_timeout_s
         self._learned = learned
         self._changed = changed
-        # Those that `info` is of, and whether nobody was told of them yet.
+        # The revision of adapters that `info` shows, and whether `changed` is still to be called.
         self._adapters_revision = 0
         self._has_new_adapters = False
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -224,13 +224,13 @@ class ShardWatch:
             except asyncio.CancelledError:
                 if self._task.cancelling():
                     raise
-                # gRPC's own, where a channel was closed under a call.
+                # gRPC cancels a call whose channel was closed.
                 self._lost(ShardUnavailable("the connection was closed"))
-            # A shard that refuses at once is asked again a few times a second, not thousands.
+            # Retry a shard that refuses at once a few times a second, not thousands.
             await asyncio.sleep(max(0.0, _RETRY_S - (time.monotonic() - started_s)))
 
     async def _follow(self) -> None:
-        """Take load reports until they end; learn what the shard is whenever its engine is new."""
+        """Take load reports until they end; get the info whenever the engine is new."""
         shard = self.shard
         reports = shard.client.watch_load()
         try:
@@ -260,7 +260,7 @@ class ShardWatch:
                 if (await asyncio.wait({report}, timeout=self._stall_timeout_s))[0]:
                     return report.result()
                 late_s = time.monotonic() - asked_at_s - self._stall_timeout_s
-                # Whoever was stopped itself heard nobody: the shard may have spoken all the time.
+                # If this process was stopped itself, the shard may have reported all the time.
                 if late_s < _STOPPED_S:
                     raise TimeoutError
         finally:
@@ -284,7 +284,7 @@ class ShardWatch:
             self._changed(shard)
 
     def _lost(self, error: PenstockError | TimeoutError) -> None:
-        """It went away, or says nothing: what runs on it must not wait for it."""
+        """The shard is gone, or does not report: fail its requests, so they go on elsewhere."""
         shard = self.shard
         problem = str(error) or f"no load report for {self._stall_timeout_s:g} s"
         problem = problem.removeprefix(f"shard {shard.address}: ")

@@ -52,14 +52,15 @@ class GenerationStream:
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
-        # It went on where tokens may come out otherwise at a near-tie; only a fleet's may.
+        # It went on at a shard with other numerics, where tokens may differ at a near-tie. Only a
+        # fleet's streams do.
         self.approximate = False
-        # The numerics of all shards that gave its tokens; a fleet knows them.
+        # The numerics fingerprints of all shards that gave its tokens; filled in by a fleet.
         self.fingerprints: list[str] = []
-        # At each of its shards, in their order; kept by a fleet.
+        # The attempts so far, in order; kept by a fleet.
         self.attempts: list[AttemptRecord] = []
         self._next_position = next_position
-        # Of the prompt's log-probabilities; the token at index 0 has none.
+        # The next index of the prompt's log-probabilities; the token at index 0 has none.
         self._next_prompt_index = 1
         self._on_cancel = on_cancel
         self._on_news: Callable[[], None] = _nobody
@@ -80,20 +81,20 @@ class GenerationStream:
         return self._next_position + self._next_prompt_index
 
     def take(self) -> Output | None:
-        """All that arrived since the last time; None where nothing did.
+        """All outputs that arrived since the last call, merged; None if there were none.
 
-        Once all is taken it raises what the generation failed with.
+        Once all is taken, raises the error that the generation failed with, if any.
         """
         output, self._pending = self._pending, None
         if output is None and self._error is not None:
-            # All streams of a connection fail with one error: it must not gather their tracebacks.
+            # All streams of a connection share one error: it must not collect all their tracebacks.
             raise self._error.with_traceback(None)
         return output
 
     def listen(self, on_news: Callable[[], None], *, min_tokens: int = 1) -> None:
-        """Have `on_news` called when so many tokens can be taken, and at the end.
+        """Have `on_news` called when `min_tokens` tokens can be taken, and at the end.
 
-        It is called where outputs are received, for all streams of a shard: it must be quick, and
+        It is called by the task that receives for all streams of a shard: it must be quick, and
         raise nothing.
         """
         self._on_news, self._news_tokens = on_news, min_tokens
@@ -125,7 +126,7 @@ class GenerationStream:
         self.cancel()
 
     def cancel(self) -> None:
-        """End the generation. Idempotent; a reader that waits gets `StopAsyncIteration`."""
+        """Abort the generation. Idempotent; a reader that waits gets `StopAsyncIteration`."""
         if self._ended:
             return
         self._ended = True
@@ -136,7 +137,7 @@ class GenerationStream:
     # ---- called by the connection ----
 
     def feed(self, output: Output) -> None:
-        """Take what the shard sent; drops what is known already, fails on a gap."""
+        """Take an output of the shard; drops tokens that are known already, fails on a gap."""
         if not self._ended and self._accept(output):
             self._tell()
 
@@ -146,7 +147,7 @@ class GenerationStream:
             self._on_news()
 
     def _accept(self, output: Output) -> bool:
-        """Keep an output for the reader, who is not told yet; False where it makes no sense."""
+        """Keep an output for the reader, without notifying it; False if tokens are missing."""
         if output.first_position != self._next_position or output.prompt_logprobs is not None:
             gap = self._align(output)
             if gap:
@@ -163,7 +164,7 @@ class GenerationStream:
         return True
 
     def fail(self, error: PenstockError) -> None:
-        """End with an error, after what is still to be read."""
+        """End with an error, which the reader gets after the outputs it has not taken yet."""
         if self._ended:
             return
         self._ended = True
@@ -171,7 +172,7 @@ class GenerationStream:
         self._on_news()
 
     def _align(self, output: Output) -> str:
-        """Cut off what is known; what is missing, in words, if anything is."""
+        """Cut off tokens that are known; returns an error text if there is a gap, "" if not."""
         known = self._next_position - output.first_position
         if known < 0:
             return (
@@ -188,7 +189,7 @@ class GenerationStream:
         return ""
 
     def _align_prompt(self, output: Output, logprobs: Logprobs) -> str:
-        """As `_align`, of the prompt's log-probabilities: another attempt starts them anew."""
+        """As `_align`, for the prompt's log-probabilities; each attempt sends them all again."""
         known = self._next_prompt_index - output.prompt_logprobs_start
         if known < 0:
             return (

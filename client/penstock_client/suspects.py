@@ -1,4 +1,4 @@
-"""Requests that engines died of, remembered so that their like is refused for a while.
+"""Requests that crashed engines, remembered so that requests like them are refused for a while.
 
 Knows requests and times only.
 """
@@ -13,26 +13,27 @@ from collections import OrderedDict
 from penstock_client.errors import InvalidRequest, PoisonousRequest
 from penstock_client.types import GenerationRequest
 
-# In so many engines that died a request was running before it is tried alone...
+# After this many engines died while a request ran, it is tried alone...
 SUSPECT_DEATHS = 2
-# ... and in so many before it is refused.
+# ... and after this many it is refused.
 POISON_DEATHS = 3
-# Whoever gives so many tokens in an engine did not end those before it: it would have died where it
-# died, and what had been computed and not been heard of there is less. The shard counts alike.
+# A request that gives this many tokens in an engine did not crash the earlier ones: it would have
+# crashed this one at the same position, and fewer tokens than this are computed but not yet sent
+# when an engine dies. The shard uses the same number.
 TRIAL_TOKENS = 8
 
 _MAX_REFUSED = 10_000
 
 
 class RefusedRequests:
-    """What is refused, by fingerprint. The oldest are forgotten beyond ten thousand."""
+    """Fingerprints that are refused, ten thousand at most: the oldest are forgotten first."""
 
     def __init__(self, refuse_s: float) -> None:
         self._refuse_s = refuse_s
         self._until_s: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, kind: bytes, now_s: float) -> PoisonousRequest:
-        """Refuse what has this fingerprint from now on; the error for the first of them."""
+        """Refuse requests of this fingerprint from now on; returns the error for this one."""
         self._until_s[kind] = now_s + self._refuse_s
         self._until_s.move_to_end(kind)
         if len(self._until_s) > _MAX_REFUSED:
@@ -43,12 +44,12 @@ class RefusedRequests:
         )
 
     def check(self, request: GenerationRequest, now_s: float) -> None:
-        """Raises `PoisonousRequest` for the like of one that was added a short while ago, and
+        """Raises `PoisonousRequest` for a request like one that was added a short while ago, and
         `InvalidRequest` for a prompt that is no token ids.
         """
         while self._until_s and next(iter(self._until_s.values())) <= now_s:
             self._until_s.popitem(last=False)
-        # Fingerprints cost time, and there is hardly ever anything to compare them with.
+        # A fingerprint takes time to compute, and there is hardly ever one to compare it with.
         if not self._until_s:
             return
         left_s = self._until_s.get(fingerprint(request), 0.0) - now_s
@@ -59,7 +60,7 @@ class RefusedRequests:
 
 
 def fingerprint(request: GenerationRequest) -> bytes:
-    """The same for what makes an engine do the same: all but the seed, the label and the like.
+    """Equal for requests that make an engine do the same: seed, label and the like do not count.
 
     Raises `InvalidRequest` for a prompt that is no token ids.
     """

@@ -19,12 +19,12 @@ _EVERYWHERE = "0.0.0.0"
 
 
 class UnknownCommand(Exception):
-    """A command line that is none of a server that is known."""
+    """A command line that is not that of a known server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another server: its flags, and what it does where they say nothing."""
+    """Another server: its flags, and its defaults."""
 
     name: str
     version: str
@@ -32,11 +32,11 @@ class Peer:
     short: Mapping[str, str]
     environment: Table
     defaults: Mapping[str, str]
-    # Whether each flag is a variable of the environment too.
+    # Whether each flag can also be given as an environment variable.
     flags_are_variables: bool
-    # What its metrics are called here.
+    # The value of --metrics-names for its metrics.
     metrics_names: str
-    # Of its image: variables that are set there, and the folder that holds models.
+    # Its image's environment variables, and the folder in it that holds models.
     image_environment: Mapping[str, str]
     image_home: str
 
@@ -69,7 +69,7 @@ TGI = Peer(
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Of a flag or variable that has no counterpart, or none with that value."""
+    """A remark on a flag or variable that has no counterpart, or none with that value."""
 
     subject: str
     loss: Loss
@@ -82,7 +82,7 @@ class Translation:
 
     model: str = ""
     copies: int = 1
-    # GPUs of each.
+    # GPUs of each shard.
     devices: int = 1
     serve: list[str] = field(default_factory=list)
     shard: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Translation:
 
     @property
     def arguments(self) -> list[str]:
-        """Those of `penstock serve`."""
+        """The arguments for `penstock serve`."""
         copies = ["--shards", str(self.copies)] if self.copies > 1 else []
         after = ["--", *self.router] if self.router else []
         devices = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
@@ -126,10 +126,10 @@ def translate(
 ) -> Translation:
     """Translate what follows a server's name.
 
-    `variables` were given with the command; those of `ambient` merely are there: of them only what
-    is lost is worth a word, and nothing needs to be set again.
+    `variables` were given with the command; `ambient` is the rest of the environment: of it only
+    losses are reported, and nothing needs to be set again.
     """
-    # For the dashboards and scalers that are there.
+    # For existing dashboards and autoscalers.
     result = Translation(router=["--metrics-names", peer.metrics_names])
     around = {name: value for name, value in (ambient or {}).items() if name not in variables}
     for given in _flags(peer, words, {**around, **variables}, gpus, result).values():
@@ -137,7 +137,7 @@ def translate(
     for name, value in {**around, **variables}.items():
         rule = peer.environment.get(name)
         if rule is not None and not value and rule.to != name:
-            # As compose files pass on what may be set.
+            # Compose files pass on variables that may be unset as empty ones.
             continue
         if rule is not None and not (name in around and _goes_without_saying(rule, name)):
             _apply(rule, Given(name, name, (value,)), result)
@@ -149,7 +149,7 @@ def translate(
 def _flags(
     peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
 ) -> dict[str, Given]:
-    """All flags that hold, by name: those given, those of variables, and what others default to."""
+    """All flags in effect, by name: those given, those from variables, and defaults."""
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
@@ -163,7 +163,7 @@ def _flags(
 
 
 def _goes_without_saying(rule: Rule, name: str) -> bool:
-    """Of a variable that merely is there: it stays, or means nothing here."""
+    """Whether an ambient variable needs no remark: it keeps its name, or has no effect here."""
     return rule.to == name or (rule.loss is Loss.NONE and bool(rule.why))
 
 
@@ -202,7 +202,7 @@ def _peer_of_image(image: str) -> Peer:
 
 
 def _publish(run: DockerRun, result: Translation) -> None:
-    """Listen where docker would have: at the host's port."""
+    """Listen on the host's port that docker would have published."""
     if "--port" not in result.serve:
         result.serve += ["--port", "8000"]
     place = result.serve.index("--port") + 1
@@ -212,7 +212,7 @@ def _publish(run: DockerRun, result: Translation) -> None:
 
 
 def _chosen_gpus(text: str) -> str:
-    """What CUDA_VISIBLE_DEVICES is to be for docker's --gpus; empty for all."""
+    """The value of CUDA_VISIBLE_DEVICES for docker's --gpus; "" for all."""
     text = text.strip("\"'")
     if text.isdigit():
         return ",".join(map(str, range(int(text))))
@@ -272,7 +272,7 @@ def _values(takes: Takes, attached: str | None, rest: list[str]) -> tuple[str, .
 
 
 def _flags_of(peer: Peer, variables: Mapping[str, str]) -> Iterator[Given]:
-    """Flags that variables of the environment stand for."""
+    """Flags given as environment variables."""
     for name, rule in peer.flags.items():
         variable = _variable(name)
         if not variables.get(variable) or not _is_flag(peer, variable):
@@ -289,13 +289,13 @@ def _variable(name: str) -> str:
 
 
 def _is_flag(peer: Peer, variable: str) -> bool:
-    # TGI's --env is the one that is no variable.
+    # TGI's --env is its only flag without a variable.
     name = variable.lower().replace("_", "-")
     return peer.flags_are_variables and name in peer.flags and name != "env"
 
 
 def _mend(peer: Peer, flags: dict[str, Given], gpus: int) -> None:
-    """What flags mean together, or where nothing says it."""
+    """Adjust flags whose meaning depends on other flags, or on how they were given."""
     if peer is not TGI:
         return
     host = flags["hostname"]
@@ -326,7 +326,7 @@ def _apply(rule: Rule, given: Given, result: Translation) -> None:
         if not (asks_for_nothing and rule.loss is not Loss.NONE):
             result.remark(given.subject, rule.loss, rule.why)
         return
-    # A variable may be empty: that of the GPUs means none of them.
+    # A variable's value may be empty: CUDA_VISIBLE_DEVICES="" means no GPU.
     empty = not given.values if rule.part is Part.ENVIRONMENT else not any(given.values)
     if rule.takes in (Takes.VALUE, Takes.VALUES) and empty:
         result.remark(given.subject, Loss.REFUSED, "has no value")

@@ -1,4 +1,4 @@
-"""What callers hand to a shard and get back, as plain dataclasses.
+"""Requests to shards, and their outputs, as plain dataclasses.
 
 Token ids only: text is above this layer, tensors below. Knows neither gRPC nor the stubs.
 """
@@ -103,20 +103,21 @@ class GenerationRequest:
     thinking_budget: ThinkingBudget | None = None
     objective: Objective = Objective()
     model: str = ""
-    # Of the tokenizer that made the ids (`ShardInfo.tokenizer_hash`): a fleet sends the request to
-    # no shard with another one. Empty: whichever.
+    # The hash of the tokenizer that made the ids (`ShardInfo.tokenizer_hash`): a fleet sends the
+    # request only to shards with the same one. Empty: any.
     tokenizer_hash: str = ""
-    # Go on only where tokens come out the same, bit for bit; a fleet then waits or gives up rather
-    # than continue on other numerics.
+    # Continue only at shards with the same numerics, which give the same tokens; otherwise a fleet
+    # waits, or gives up.
     exact: bool = False
-    # Only shards with this numerics fingerprint. Empty: whichever.
+    # Only shards with this numerics fingerprint. Empty: any.
     numerics: str = ""
-    # Requests of one session should meet the same shard's cache; what that means is the policy's.
+    # Requests of one session should go to the same shard, for its prefix cache; how far they do is
+    # up to the policy.
     session: str = ""
-    # The address of the only shard of the fleet that may serve it. Empty: whichever.
+    # The address of the only shard of the fleet that may serve it. Empty: any.
     shard: str = ""
-    # A LoRA adapter by its name, and of what content it must be; a fleet fills that in when it has
-    # chosen a shard, so that a request never goes on with another one of the same name.
+    # The name of a LoRA adapter, and the hash of its content; a fleet fills in the hash when it has
+    # chosen a shard, so that a request never goes on with another adapter of the same name.
     adapter: str = ""
     adapter_hash: str = ""
     cache_salt: str = ""
@@ -126,10 +127,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Prompts to make vectors of.
+    """Prompts to compute vectors of.
 
-    `pooling` ("last" token or "mean" of all) and `normalize` (scale to length 1) are the model's
-    own where they are None; `dimensions` keeps the first so many values of each vector.
+    `pooling` ("last" token or "mean" of all) and `normalize` (scale to length 1) default to the
+    model's own if None; `dimensions` is how many first values of each vector are kept.
     """
 
     inputs: Sequence[Sequence[int]]
@@ -144,9 +145,9 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at a request. A higher number ends a lower one and takes over.
+    """One attempt at a request. A higher number ends a lower one and takes over.
 
-    `instance_id` names the engine that is meant ("" is any); `hand_back` asks the shard to give the
+    `instance_id` names the engine it is for ("" is any); `hand_back` asks the shard to hand the
     request back when its KV blocks run out; a `suspect` was running in two engines that died.
     """
 
@@ -158,17 +159,17 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class AttemptRecord:
-    """What became of one try at a request. Times are `time.perf_counter`'s; None: not yet."""
+    """What became of one attempt at a request. Times are `time.perf_counter`'s; None: not yet."""
 
     shard: str
-    # Why this shard, in the policy's words.
+    # Why this shard was chosen: the policy's reason.
     reason: str
     sent_s: float
     first_output_s: float | None = None
     ended_s: float | None = None
-    # Why the request went on elsewhere, or failed there; "" where it ended as it should.
+    # Why the request went on elsewhere, or failed there; "" if it ended normally.
     ended_because: str = ""
-    # Under which the shard reports its part, where attempts are traced.
+    # The parent id of the shard's span, if attempts are traced.
     span_id: str = ""
 
 
@@ -214,7 +215,7 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Output:
-    """What is new for one request. The last one, and no other, has `finish_reason`.
+    """What one request has gained. Only the last output of a request has a `finish_reason`.
 
     `first_position` counts from the request's first output token. `prompt_logprobs` covers the
     prompt from index `prompt_logprobs_start` (the token at index 0 has none). A request that fails
@@ -233,7 +234,7 @@ class Output:
     stop_token_id: int | None = None
 
     def merge(self, later: Output) -> None:
-        """Append what came after this output, for a reader that was behind."""
+        """Append the output that came next, for a reader that was behind."""
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             if self.logprobs is None:
@@ -267,8 +268,8 @@ class ShardLimits:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDefaults:
-    """How embeddings of a model are meant to be made; `pooling` is "last" or "mean", `size` the
-    number of values of one that is not cut.
+    """A model's defaults for embeddings; `pooling` is "last" or "mean", `size` the number of values
+    of a whole vector.
     """
 
     pooling: str
@@ -278,7 +279,7 @@ class EmbeddingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a shard has loaded; `source` is where from, as it was told."""
+    """A LoRA adapter that a shard has loaded; `source` is what `load_adapter` was given."""
 
     name: str
     content_hash: str
@@ -315,27 +316,27 @@ class ShardInfo:
     capabilities: frozenset[str]
     batch_invariant: bool
     numerics_fingerprint: str
-    # By name.
+    # Loaded adapters, by name.
     adapters: Mapping[str, Adapter]
-    # None where "embed" is not among the capabilities.
+    # None if "embed" is not among the capabilities.
     embedding: EmbeddingDefaults | None = None
 
     def has_adapter(self, name: str, content_hash: str = "") -> bool:
-        """Whether the adapter of this name is loaded, and of this content ("" is any). The bare
-        model's name is "", and that is always there.
+        """Whether the adapter of this name is loaded, with this content ("" is any). The name "" is
+        the base model, which is always there.
         """
         adapter = self.adapters.get(name)
         return not name or (adapter is not None and content_hash in ("", adapter.content_hash))
 
     def adapter_hash(self, name: str) -> str:
-        """Of the content of the adapter of this name; "" where it is not loaded."""
+        """The hash of the content of the adapter of this name; "" if it is not loaded."""
         adapter = self.adapters.get(name)
         return "" if adapter is None else adapter.content_hash
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """How busy a shard is, as it last said."""
+    """How busy a shard is, as it last reported."""
 
     instance_id: str = ""
     running: int = 0
@@ -351,16 +352,16 @@ class LoadReport:
     serving: bool = False
     draining: bool = False
     handing_over: bool = False
-    # Of the engine's steps: how long all of them took, and the tokens they computed.
+    # Over all steps of the engine: the seconds they took, and the tokens they computed.
     steps_seconds_total: float = 0.0
     computed_tokens_total: int = 0
-    # Rises when other adapters are loaded.
+    # Increases whenever the set of loaded adapters changes.
     adapters_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """What a draining shard still has to do."""
+    """How much work a draining shard has left."""
 
     running: int
     waiting: int

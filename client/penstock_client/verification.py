@@ -1,7 +1,7 @@
-"""A sampled share of requests is computed once more on a second shard, and compared.
+"""Computes a sampled share of requests again on a second shard, and compares the tokens.
 
 Equal numerics promise equal tokens; a shard whose tokens differ has a fault that nothing else shows
-(damaged memory, a wrong build). Knows streams that have ended; sends with what it is given.
+(damaged memory, a wrong build). Knows streams that have ended; sends by the function it is given.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock_client.types import FinishReason, GenerationRequest, Objective
 
 logger = logging.getLogger(__name__)
 
-# More at a time would be a load of its own; what ends meanwhile goes unverified.
+# More at a time would load the shards; requests that end meanwhile are not verified.
 _MAX_AT_ONCE = 4
-# Behind everybody else.
+# A low priority, behind all other requests.
 _PRIORITY = 1000
 
 
@@ -37,7 +37,7 @@ class Verification:
         submit: Callable[[GenerationRequest], FleetStream],
         observe: Observe,
     ) -> None:
-        """`share` is that of the requests, 0 to 1. Raises `ValueError` for another."""
+        """`share` is the share of requests to verify, 0 to 1. Raises `ValueError` for another."""
         if not 0 <= share <= 1:
             raise ValueError(f"verify_share: {share} is out of bounds; 0 to 1")
         self._share = share
@@ -45,11 +45,11 @@ class Verification:
         self._submit = submit
         self._observe = observe
         self._tasks: set[asyncio.Task[None]] = set()
-        # Those sent from here are not verified in turn.
+        # Ids of requests sent from here, which are not verified in turn.
         self._ours: set[str] = set()
 
     def owns(self, stream: FleetStream) -> bool:
-        """It is no caller's request but one of these."""
+        """Whether the stream is one that verifies, not a caller's."""
         return stream.request_id in self._ours
 
     def ended(self, stream: FleetStream) -> None:
@@ -65,7 +65,7 @@ class Verification:
                 task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Give up what is being verified."""
+        """Cancel running verifications."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,6 +1,7 @@
-"""Becomes another command, which is told to end when the process that started it is gone.
+"""Executes another command, which gets SIGTERM when the process that started it is gone.
 
-However that one ended: the kernel tells, and only Linux's can. Knows nothing of the command.
+That holds however that process ended: the kernel sends the signal, on Linux only. Knows nothing of
+the command.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# Of linux/prctl.h. It outlives the change to another command.
+# From linux/prctl.h. The setting survives exec.
 _PR_SET_PDEATHSIG = 1
 
 
 def with_parent(command: Sequence[str]) -> list[str]:
-    """A command line for a child of this process; without Linux the command as it is."""
+    """A command line for a child of this process; except on Linux, the command as it is."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-m", __name__, str(os.getpid()), *command]
@@ -25,7 +26,7 @@ def with_parent(command: Sequence[str]) -> list[str]:
 def main(parent_pid: int, command: list[str]) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         print(f"penstock serve: prctl: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
-    # It may have gone before we asked to be told.
+    # The parent may have ended before the prctl call.
     if os.getppid() == parent_pid:
         os.execvp(command[0], command)
 

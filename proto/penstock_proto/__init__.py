@@ -1,6 +1,7 @@
-"""The contract between routers and shards: the wire, how it is carried, and how prefixes hash.
+"""The contract between routers and shards: the wire, and what both ends share besides.
 
-Knows gRPC and protobuf. Knows nothing of models, HTTP or text.
+That is how messages are carried, prefix hashes, TLS, flags, logs, tracing with its export over
+OTLP, and names of metrics. Knows gRPC and protobuf; no models, no text and no HTTP API.
 """
 
 # Raise with every additive change of shard.proto; raise the minimum only with a new package.

@@ -1,6 +1,6 @@
-"""What the command lines of routers, shards and tools have in common: how they complain, what a key
-is, how they keep gRPC quiet, and the flags that say what a server tells of itself. Knows argparse;
-imports no gRPC, and knows nothing of what is told.
+"""What the command lines of routers, shards and tools share: error messages, the form of a key,
+silencing gRPC's logs, and the flags of metrics, logs and traces. Knows argparse; imports no gRPC,
+and knows nothing of what is logged or measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from penstock_proto.logs import FORMATS
 from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 
-# Of `metric_names.SETS`, which is not imported here: it takes too long for a --help.
+# The keys of `metric_names.SETS`, which is not imported here: that takes too long for a --help.
 METRIC_NAMES = ("vllm", "tgi")
 
 
@@ -63,8 +63,8 @@ def usable_key(text: str, source: str = "a key") -> str:
 def add_observing_flags(
     group: argparse._ArgumentGroup, *, log_requests: bool, log_requests_help: str
 ) -> None:
-    """Those of metrics, logs and traces that routers and shards share; `log_requests` is the
-    default. `tracing_of` reads the last.
+    """Add the flags of metrics, logs and traces that routers and shards share; `log_requests` is
+    the default of that flag. `tracing_of` reads those of traces.
     """
     add = group.add_argument
     add(

@@ -33,9 +33,9 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 _MAX_WAITING_LINES = 5_000
 _GATHER_S = 0.02
 _LAST_WORDS_S = 1.0
-# What ends a line for some reader, or moves a terminal's cursor.
+# Characters that end a line for some readers, or move a terminal's cursor.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-# What every record has; the rest came as `extra`.
+# Attributes that every record has; the others were given as `extra`.
 _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -89,7 +89,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def extra_of(record: logging.LogRecord) -> Mapping[str, object]:
-    """What a record tells besides its message."""
+    """The `extra` attributes of a record."""
     return {name: value for name, value in vars(record).items() if name not in _COMMON}
 
 

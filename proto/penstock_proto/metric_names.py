@@ -23,13 +23,13 @@ class Name:
 
     theirs: str
     ours: tuple[str, ...]
-    # Of ours to theirs; others are summed over.
+    # Our labels to theirs; samples are summed over our other labels.
     labels: Mapping[str, str] = field(default_factory=dict)
-    # By label of ours: its values to theirs. Samples of other values are left out.
+    # For each of our labels, our values to theirs. Samples of other values are left out.
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def labels_of(self, sample: Mapping[str, str]) -> _Labels | None:
-        """Those of one of our samples; None where it is no part of theirs."""
+        """Their labels for one of our samples; None if the sample is no part of their metric."""
         named = []
         for ours, values in self.values.items():
             if sample.get(ours, "") not in values:
@@ -143,7 +143,7 @@ TGI = (
     Name("tgi_batch_current_size", _either("shard_running", "running")),
 )
 
-# As --metrics-names says them.
+# By the values of --metrics-names.
 SETS: Mapping[str, tuple[Name, ...]] = {"vllm": VLLM, "tgi": TGI}
 
 
@@ -182,4 +182,4 @@ def _family(theirs: str, ours: Metric) -> Metric:
     if kind == "counter":
         base = theirs.removesuffix("_total")
         kind = "counter" if base != theirs else "unknown"
-    return Metric(base, f"{ours.documentation} Here: {ours.name}.", kind)
+    return Metric(base, f"{ours.documentation} In penstock: {ours.name}.", kind)

@@ -126,7 +126,7 @@ class OtlpSink:
 
 
 def _resource(service: str) -> Resource:
-    """What OpenTelemetry's variables say of this process; named by us where they do not."""
+    """The resource that OpenTelemetry's variables describe; `service` if they name no service."""
     resource = Resource.create({"service.version": version("penstock")})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": service}))

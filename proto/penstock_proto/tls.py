@@ -63,7 +63,7 @@ def check_authorities(ca_file: str) -> None:
 
 
 def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None) -> None:
-    """What a server shows, and what it asks of clients. Raises `TlsFilesUnusable`."""
+    """Check a server's certificate and key, and its clients' CA. Raises `TlsFilesUnusable`."""
     load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert_file, key_file)
     if client_ca_file is not None:
         check_authorities(client_ca_file)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-# Of a header that a later version may have made longer.
+# The longest accepted header: later versions of the format may append to it.
 _MAX_TRACEPARENT_CHARACTERS = 512
 _SAMPLED = 0x01
-# What shares of traces are compared with: the random half of a trace id.
+# One more than the largest value of a trace id's random half, of which sampling takes a share.
 _ID_LIMIT = 2**64
 
 
@@ -96,7 +96,7 @@ class Span:
     started_ns: int
     ended_ns: int
     attributes: Mapping[str, Value] = field(default_factory=dict)
-    # What went wrong, in a word; "" where nothing did.
+    # A word for what went wrong; "" if nothing did.
     error: str = ""
     events: Sequence[Event] = ()
 

@@ -49,8 +49,8 @@ def channel_options() -> Options:
         # Channels of one process must not share a connection: a slow shared call would hold up
         # health probes of the same address.
         ("grpc.use_local_subchannel_pool", 1),
-        # What http_proxy and https_proxy name leads to the internet, to download models say. One
-        # that is meant for gRPC has a variable of its own.
+        # http_proxy and https_proxy name proxies to the internet, say for downloading models. A
+        # proxy for gRPC is set in grpc_proxy.
         ("grpc.enable_http_proxy", int("grpc_proxy" in os.environ)),
     ]
 
@@ -85,9 +85,9 @@ class Connector:
                 self._options.append(("grpc.ssl_target_name_override", tls.server_name))
 
     def credentials(self) -> Credentials:
-        """What to open the next channel with: another object once the files have changed.
+        """The credentials to open the next channel with: a new object once the files have changed.
 
-        A channel keeps those that it was opened with, also when it connects again.
+        A channel keeps those that it was opened with, also when it reconnects.
         """
         if self._certificates is None:
             return None
@@ -118,11 +118,17 @@ _NOT_TLS = "WRONG_VERSION_NUMBER"
 _REFUSED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _OTHER_NAME = "Hostname Verification Check failed"
 _CLOSED = re.compile(r"failed to connect to all addresses.*(Socket closed|Connection reset)")
+_NOBODY = "Failed to connect to remote host: Connection refused"
+_NO_SUCH_NAME = re.compile(r"errors resolving|DNS resolution failed")
 _HANDSHAKE = re.compile(r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)")
 
 
 def explained(details: str) -> str:
-    """What gRPC says of a call that failed, in words where its own hide that TLS is the reason."""
+    """gRPC's text for a failed call, replaced if it hides the reason."""
+    if _NOBODY in details:
+        return "connection refused: start the shard, or correct its address"
+    if _NO_SUCH_NAME.search(details):
+        return "its host name cannot be resolved: correct the address"
     if _NOT_TLS in details:
         return "TLS handshake failed: what answers there does not speak TLS"
     if refused := _REFUSED.search(details):

@@ -1,7 +1,7 @@
-"""Which requests are let in, which of them wait, and for how long each may run.
+"""Which requests are admitted, which of them wait, and for how long each may run.
 
-A request that is let in is *queued*: it is being prepared, or waits for its turn. Once it has all
-the places that it asks for, one for each of its sequences, it is *in flight* until it is over.
+An admitted request is *queued*: it is being prepared, or waits for places. Once it has all the
+places that it needs, one for each of its sequences, it is *in flight* until it ends.
 
     with admission.enter(key, sequences) as ticket:      # 429 at once where the queue is full
         async with ticket.limit.scope():
@@ -9,11 +9,11 @@ the places that it asks for, one for each of its sequences, it is *in flight* un
         await ticket.start(prompt_tokens)                # wait for places; 429 after a while
         ...                                              # generate, within `ticket.limit` too
 
-Leaving the scope gives everything back, on every way out. Bounds hold over all keys and, where they
-are set, for each; `fair_queue.py` says who is next. A full queue is no key's alone: where another
-key has more here than the one that comes will have, its latest requests make room (as McKenney's
-Stochastic Fairness Queueing, 1990, drops from the longest queue). What is known of a key is
-forgotten when it has nothing here.
+Leaving the scope gives everything back, on every way out. Bounds hold over all keys together and,
+where they are set, for each key; `fair_queue.py` decides which request is next. When the queue is
+full and another key has more sequences here than the arriving request's key will have, that key's
+latest requests are refused to make room (as McKenney's Stochastic Fairness Queueing, 1990, drops
+from the longest queue). A key's account is deleted when it has no requests here.
 
 Knows numbers and times only: no HTTP, no fields, no prompts.
 """
@@ -51,7 +51,7 @@ _PACE_S = 10.0
 
 
 class TimeLimit:
-    """Until when a request may run: its own limit, or before it where `end` is called."""
+    """When a request must end: at its own limit, or earlier if `end` is called."""
 
     def __init__(self, timeout_s: float | None) -> None:
         now = asyncio.get_running_loop().time()
@@ -61,32 +61,33 @@ class TimeLimit:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until then, perhaps below 0; None: no limit."""
+        """Seconds until the limit, negative once it has passed; None: no limit."""
         return None if self._at is None else self._at - asyncio.get_running_loop().time()
 
     def check(self) -> None:
-        """Raises what `end` was given, if it was."""
+        """Raises the error that `end` was given, if it was called."""
         if self._ended is not None:
             raise self._error()
 
     def scope(self) -> _Scope:
-        """Runs its body up to the limit; raises `TimedOut` there, or what `end` was given."""
+        """Runs its body until the limit; then raises `TimedOut`, or the error `end` was given."""
         return _Scope(self)
 
     def _error(self) -> ApiError:
-        # Another one each time: what is raised refers to all that it ends, and that to this.
+        # A copy each time: a raised error's traceback refers to the frames it left, and those refer
+        # to this object, which would be a reference cycle.
         return TimedOut(TIME_IS_UP) if self._ended is None else copy.copy(self._ended)
 
     def end(self, error: ApiError) -> None:
-        """Its time is up now, for this reason."""
+        """End the request now, with this error."""
         self._at, self._ended = asyncio.get_running_loop().time(), error
         if self._timer is not None and not self._timer.expired():
             self._timer.reschedule(self._at)
 
 
 class _Scope:
-    """See `TimeLimit.scope`. Not a generator: since Python 3.12 what is raised through one of
-    contextlib's stays until garbage is collected, with all that it refers to.
+    """See `TimeLimit.scope`. Not a contextlib generator: since Python 3.12 an error raised through
+    one stays in memory, with all that it refers to, until the garbage collector runs.
     """
 
     def __init__(self, limit: TimeLimit) -> None:
@@ -117,14 +118,14 @@ class _Scope:
 
 
 class Pace:
-    """How fast places come free: of late, and since there was last nothing to do."""
+    """How fast places come free: a decaying average since the worker was last idle."""
 
     def __init__(self, now_s: float) -> None:
         self.begin(now_s)
 
     def begin(self, now_s: float) -> None:
-        """There is something to do again."""
-        # The sum of all places, each worth less the longer ago it came free.
+        """Start measuring: the worker is not idle any more."""
+        # The number of places that came free, each weighted less the longer ago that was.
         self._weight = 0.0
         self._at_s = self._since_s = now_s
 
@@ -133,10 +134,10 @@ class Pace:
         self._at_s = now_s
 
     def seconds_until(self, places: int, now_s: float) -> float:
-        """How long it takes until so many more have come free."""
+        """Estimates how long it takes until this many more places have come free."""
         age_s = max(1e-3, now_s - self._since_s)
         seen_s = _PACE_S * -math.expm1(-age_s / _PACE_S)
-        # One more than came: where none did, that is as much as its age says.
+        # One more than came free: so there is an estimate, from the age alone, before the first.
         return places * seen_s / (self._weight_at(now_s) + 1)
 
     def _weight_at(self, now_s: float) -> float:
@@ -145,19 +146,19 @@ class Pace:
 
 @dataclass(eq=False, slots=True)
 class _Account(Share):
-    """What a key, or all of them, have: sequences, and tokens of prompts that wait for places."""
+    """What a key has, or all keys together: sequences, and prompt tokens that wait for places."""
 
     key: str = ""
-    # It may have less than all keys together.
+    # The key has bounds of its own, besides those of all keys together.
     is_bounded: bool = False
     queued: int = 0
     queued_tokens: int = 0
-    # Tickets that are queued, in the order of their arrival.
+    # Queued tickets, in the order of arrival.
     tickets: OrderedDict[Ticket, None] = field(default_factory=OrderedDict)
 
     @property
     def sequences(self) -> int:
-        """All of them."""
+        """Sequences in flight and queued."""
         return self.in_flight + self.queued
 
 
@@ -165,7 +166,7 @@ _Amount = Literal["queued", "queued_tokens"]
 
 
 class Ticket(Waiting):
-    """A request that was let in."""
+    """An admitted request."""
 
     __slots__ = ("_admission", "account", "charge", "limit", "placed", "prompt_tokens", "state")
 
@@ -183,26 +184,27 @@ class Ticket(Waiting):
         self.account = account
         self.limit = limit
         self.state: Literal["preparing", "waiting", "in flight", "gone"] = "preparing"
-        # Of a ticket that waits: how much of the queue it takes, and what is set when it is over.
+        # While the ticket waits: its tokens in the queue, and the future that is set when it has
+        # its places.
         self.prompt_tokens = 0
         self.placed: asyncio.Future[None] | None = None
 
     @property
     def waits(self) -> bool:
-        """It is prepared, and has no places."""
+        """It is prepared, and has no places yet."""
         return self.state == "waiting"
 
     def held(self, amount: _Amount) -> int:
-        """What it has of the queue."""
+        """How many of the queue's sequences or tokens are this request's."""
         return self.places if amount == "queued" else self.prompt_tokens
 
     async def start(self, prompt_tokens: int, max_output_tokens: int = 0) -> None:
-        """Return with all its places.
+        """Return when the request has all its places.
 
         Raises:
-            TooManyRequests: its key has used up its tokens, too many wait, or it would have to wait
-                for too long.
-            TimedOut: its own time was over first.
+            TooManyRequests: its key has used up its tokens, the queue is full, or it waited for
+                too long.
+            TimedOut: its own time limit passed first.
             Unavailable: the router stopped first.
         """
         self.charge.take_tokens(prompt_tokens, max_output_tokens)
@@ -211,7 +213,7 @@ class Ticket(Waiting):
 
 
 def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
-    """Its latest requests that have so much of the queue between them."""
+    """The account's latest queued requests that together hold at least `excess` of `amount`."""
     found: list[Ticket] = []
     for ticket in reversed(account.tickets):
         if excess <= 0:
@@ -252,12 +254,12 @@ class Admission:
 
     @property
     def queued_tokens(self) -> int:
-        """Of the prompts that wait for places."""
+        """Tokens of the prompts that wait for places."""
         return self._all.queued_tokens
 
     @property
     def num_keys(self) -> int:
-        """Keys that have anything here."""
+        """Keys that have requests here."""
         return len(self._accounts)
 
     @contextmanager
@@ -272,11 +274,11 @@ class Admission:
         max_concurrent: int | None = None,
         rates: Rates | None = None,
     ) -> Iterator[Ticket]:
-        """Let a request of so many sequences in, or raise; `param` is the field that asks for them.
+        """Admit a request of this many sequences, or raise; `param` is the field that sets them.
 
-        Its time limit is the server's or its own `timeout_s`, from its arrival `waited_s` ago.
-        `max_concurrent` is this key's own bound, instead of that of all keys, and `rates` has the
-        tokens that it may ask for in a minute.
+        Its time limit is the shorter of the server's and its own `timeout_s`, counted from its
+        arrival `waited_s` ago. `max_concurrent` is this key's own bound, instead of the one for
+        every key, and `rates` holds what the key may ask for in a minute.
         """
         if self.stopping:
             raise Unavailable(_STOPPING)
@@ -317,7 +319,7 @@ class Admission:
                 await self._wait(ticket)
 
     async def stop(self, timeout_s: float) -> None:
-        """Let nothing more in; wait for what is here, and end what is left after that."""
+        """Admit nothing more; wait for requests to end, and end those left after `timeout_s`."""
         self.stopping = True
         if not self._running:
             return
@@ -351,9 +353,10 @@ class Admission:
         raise BadRequest(f"{text} {bound}", param=param)
 
     def _check_room(self, account: _Account, sequences: int) -> None:
-        """Whether it will find places, or else room in the queue."""
+        """Raises `TooManyRequests` when there are neither places nor room in the queue."""
         everyone, max_queued = self._all, self._config.max_queued_requests
-        # So many will wait then: of all, and of this key, which may wait for places of its own.
+        # How many sequences will wait then: of all keys (`beyond`), and of this key because of its
+        # own bound (`key_beyond`).
         beyond = everyone.in_flight + everyone.queued + sequences - self._limit
         if account.is_bounded:
             key_max = self._config.max_queued_requests_per_key
@@ -368,7 +371,9 @@ class Admission:
             self._refuse("queue_full", sequences, text)
 
     def _check_tokens(self, ticket: Ticket, prompt_tokens: int) -> None:
-        """One request may always wait, however long its prompt is."""
+        """Raises `TooManyRequests` when too many prompt tokens wait. A request that would be the
+        only one to wait may always wait, however long its prompt is.
+        """
         account, config = ticket.account, self._config
         others, others_of_key = self._all.queued_tokens, account.queued_tokens
         ticket.prompt_tokens = prompt_tokens
@@ -385,8 +390,8 @@ class Admission:
     def _make_room(
         self, account: _Account, amount: _Amount, excess: int, *, wanted: int = 0
     ) -> bool:
-        """Refuse the latest requests of the key that has most here, if even then it has as much as
-        this one will have. They would have been the last to get places.
+        """Refuse the latest queued requests of the key with most sequences here, if it then still
+        has at least as many as this key will have. Those would have been the last to get places.
         """
         others = [each for each in self._accounts.values() if getattr(each, amount) >= excess]
         most = max(others, key=lambda each: each.sequences, default=account)
@@ -398,7 +403,7 @@ class Admission:
             text = "the queue is full and other keys have less here"
             ticket.limit.end(self._refusal("pushed_out", ticket.places, text))
             self._forget(ticket)
-        # Not before: who waits behind them may be one of them.
+        # Only after the loop: otherwise places could go to a ticket that is about to be refused.
         self._give_places()
         return True
 
@@ -421,7 +426,7 @@ class Admission:
             async with asyncio.timeout(timeout_s):
                 await ticket.placed
         except TimeoutError:
-            # They may have come at the very end, or another key's request in its stead.
+            # At that same moment it may have been pushed out, which `check` raises, or been placed.
             ticket.limit.check()
             if ticket.waits:
                 text = f"no place came free within {timeout_s:g} s (--queue-timeout-s)"
@@ -445,7 +450,7 @@ class Admission:
                 ticket.placed.set_result(None)
 
     def _forget(self, ticket: Ticket) -> None:
-        """Give back what it has, if it has not yet."""
+        """Give back the ticket's places, or take it from the queue; once only."""
         account, state, ticket.state = ticket.account, ticket.state, "gone"
         if state == "gone":
             return

@@ -1,4 +1,4 @@
-"""The text of one answer to pieces: its reasoning, its content, the calls that it makes.
+"""Splits the text of one answer into pieces: reasoning, content and tool calls.
 
 Reasoning is told from the rest first; what a call looks like is looked for in the rest only. Knows
 what a job's answers may have in them, text, and of tokens how many are reasoning's; neither stop
@@ -20,7 +20,9 @@ from penstock_router.tool_calls.base import ToolParser
 
 
 def told_apart(job: Job) -> Conventions:
-    """What is told from content in the job's answers: some of what its model may write."""
+    """The conventions by which this job's answers are parsed: its model's, without tool calls if
+    the request has no tools.
+    """
     asked, conventions = job.options, job.model.text.conventions
     if not isinstance(asked, ChatRequest):
         return Conventions()
@@ -28,7 +30,7 @@ def told_apart(job: Job) -> Conventions:
 
 
 def reader_of(job: Job) -> AnswerReader | None:
-    """Of one of the job's answers; None where they are text only."""
+    """A parser for one of the job's answers; None where answers are plain text only."""
     conventions = told_apart(job)
     return None if conventions == Conventions() else AnswerReader(job, conventions)
 
@@ -53,30 +55,32 @@ class AnswerReader:
         if tool_format is not None:
             self._tool_parser = tool_format.parser([tool.name for tool in tools_of(asked)])
             marks += tool_format.markers
-        # Special tokens that are read here, and so must not be skipped.
+        # Special tokens that are parsed here, and so must not be skipped.
         self.shown_ids = tokenizer.special_ids_of(marks)
         self._end_id = None if style is None else tokenizer.token_id(style.end)
         self._shows_reasoning = asked.include_reasoning
-        # One that was told to call a function, and did, has just stopped.
+        # With a named function as tool_choice, the finish reason stays "stop", as in OpenAI's API.
         self._tells_of_calls = asked.tool_choice.mode != "named"
         self._has_calls = False
-        # That are reasoning's, if there is any.
+        # Tokens counted as reasoning so far, if the answer has any; whether all are counted.
         self._num_reasoning, self._is_counted = 0, False
-        # So far; None where reasoning is not told from content.
+        # As reported so far; None where reasoning is not separated from content.
         self.reasoning_tokens = None if style is None else 0
 
     @property
     def counts(self) -> bool:
-        """Text is wanted a token at a time: reasoning may end in the middle of it."""
+        """Whether text must come one token at a time, to count the tokens of reasoning."""
         return self._splitter is not None and not self._is_counted
 
     @property
     def ends_with_calls(self) -> bool:
-        """Calls were made, and are the reason for which the answer ends where it stops here."""
+        """Whether "stop" becomes "tool_calls": there were calls, and not just the named one."""
         return self._has_calls and self._tells_of_calls
 
     def read(self, texts: Sequence[str], token_ids: Sequence[int], *, is_last: bool) -> list[Piece]:
-        """What is certain by now, of texts with these tokens; all of it with the last ones."""
+        """The pieces that are certain by now, given these texts and their tokens; with `is_last`
+        also what was held back.
+        """
         pieces: list[Piece] = []
         for place, text in enumerate(texts):
             if text:
@@ -88,9 +92,9 @@ class AnswerReader:
         if self._splitter is None:
             return pieces
         if self.counts:
-            # One that ends the answer has no text.
+            # A stop token at the answer's end has no text.
             self._num_reasoning += max(0, len(token_ids) - len(texts))
-        # Not before its mark was read, which stop strings may hold back.
+        # 0 until reasoning's mark was read, which the search for stop strings may delay.
         self.reasoning_tokens = self._num_reasoning if self._splitter.has_reasoning else 0
         if self._shows_reasoning:
             return pieces
@@ -107,7 +111,7 @@ class AnswerReader:
         return self._calls_in(text)
 
     def _flush(self) -> list[Piece]:
-        """What was held back."""
+        """The pieces that were held back."""
         pieces = [] if self._splitter is None else self._with_calls(self._splitter.flush())
         if self._tool_parser is not None:
             pieces += self._noted(self._tool_parser.flush())
@@ -125,7 +129,7 @@ class AnswerReader:
         return read
 
     def _calls_in(self, text: str) -> list[Piece]:
-        # One of the two is there.
+        # There is a splitter or a tool parser, or both.
         assert self._tool_parser is not None
         return self._noted(self._tool_parser.feed(text))
 

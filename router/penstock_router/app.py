@@ -1,4 +1,4 @@
-"""Routes, what surrounds every handler, and what starts and ends with the application."""
+"""The aiohttp application: routes, middlewares, and what starts and stops with it."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ from penstock_router.threads import Threads
 
 logger = logging.getLogger(__name__)
 
-# Models that are loaded at once, and the like.
+# Threads' work besides requests: models that are being loaded, and the like.
 _THREAD_WORK_OF_ITS_OWN = 64
 
 _TRACES = web.AppKey("traces", RequestTraces)
 _PROBES = web.AppKey("probes", Records)
-# By (method, path), as aiohttp names a path.
+# By (method, path), the path in aiohttp's canonical form.
 _BY_PATH = {(route.method, route.canonical_path): route for route in ROUTES}
 
 
@@ -80,19 +80,20 @@ def build_app(
     metrics: Metrics,
     spans: SpanSink | None = None,
 ) -> web.Application:
-    """The HTTP application in front of `fleet`; that and `spans` the caller opens and closes."""
+    """The HTTP application in front of `fleet`. The caller opens and closes `fleet` and `spans`."""
     app = web.Application(
         middlewares=[_answer_errors, response_headers.answer_preflight, _require_key],
         client_max_size=config.max_body_bytes,
     )
-    # A name of its own: another router may have the same file.
+    # `owner` is unique: another router may use the same file.
     responses = ResponseStore(
         config.response_store,
         max_bytes=config.response_store_bytes,
         ttl_s=config.response_ttl_s,
         owner=uuid.uuid4().hex,
     )
-    # Whoever was let in finds room, whatever was left running there or is the router's own.
+    # Room for every admitted request, for work that abandoned requests left running, and for the
+    # router's own work.
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
     threads = Threads(executor, max_pending)
@@ -131,7 +132,7 @@ def build_app(
     app.cleanup_ctx.append(_close_parts)
     app.cleanup_ctx.append(_meanwhile(models.keep_loading))
     app.cleanup_ctx.append(_store_responses)
-    # Watchers first: they would stay for ever.
+    # The console's watchers first: their streams would never end by themselves.
     app.on_shutdown.append(_end_console)
     app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(response_headers.complete)
@@ -170,7 +171,7 @@ async def _end_console(app: web.Application) -> None:
 def _meanwhile(
     work: Callable[[], Coroutine[Any, Any, None]],
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Work that goes on for as long as the application runs."""
+    """A task that runs for as long as the application does."""
 
     async def context(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(work())
@@ -201,13 +202,13 @@ async def _end_requests(app: web.Application) -> None:
     await router.admission.stop(router.config.shutdown_timeout_s)
     await router.live_streams.wait_ended()
     await router.background.close()
-    # Of bodies that wait to be read only: the others have ended by now.
+    # Refuses bodies that still wait to be parsed: all other requests have ended by now.
     router.bodies.pool.stop()
 
 
 async def _expect(request: web.Request) -> None:
-    """Send for the body that a client holds back. Whatever else one expects is as good as unsaid:
-    aiohttp would refuse it in no API's form.
+    """Answer `Expect: 100-continue`. Any other expectation is ignored: aiohttp would refuse it with
+    an error that is in no API's form.
     """
     waits = request.headers.get("Expect", "").lower() == "100-continue"
     if waits and request.version >= HttpVersion11 and request.transport is not None:
@@ -216,7 +217,7 @@ async def _expect(request: web.Request) -> None:
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The edge: whatever a request ends in, the client gets a status and the reason."""
+    """The outermost handler: whatever goes wrong, the client gets a status and the reason."""
     named = usable_request_id(request.headers.get("X-Request-Id"))
     request[REQUEST_ID] = named or uuid.uuid4().hex
     route = _route_of(request)
@@ -224,11 +225,11 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     record = request[RECORD] = _begin_record(request)
     records = request.app[ROUTER].records
     if record.route == console.FILES or (route is not None and route.is_open):
-        # Nobody's request: it is counted, and nothing else is told of it.
+        # A probe or a file of the console: counted in metrics, but neither logged nor traced.
         records = request.app[_PROBES]
         record.finished("probe")
     with records.held(record):
-        # What is counted when the client left before the answer's end.
+        # The status that is counted when the client leaves before the answer's end.
         record.status = 499
         response = await _answer(request, handler)
         record.status = response.status
@@ -255,14 +256,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         return _error_response(request, _from_http(error, request))
     except ConnectionError:
-        # The client left in the middle of a write; there is nobody to answer.
+        # The client disconnected during a write; there is nobody to answer.
         raise
     except Exception as error:  # noqa: BLE001 - the process's edge
         return _error_response(request, noted(error, request[REQUEST_ID]))
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
-    """aiohttp's own refusals (no such route, wrong method) in the API's form."""
+    """aiohttp's own errors (no such route, wrong method) as an `ApiError`."""
     where = f"{request.method} {request.path[:200]}"
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")

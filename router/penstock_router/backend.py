@@ -1,4 +1,4 @@
-"""What the router asks of a fleet of shards: the part of `penstock_client.Fleet` it uses.
+"""What the router needs of a fleet of shards: the part of `penstock_client.Fleet` it uses.
 
 Knows no text and no HTTP. It is a protocol so that tests run the whole router against a double.
 """
@@ -86,7 +86,7 @@ def state_of(shard: ShardState) -> str:
 
 
 def shown_shard(shard: ShardState) -> dict[str, Any]:
-    """As everybody is shown it who asks about shards; None is not known yet."""
+    """The shard as the API and the console show it; None: not known yet."""
     info, load = shard.info, shard.load
     return {
         "address": shard.address,

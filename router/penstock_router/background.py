@@ -1,7 +1,7 @@
-"""Responses that are made while nobody waits for them: their tasks, and how each of them ends.
+"""Responses that are made while no client waits for them: their tasks, and how each of them ends.
 
-What is to be cancelled is asked of the store, which all workers share: the one that is told need
-not be the one that makes it. Knows no HTTP, no models and no answer's form.
+Cancellations are read from the store, which all workers share: the worker that gets the request to
+cancel may not be the one that makes the response. Knows no HTTP, no models and no answer's form.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from penstock_router.response_store import ResponseStore, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 _CANCEL_POLL_S = 0.25
-# A full disk: until then the response is in progress.
+# How long to wait before storing again, say after a full disk. Meanwhile the stored response stays
+# in progress.
 _STORE_RETRY_S = 1.0
-# For writing the ends of what was stopped with the router.
+# How long a stopping router may take to store the ends of the responses that it stops.
 _CLOSE_TIMEOUT_S = 2.0
 
-# Told how it ended: None, a cancellation or an error. May raise `StoreUnavailable`.
+# Called with how the response ended: None, a cancellation or an error. May raise
+# `StoreUnavailable`.
 Keep = Callable[[BaseException | None], Awaitable[None]]
 
 
 class Background:
-    """What one worker makes in the background."""
+    """The responses that one worker makes in the background."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -51,14 +53,14 @@ class Background:
             self._watching = asyncio.create_task(self._watch())
 
     def cancel(self, response_id: str) -> None:
-        """At once, if it is made here."""
+        """Cancel the response at once, if this worker makes it."""
         making = self._making.get(response_id)
         if making is not None:
             making.cancel()
 
     async def _keep(self, making: asyncio.Task[None], scope: AsyncExitStack, keep: Keep) -> None:
-        # Left here and not in `making`: a task that is cancelled before its first step never
-        # enters anything.
+        # The scope is left here, not in `making`: a task that is cancelled before its first step
+        # never enters a scope.
         async with scope:
             try:
                 await asyncio.wait((making,))
@@ -73,7 +75,7 @@ class Background:
                     await asyncio.sleep(_STORE_RETRY_S)
 
     async def _watch(self) -> None:
-        """Cancel what any worker was asked to cancel, while there is something to cancel."""
+        """While responses are made here, cancel those that any worker was asked to cancel."""
         while self._making:
             await asyncio.sleep(_CANCEL_POLL_S)
             try:
@@ -85,7 +87,7 @@ class Background:
                 self.cancel(response_id)
 
     async def close(self) -> None:
-        """Wait until all ends are stored, for a while. What is left the store calls failed."""
+        """Wait a while until all ends are stored. The store marks the others as failed."""
         if self._keeping:
             await asyncio.wait(self._keeping, timeout=_CLOSE_TIMEOUT_S)
         tasks = [*self._keeping, *([self._watching] if self._watching else ())]

@@ -1,9 +1,9 @@
 """Where a body is read and its text worked on: here, in a thread, or in a text process.
 
-Its length alone says so, before anybody has looked into it: building objects of megabytes of JSON,
-or a list of 300,000 ids, holds the interpreter lock, and with it the event loop, whatever thread it
-is done in. Of a long body nothing but ids in one block of memory, and texts that an answer shows,
-ever is in this process. A stored response that is long is looked into there too.
+The length of the body alone decides, before it is parsed: building objects of megabytes of JSON,
+or a list of 300,000 ids, holds the interpreter lock, and with it the event loop, whatever thread
+does it. A long body is parsed in a text process; this process gets only its ids, in one block of
+memory, and texts that the answer shows. A long stored response is read there too.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from penstock_router.tokenizer import INLINE_CHARS
 
 # Longer bodies go to a text process. JSON of this length is parsed in 15 us where it is text, in
 # 0.2 ms where it is ids, and in 1.4 ms where it is made of nothing but brackets; a thread tokenizes
-# it in 10 ms, without the interpreter lock. To go there and back costs half a millisecond.
+# it in 10 ms, without the interpreter lock. A round trip to a text process costs 0.5 ms.
 LONG_BYTES = 64 * 1024
-# So many connections with long bodies are read from in one turn of the event loop: some 256 kB
+# How many connections with long bodies are read from in one turn of the event loop: some 256 kB
 # each, which take a fifth of a millisecond.
 _CONNECTIONS_A_TURN = 4
-# Of long bodies that wait or are worked on: enough for a burst.
+# How many long bodies may wait or be worked on: enough for a burst.
 MAX_BODIES = 64
-# Of those that are still coming, too: little beside a router's memory.
+# The size of all long bodies, those still arriving too: little beside a router's memory.
 MAX_BYTES = 256 * 1024 * 1024
 
 
 class Room:
-    """For the long bodies in this process, until their text is worked on."""
+    """Counts the long bodies in this process, each until its text is worked on."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -63,13 +63,13 @@ class Room:
 
 
 class Incoming:
-    """A body as it comes: to join the pieces of a long one takes milliseconds."""
+    """A body as it arrives, kept in pieces: joining those of a long one takes milliseconds."""
 
     def __init__(self, room: Room) -> None:
         self.pieces: list[bytes] = []
         self.num_bytes = 0
         self._room = room
-        # What it takes of the room.
+        # How much of the room it takes.
         self._is_queued = False
         self._counted_bytes = 0
 
@@ -78,16 +78,16 @@ class Incoming:
         return self.num_bytes > LONG_BYTES
 
     def add(self, piece: bytes) -> None:
-        """Take a piece more. Raises `TooManyRequests` where long bodies take too much already."""
+        """Add a piece. Raises `TooManyRequests` if long bodies take too much memory already."""
         self.pieces.append(piece)
         self.num_bytes += len(piece)
         if self.is_long:
             self._count(self.num_bytes)
 
     def enqueue(self, more_bytes: int = 0) -> None:
-        """It is to be worked on in a text process, with so much beside it.
+        """Queue it for a text process, together with `more_bytes` of other data.
 
-        Raises `TooManyRequests` where too many are, or take too much.
+        Raises `TooManyRequests` if too many bodies are queued, or take too much memory.
         """
         self._count(self.num_bytes + more_bytes)
         if not self._is_queued:
@@ -99,7 +99,7 @@ class Incoming:
     def _count(self, num_bytes: int) -> None:
         more = num_bytes - self._counted_bytes
         others = self._room.num_bytes - self._counted_bytes
-        # One may always come, however long it may be.
+        # A single body is always accepted, however long it is.
         if more > 0 and others and others + num_bytes > MAX_BYTES:
             raise self._refusal()
         self._room.num_bytes += max(0, more)
@@ -114,19 +114,19 @@ class Incoming:
         )
 
     def leave(self) -> None:
-        """Give back what it takes of the room. Nothing happens the second time."""
+        """Give back its share of the room. Idempotent."""
         self._room.num_bodies -= self._is_queued
         self._room.num_bytes -= self._counted_bytes
         self._is_queued, self._counted_bytes = False, 0
 
     def drop(self) -> None:
-        """Nobody needs it any more."""
+        """Free the body's memory, and its share of the room."""
         self.pieces = []
         self.leave()
 
 
 class Bodies:
-    """Reads bodies. What it is made of belongs to the caller."""
+    """Reads bodies. The caller owns, and closes, what is passed in."""
 
     def __init__(self, models: Models, threads: Threads, pool: TextPool, metrics: Metrics) -> None:
         self.models = models
@@ -137,16 +137,16 @@ class Bodies:
         self._turns = asyncio.Semaphore(_CONNECTIONS_A_TURN)
 
     async def take_turn(self) -> None:
-        """Wait before more of a long body is taken in, so that the event loop is not all taken up
-        by many that come at once.
+        """Wait before reading more of a long body, so that many that arrive at once do not occupy
+        the event loop.
         """
         async with self._turns:
             await asyncio.sleep(0)
 
     @contextmanager
     def incoming(self) -> Iterator[Incoming]:
-        """A body that nothing has come of yet; what it takes of the room is given back in the end,
-        if not before.
+        """A body of which nothing has arrived yet. Its share of the room is given back at the end
+        of the scope, if not before.
         """
         incoming = Incoming(self.room)
         try:
@@ -155,10 +155,10 @@ class Bodies:
             incoming.leave()
 
     async def read(self, kind: AnyKind, incoming: Incoming, *, with_digest: bool = False) -> Body:
-        """Read a body, all of which has come.
+        """Parse a body that has arrived completely.
 
-        Raises `BadRequest` where it does not even show of which kind it is, `TooManyRequests`
-        where too many long ones are at hand, `Unavailable` and `TimeoutError` as `Lease.ask`.
+        Raises `BadRequest` if not even its kind can be told, `TooManyRequests` if there are too
+        many long bodies, `Unavailable` and `TimeoutError` as `Lease.ask` does.
         """
         number, arrived_s = next(self._numbers), asyncio.get_running_loop().time()
         if not incoming.is_long:
@@ -181,7 +181,9 @@ class Bodies:
     async def show(
         self, response: bytes, messages: bytes, page: Page | None = None
     ) -> bytes | bytearray:
-        """What `shown` makes of a stored response, and may raise; others as `read`."""
+        """`shown` of a stored response, here or in a text process. Raises what `shown` raises, and
+        the errors of `read`.
+        """
         num_bytes = len(response) + len(messages)
         if num_bytes <= LONG_BYTES:
             return shown(response, messages, page)
@@ -197,7 +199,7 @@ class Bodies:
 
 
 class Body:
-    """A body that was read, and work on its text, once."""
+    """A parsed body, whose text can be worked on once."""
 
     def __init__(
         self,
@@ -208,9 +210,9 @@ class Body:
         reading: Reading,
         lease: Lease | None = None,
     ) -> None:
-        """`lease` is of the text process that has read it; None: that was here."""
+        """`lease` is the text process that parsed it; None: it was parsed here."""
         self.kind = reading.kind
-        # What it asks; without its text where that is elsewhere.
+        # The request; without its text if that is in a text process.
         self.asked = reading.asked
         self.refusal = reading.refusal
         self.digest = reading.digest
@@ -218,17 +220,17 @@ class Body:
         self._number = number
         self._arrived_s = arrived_s
         self._incoming = incoming
-        # Of a long body, until its text is worked on.
+        # The text process that holds a long body, until its text is worked on.
         self._lease = lease
         self.is_long = lease is not None
 
     async def work(self, model: ServedModel, earlier: bytes = b"") -> Prepared | bytes | bytearray:
-        """What its kind makes of its text; `earlier` is the JSON of what was said before.
+        """Run its kind's text work; `earlier` is the JSON of earlier messages of the conversation.
 
-        Raises what that raises, `TooManyRequests`, `Unavailable` and `TimeoutError`.
+        Raises what that work raises, `TooManyRequests`, `Unavailable` and `TimeoutError`.
         """
-        # What a request's own template does with little text nobody knows: it must be possible to
-        # put an end to it.
+        # A request's own template may run for ever even on a short text, so it runs in a process
+        # that can be killed.
         is_program = model.text.trusts_templates and self.asked.brings_template
         try:
             if self.is_long or is_program or len(earlier) > LONG_BYTES:
@@ -245,7 +247,7 @@ class Body:
     ) -> Prepared | bytes | bytearray:
         lease, incoming = self._lease, self._incoming
         pieces: Sequence[bytes] = ()
-        # Whoever lets go of the body meanwhile must not take it away.
+        # From here on `let_go` must not give the lease back.
         self._lease = None
         if lease is None or not lease.take_up():
             pieces, num_bytes = incoming.pieces, incoming.num_bytes + len(earlier)
@@ -290,7 +292,7 @@ class Body:
             raise _error(report)
 
     def let_go(self) -> None:
-        """No work follows, or not soon."""
+        """Give the text process back: no work on the text follows, or not soon."""
         if self._lease is not None and self._lease.take_up():
             self._lease.give_back()
 
@@ -302,5 +304,5 @@ def _reading(report: WasRead) -> Reading:
 
 
 def _error(report: object) -> ApiError:
-    """Of a report that something failed; any other is a defect."""
+    """The error in a `Failed` report; any other report here is a defect."""
     return unpack_error(report) if isinstance(report, Failed) else ApiError("internal error")

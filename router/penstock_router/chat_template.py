@@ -25,7 +25,7 @@ import msgspec
 
 from penstock_router.errors import BadRequest, TemplateFailed
 
-# Ends in a space so that it shows whether the template strips what follows a message.
+# Ends in a space, to find out whether the template strips trailing whitespace of a message.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -42,7 +42,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` for templates: makes dictionaries and offers no other way in."""
+    """`dict` for templates: makes dictionaries, without the class's other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -55,7 +55,7 @@ class _Namespace(jinja2.utils.Namespace):
     """`namespace` for templates, without underscore names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # A template may well say namespace(self=...): no parameter of ours may be in its way.
+        # A template may use namespace(self=...), so this method must have no parameter names.
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **kwargs)
         for name in attributes:
@@ -120,9 +120,9 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
-        # Variables that templates write, by their names in tokenizer_config.json.
+        # Special tokens as template variables, by their names in tokenizer_config.json.
         self.special_tokens = dict(special_tokens)
-        # The text of the one that is used as a rule.
+        # The text of the default template.
         self.source = sources.get("default", "")
         self._sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
@@ -138,13 +138,13 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether the one that is used where there are tools looks at them."""
+        """Whether the template that is used with tools reads the `tools` variable."""
         tree = _environment().parse(self.tools_source)
         return "tools" in jinja2.meta.find_undeclared_variables(tree)
 
     @property
     def tools_source(self) -> str:
-        """The text of the one that is used where there are tools."""
+        """The text of the template that is used with tools."""
         return self._sources.get("tool_use", self.source)
 
     def render(
@@ -242,7 +242,7 @@ def load_chat_template(
     """
     config = _decoded(files, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        # Where both files stand and the first is of the older form, transformers heeds the second.
+        # If tokenizer_config.json has the older form, transformers reads this file too.
         config |= _decoded(files, "special_tokens_map.json")
     special_tokens = _special_tokens(config)
     if override is not None:

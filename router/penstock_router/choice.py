@@ -1,8 +1,8 @@
 """One sequence of a job: a shard's outputs in, text in deltas out, and its own end.
 
-Text is searched for stop strings as it comes, and then, where there may be reasoning or calls in
-it, read into pieces. Knows token ids, text and stop strings; neither what reasoning and calls look
-like, nor where outputs come from, nor how deltas are shown.
+Text is searched for stop strings as it arrives. Where it may hold reasoning or tool calls, it is
+then split into pieces. Knows token ids, text and stop strings; not what reasoning and calls look
+like, where outputs come from, or how deltas are shown.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from penstock_router.job import Job
 from penstock_router.pieces import Piece, PieceKind, content_of, extend, joined
 from penstock_router.stop import StopMatcher
 
-# To take them costs by then much more than to be told of them.
+# With this many tokens in an output, a notification costs little beside processing them.
 _TOKENS_AT_ONCE = 64
 
-# Of a choice; one that is aborted has no end to show.
+# The finish reasons of a choice; an aborted choice has none to show.
 EndReason = Literal["length", "stop", "tool_calls"]
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice has gained. The last one of a choice, and no other, has `finish_reason`.
+    """What one choice has gained. Only the last delta of a choice has a `finish_reason`.
 
-    `prompt_logprobs` is on the first one, where the prompt is echoed with its scores.
+    `prompt_logprobs` is on the first delta, where the request asked for them.
     """
 
     index: int
-    # The answer's own: no reasoning, no calls.
+    # Content only: no reasoning, no calls.
     text: str
     token_ids: list[int]
-    # `text` and what else was said, in order; None where an answer is text only.
+    # `text`, reasoning and calls, in order; None where the answer can only be text.
     pieces: list[Piece] | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
-    # Before `token_ids`: those that were shown before the answer was taken up again.
+    # The ids before `token_ids` that were delivered before the stream was resumed.
     known_token_ids: Sequence[int] = ()
 
     def extend(self, later: Delta) -> None:
-        """Append what came after."""
+        """Append the delta that came next."""
         self.text += later.text
         self.token_ids += later.token_ids
         if later.pieces is not None:
@@ -64,7 +64,7 @@ class Delta:
 
 
 class Choice:
-    """One sequence of a job: from a shard's outputs to deltas, and to its own end."""
+    """One sequence of a job: turns a shard's outputs into deltas and finds its own end."""
 
     # Set once the choice is submitted.
     stream: GenerationStream
@@ -73,19 +73,19 @@ class Choice:
         options, prompt = job.options, job.prompt_of(index)
         self.index = index
         self.finished = False
-        # Its stream has something that nobody has taken.
+        # `stream` has an output that was not taken yet.
         self.has_news = False
-        # What had come when somebody last looked, and how often that was so in a row.
+        # `stream.progress` at the last check, and how many checks in a row found no progress.
         self._seen_progress, self._silent_looks = -1, 0
         self.cached_tokens: int | None = None
         self.last_arrival_s: float | None = None
-        # That have come, whatever is shown of them.
+        # Tokens received, shown or not.
         self.num_tokens = 0
-        # At shards, when that was.
+        # Attempts (shards tried) at `last_arrival_s`.
         self.num_attempts = 0
         self._options = options
         self._eos_ids = () if options.ignore_eos else job.model.info.eos_token_ids
-        # None where an answer is text only.
+        # None where the answer can only be text.
         self._reader = reader_of(job)
         self._detokenizer = job.model.tokenizer.detokenizers.start(
             prompt.token_ids,
@@ -94,13 +94,14 @@ class Choice:
             shown_ids=frozenset() if self._reader is None else self._reader.shown_ids,
         )
         self._stop = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
-        # So many tokens are read before stop strings count.
+        # How many tokens are still to be read before stop strings count (`min_tokens`).
         self._unstoppable_tokens = options.min_tokens or 0
-        # So many are worth taking: nobody waits for single ones where the answer is shown whole.
+        # How many tokens `stream` gathers before it notifies. An answer that is not streamed and
+        # has no stop strings needs no notification for each token.
         self.tokens_at_once = 1 if options.stream or options.stop else _TOKENS_AT_ONCE
         self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
-        # What the client has already and is not shown again.
+        # What the client already has, and `_cut` takes off.
         delivered = job.delivered_of(index)
         self._known_tokens, self._known_characters = delivered.tokens, delivered.characters
         self._known_ids: list[int] = []
@@ -108,11 +109,11 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Of those that have come; None where reasoning is not told from content."""
+        """How many received tokens are reasoning; None if it is not separated from content."""
         return None if self._reader is None else self._reader.reasoning_tokens
 
     def is_silent_for(self, looks: int) -> bool:
-        """Look: whether so many times in a row nothing had come since the time before."""
+        """Check for progress; whether this many checks in a row found none."""
         progress = self.stream.progress
         if progress != self._seen_progress or self.has_news:
             self._seen_progress, self._silent_looks = progress, 0
@@ -121,7 +122,7 @@ class Choice:
         return self._silent_looks >= looks
 
     def take(self, output: Output) -> Delta | None:
-        """What the output adds; None for one that adds nothing to show yet."""
+        """What the output adds; None if it adds nothing to show yet."""
         if output.cached_tokens is not None or output.prompt_logprobs is not None:
             self._note_prompt(output)
         if not output.token_ids and output.finish_reason is None:
@@ -143,7 +144,7 @@ class Choice:
         return delta
 
     def _show(self, texts: list[str], delta: Delta) -> None:
-        """Fill in what is said; `echo` goes first."""
+        """Fill in `text` and `pieces`; an echoed prompt goes first."""
         echo, self._echo = self._echo, ""
         if self._reader is None:
             delta.text = echo + "".join(texts)
@@ -154,17 +155,19 @@ class Choice:
             delta.finish_reason = "tool_calls"
         if echo:
             pieces = [Piece(PieceKind.CONTENT, echo), *pieces]
-        # Nearly always it is one.
+        # Nearly always there is one piece, and nothing to join.
         delta.pieces = pieces if len(pieces) == 1 and pieces[0].text else joined(pieces)
         delta.text = content_of(delta.pieces)
 
     def _echoed(self, prompt: str) -> str:
-        """The prompt's text, but for a character that ends in the output: it is shown there."""
+        """The prompt's text, without a character whose last bytes are in the output: that one is
+        shown with the output.
+        """
         unfinished = REPLACEMENT * self._detokenizer.reopen_prompt()
         return prompt.removesuffix(unfinished)
 
     def _cut(self, delta: Delta) -> None:
-        """Take off what the client has."""
+        """Take off what the client already has."""
         delta.prompt_logprobs = None
         tokens = min(self._known_tokens, len(delta.token_ids))
         self._known_ids += delta.token_ids[:tokens]
@@ -180,13 +183,13 @@ class Choice:
         self._known_characters -= characters
 
     def _cut_pieces(self, delta: Delta, pieces: list[Piece]) -> None:
-        """Characters count as they were shown: those of reasoning and of calls too."""
+        """As `_cut`; characters of reasoning and of calls count like those of content."""
         rest = []
         for piece in pieces:
             known = min(self._known_characters, len(piece.text))
             self._known_characters -= known
             if known < len(piece.text):
-                # The name of a call is shown at once, so that none is ever known in part.
+                # A call's name is sent in one piece, so a client never has just a part of it.
                 known = 0 if piece.kind is PieceKind.CALL else known
                 rest.append(Piece(piece.kind, piece.text[known:], piece.call))
         delta.pieces, delta.text = rest, content_of(rest)
@@ -207,7 +210,9 @@ class Choice:
         return Delta(self.index, self._echo, [], prompt_logprobs=scores, finish_reason="length")
 
     def _read(self, output: Output, delta: Delta) -> list[str]:
-        """The text, of each token or of all; fill in the reason if the choice ends here."""
+        """The text of the output, in one part for each token or in one for all. Fills in the finish
+        reason if the choice ends here.
+        """
         token_ids, shown = output.token_ids, len(output.token_ids)
         stopped_by_id = output.stop_token_id is not None
         if stopped_by_id and not self._options.include_stop_str_in_output:
@@ -231,7 +236,7 @@ class Choice:
         return texts
 
     def _read_until_stop(self, token_ids: Sequence[int], delta: Delta) -> list[str]:
-        """A token at a time, so that what counts does not depend on how tokens were bundled."""
+        """One token at a time, so that the stop does not depend on how tokens were bundled."""
         texts, unstoppable = [], self._unstoppable_tokens
         for count, token_id in enumerate(token_ids, 1):
             may_stop = count > unstoppable

@@ -34,7 +34,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     shard_api_key = _key(parser, "--shard-api-key", args.shard_api_key, "PENSTOCK_SHARD_API_KEY")
     admin_key = _key(parser, "--admin-key", args.admin_key, "PENSTOCK_ADMIN_KEY")
     if args.max_queued_requests is None:
-        # So nobody waits for longer than a quarter of what an answer takes, on average.
+        # Then a request waits at most a quarter of an answer's duration, on average.
         args.max_queued_requests = math.ceil(args.max_concurrent_requests / 4)
     _check_shares(parser, args)
     if args.stall_timeout_s <= _REPORTS_EVERY_S:
@@ -42,7 +42,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
             f"--stall-timeout-s {args.stall_timeout_s:g}: must be above {_REPORTS_EVERY_S:g}, "
             "as a shard with nothing to do says so once a second"
         )
-    # Each flag is named as its field.
+    # Each flag has the name of its config field.
     given = vars(args) | {
         "shards": _shards(parser, args.shards),
         "api_key": api_key,
@@ -393,18 +393,18 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
 
 
-# Each bound of a key, and the one over all keys.
+# Each bound of one key, and the bound over all keys that it must not exceed.
 _BOUNDS_OF_KEYS = {
     "max_concurrent_requests_per_key": "max_concurrent_requests",
     "max_queued_requests_per_key": "max_queued_requests",
     "max_queued_tokens_per_key": "max_queued_tokens",
 }
-# Of which each worker needs one.
+# Bounds that are split between the workers: each worker needs at least one.
 _PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key", "max_connections")
 
 
 def _check_shares(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Workers share bounds out, and a key's are parts of those over all."""
+    """Each worker must get a part of every bound, and no bound of a key may exceed the total."""
     for name in _PLACES:
         value = getattr(args, name)
         if value is not None and args.workers > value:
@@ -457,7 +457,7 @@ def _shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls
 
 
 def _check_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Here, so that files that cannot be used end the start."""
+    """Check at the start that the files can be used."""
     if (args.tls_cert_file is None) != (args.tls_key_file is None):
         parser.error("--tls-cert-file and --tls-key-file: give both or neither")
     if args.tls_cert_file is None:
@@ -473,7 +473,7 @@ def _chat_template(parser: argparse.ArgumentParser, path: str | None) -> str | N
         return None
     try:
         text = Path(path).read_text(encoding="utf-8")
-        # Here, so that a mistake in it ends the start and not each request.
+        # Compiled here, so that a mistake in it fails the start and not each request.
         ChatTemplate({"default": text}, {})
     except TemplateUnusable as error:
         parser.error(f"--chat-template: {path}: {error}")
@@ -503,7 +503,7 @@ def _keys_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str
     path: str | None = args.api_keys_file
     if path is None:
         path = os.environ.get("PENSTOCK_API_KEYS_FILE")
-    # An empty one is a mistake: it would ask for no key at all.
+    # Also an empty path: that is a mistake, and must not mean that no key is required.
     if path is not None:
         try:
             key_file.read(path, args.workers)
@@ -515,7 +515,7 @@ def _keys_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str
 def _key(
     parser: argparse.ArgumentParser, source: str, key: str | None, variable: str = ""
 ) -> str | None:
-    """One that is usable, given or else of a variable of the environment."""
+    """The key that was given, or else that of the environment variable; exits if unusable."""
     if key is None and variable:
         source, key = variable, os.environ.get(variable)
     try:

@@ -1,4 +1,4 @@
-"""What a router is told at its start, in one frozen object."""
+"""A router's configuration, in one frozen object."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from penstock_proto.trace_export import TracingConfig
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Everything a router is told at its start."""
+    """A router's whole configuration."""
 
-    # Addresses, or where they are to be had; as `penstock_client.membership` reads it.
+    # Addresses of shards, or their source, as `penstock_client.membership` reads it.
     shards: str
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
     # Which of several workers this one is. Set by their parent.
     worker: int = 0
-    # The page at /, what it is made of and what it is fed.
+    # Whether to serve the console: the page at /, its files and its feed.
     console: bool = True
 
-    # Asked of clients, when set, on all routes but probes and what describes the server.
+    # The key that clients must show, if set, on all routes but probes and documentation.
     api_key: str | None = field(default=None, repr=False)
-    # A file of keys, as `penstock_client.key_file` reads it: beside that one, and watched.
+    # A file of further keys, as `penstock_client.key_file` reads it; reloaded when it changes.
     api_keys_file: str | None = None
-    # Pages of these origins may call the API from a browser; "*": of all.
+    # Origins whose pages may call the API from a browser; "*": all.
     cors_origins: tuple[str, ...] = ()
-    # Of HTTP over TLS; None: in the clear.
+    # The certificate and key for HTTPS; None: plain HTTP.
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
-    # Shown to the shards.
+    # The key that this router shows to the shards.
     shard_api_key: str | None = field(default=None, repr=False)
-    # How shards are spoken to over TLS; None: in the clear.
+    # TLS towards the shards; None: plaintext.
     shard_tls: Tls | None = None
-    # Asked of whoever changes the fleet; without one there is no such door.
+    # The key for /admin, which changes the fleet; None: /admin is closed, but to admin keys of
+    # `api_keys_file`.
     admin_key: str | None = field(default=None, repr=False)
-    # Of several workers: where they tell each other of changes to the fleet. Set by their parent.
+    # The file by which several workers share changes to the fleet. Set by their parent.
     changes_file: str = ""
 
     policy: str = DEFAULT_POLICY
-    # A shard that says nothing for so long hangs: its requests go on elsewhere.
+    # A shard that reports nothing for this long hangs: its requests go on elsewhere.
     stall_timeout_s: float = 3.0
     # How long a request waits for a shard that can take it.
     failover_timeout_s: float = 60.0
-    # How long one waits, queued, where no shard serves its model; None: it is refused at once.
+    # How long a request waits, queued, when no shard serves its model; None: refused at once.
     shard_wait_s: float | None = None
 
-    # Signs the ids of events; routers with the same one take up each other's streams.
+    # Signs the ids of events; routers with the same key resume each other's streams.
     resume_key: str = field(default="", repr=False)
-    # How long a stream goes on without its client.
+    # How long a stream goes on after its client disconnected.
     resume_grace_s: float = 10.0
 
-    # Where each sequence is recorded; None: nowhere. Of several workers each has a file of its own.
+    # The file that records each sequence; None: none. Each of several workers has its own file.
     audit_log: str | None = None
     audit_prompts: bool = False
     audit_key: bytes | None = field(default=None, repr=False)
-    # Of the sequences that are computed once more on another shard.
+    # The share of the sequences that is computed again on another shard, and compared.
     verify_share: float = 0.0
 
     # The file that keeps responses, which all workers share; "": a temporary one, which their
@@ -69,30 +70,30 @@ class RouterConfig:
 
     # The text of --chat-template's file; takes precedence over the model's own.
     chat_template: str | None = None
-    # How answers write calls and reasoning: by name, "none", or "auto", as chat templates show it.
+    # The format of calls and of reasoning in answers: a name, "none", or "auto": by chat template.
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    # Whether requests may bring their own: a template is a program.
+    # Whether requests may bring their own template, which is a program.
     trust_request_chat_template: bool = False
     # (name, model): more names of models.
     model_aliases: tuple[tuple[str, str], ...] = ()
-    # Known though no shard was seen that serves them: they are away, not unknown.
+    # Models that count as away, not unknown, even if no shard ever served them.
     expected_models: tuple[str, ...] = ()
 
-    # Beyond them the door is closed at once.
+    # Further connections are closed at once.
     max_connections: int = 16384
-    # From a connection's first byte, or its beginning, to the end of a request's headers.
+    # How long a connection, or a request from its first byte, may take to send its headers.
     header_timeout_s: float = 10.0
     max_body_bytes: int = 32 * 1024 * 1024
-    # Of one answer that is no stream, roughly: log-probabilities and vectors can be many.
+    # The rough size of an answer that is not streamed: log-probabilities and vectors can be many.
     max_answer_bytes: int = 256 * 1024 * 1024
     # These count sequences: a request with n=4 is four. All hold over all workers.
     max_concurrent_requests: int = 2048
-    # Of requests that are being prepared, or wait until some in flight are over.
+    # Sequences of requests that are being prepared or wait for places.
     max_queued_requests: int = 512
-    # Of the prompts that wait.
+    # Tokens of the prompts that wait for places.
     max_queued_tokens: int = 1_000_000
-    # The same for each key that clients show; None: only those above.
+    # The same bounds for each client's key; None: only the bounds above.
     max_concurrent_requests_per_key: int | None = None
     max_queued_requests_per_key: int | None = None
     max_queued_tokens_per_key: int | None = None
@@ -100,26 +101,26 @@ class RouterConfig:
     # From a request's arrival to its end.
     request_timeout_s: float | None = None
     shutdown_timeout_s: float = 30.0
-    # A client that takes nothing for so long is cut off.
+    # A client that reads nothing for this long is disconnected.
     write_timeout_s: float = 60.0
     # Silence on a stream after which a comment keeps proxies from closing it.
     keep_alive_s: float = 15.0
-    # Silence of a shard about a sequence that is in flight, after which its request fails.
+    # After this long without output for a sequence in flight, its request fails.
     silence_timeout_s: float = 600.0
-    # Of each worker: texts of some length, and bodies of more than that.
+    # For each worker: threads for texts of medium length, processes for bodies over 64 kB.
     tokenizer_threads: int = 2
     text_processes: int = 1
     log_level: str = "info"
-    # Servers whose names metrics have besides their own.
+    # Servers under whose names metrics are exported too.
     metrics_names: tuple[str, ...] = ()
-    # Of penstock_proto.logs.FORMATS.
+    # One of `penstock_proto.logs.FORMATS`.
     log_format: str = "auto"
-    # A line for each request.
+    # Whether to log a line for each request.
     log_requests: bool = True
     # Where spans go; None: nowhere.
     tracing: TracingConfig | None = None
 
     def part_of(self, whole: int) -> int:
-        """This worker's part of what all of them share out."""
+        """This worker's part of a bound over all workers."""
         part, rest = divmod(whole, self.workers)
         return part + (self.worker < rest)

@@ -1,8 +1,8 @@
 """Connections: how many there may be, and how long each may take to send a request's headers.
 
 aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
-but not how long headers take: who sends a byte at a time would hold one for an hour. Bodies have
-clocks of their own (`routes/base.py`). Knows nothing of what is asked.
+but not how long headers take: a client that sends a byte at a time would hold a connection for an
+hour. Bodies have timeouts of their own (`routes/base.py`). Knows nothing of what requests ask.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 
 logger = logging.getLogger(__name__)
 
-# Of a process besides its connections: to shards, logs, libraries.
+# Open files of a process besides its connections: to shards, logs, libraries.
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
@@ -36,7 +36,7 @@ class Runner(web.AppRunner):
 
     @property
     def server(self) -> web.Server | None:
-        """What sites make connections of."""
+        """The protocol factory that aiohttp's sites use."""
         server = super().server
         if server is None:
             return None
@@ -45,11 +45,11 @@ class Runner(web.AppRunner):
 
 @web.middleware
 async def _tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A request's headers are all there, and then its answer is."""
+    """Middleware: tells the connection when a request's headers are complete, and its answer."""
     transport = request.transport
     connection = None if transport is None else transport.get_protocol()
     if not isinstance(connection, _Connection):
-        # It was closed before its request was looked at.
+        # The connection was closed before its request was handled.
         return await handler(request)
     connection.request_begins()
     try:
@@ -59,14 +59,14 @@ async def _tell_connection(request: web.Request, handler: Handler) -> web.Stream
 
 
 def _allowed(max_connections: int) -> int:
-    """So many, or as many as the system lets this process have: beyond its limit of open files it
-    could not even turn them away.
+    """`max_connections`, or as many as the limit of open files allows: beyond that the process
+    could not even accept connections to refuse them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        # Some systems have a bound below the one that they tell.
+        # Some systems have a bound below the reported hard limit.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
@@ -94,7 +94,7 @@ class Door:
 
 
 class _Connection(asyncio.Protocol):
-    """Hands everything to aiohttp's protocol, and looks at the clock."""
+    """Passes everything on to aiohttp's protocol, and enforces the timeout of headers."""
 
     __slots__ = (
         *("_begun", "_begun_before", "_door", "_http", "_is_answering", "_loop", "_timer"),
@@ -108,15 +108,15 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         # Requests whose headers have come, and how many had when the timer was set.
         self._begun = self._begun_before = 0
-        # The last of them has no answer yet.
+        # The last request has no answer yet.
         self._is_answering = False
-        # The number of the request of which a part has come.
+        # The number of the request whose headers have arrived in part.
         self._unfinished = 0
-        # None: turned away.
+        # None: the connection was refused.
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's over TLS is one in all but its class.
+        # uvloop's TLS transport is an asyncio.Transport in all but its class.
         transport = cast(asyncio.Transport, transport)
         if self._door.num_open >= self._door.max_connections:
             transport.write(_FULL)
@@ -132,7 +132,7 @@ class _Connection(asyncio.Protocol):
             return
         self._http.data_received(data)
         if not self._is_answering:
-            # If these were all of its headers it begins in a moment.
+            # If these were the last of its headers, `request_begins` follows in a moment.
             self._unfinished = self._begun + 1
             if self._timer is None:
                 self._set_timer()
@@ -153,7 +153,7 @@ class _Connection(asyncio.Protocol):
         if self._begun == self._begun_before:
             self._http.force_close()
         elif self._begun < self._unfinished:
-            # Begun after the timer was set.
+            # The request began after the timer was set.
             self._set_timer()
 
     def eof_received(self) -> bool | None:

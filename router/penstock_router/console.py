@@ -1,7 +1,7 @@
 """What the console shows: the fleet, and requests on their way, as frames for whoever watches.
 
-One task looks a few times a second while anybody watches, and what it sees is encoded once for all
-of them. Of requests it tells numbers, names and times; their texts are not known here. Knows no
+One task polls a few times a second while there are watchers, and encodes what it sees once for all
+of them. It shows numbers, names and times of requests; their texts are not known here. Knows no
 HTTP: a watcher is a queue of frames.
 """
 
@@ -27,21 +27,21 @@ from penstock_router.records import Records, RequestRecord
 
 MAX_WATCHERS = 16
 _LOOK_EVERY_S = 0.25
-# Where nothing changes: so that a watcher knows that it would be told.
+# The fleet is sent this often even if nothing changes, so that a watcher knows it is connected.
 _TELL_EVERY_S = 1.0
-# A watcher that is so far behind is let go: it comes back and gets everything anew.
+# A watcher that is this many frames behind is disconnected: it reconnects and gets everything anew.
 _MAX_FRAMES_BEHIND = 16
-# Of those that run, from the oldest on; and of those that have ended.
+# How many running requests are shown, oldest first, and how many that have ended.
 _MAX_RUNNING = 200
 _MAX_ENDED = 200
-# What a shard's rates are taken from: the looks of about a second.
+# How many polls a shard's rates are computed over: those of about a second.
 _RATE_LOOKS = 5
 
 Frames = asyncio.Queue[bytes | None]
 
 
 class Console:
-    """The looks of one router, and those who watch. `worker` is its number among `workers`."""
+    """Polls one router for its watchers. `worker` is its number among `workers`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Console:
         self._task: asyncio.Task[None] | None = None
         self._ended: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
         self._ended_unsaid: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
-        # As of the last look: what was said of the fleet, and how far each request was.
+        # As of the last poll: what was sent about the fleet, and the progress of each request.
         self._last_fleet: dict[str, Any] = {}
         self._last_told_s = 0.0
         self._progress: dict[RequestRecord, tuple[object, ...]] = {}
@@ -72,7 +72,7 @@ class Console:
 
     @contextmanager
     def watched(self) -> Iterator[Frames]:
-        """Frames to send, from what there is now on; None: there are no more. Raises
+        """A queue of frames to send, beginning with the present state; None ends it. Raises
         `TooManyRequests`.
         """
         if len(self._watchers) >= MAX_WATCHERS:
@@ -90,7 +90,7 @@ class Console:
                 self._rest()
 
     def close(self) -> None:
-        """Nobody is told anything more."""
+        """End all watchers' queues."""
         for frames in self._watchers:
             _end(frames)
 
@@ -119,7 +119,7 @@ class Console:
                     _put(frames, frame)
 
     def _news(self, now_s: float) -> bytes:
-        """What has changed since the last look."""
+        """The frame of what has changed since the last poll."""
         fleet, frame = self._fleet_now(now_s), b""
         if fleet != self._last_fleet or now_s >= self._last_told_s + _TELL_EVERY_S:
             self._last_fleet, self._last_told_s = fleet, now_s
@@ -136,11 +136,11 @@ class Console:
         return itertools.islice(filter(_is_shown, self._records.running), _MAX_RUNNING)
 
     def _changed(self) -> list[dict[str, Any]]:
-        # However many end at once: who was shown a request is told of its end.
+        # However many end at once: the end of every shown request is sent.
         shown = (record for record in self._progress if record.ended_s is not None)
         ended = dict.fromkeys((*shown, *self._ended_unsaid))
         self._ended_unsaid.clear()
-        # What has not changed is not described: there may be many.
+        # Only requests that changed are described: there may be many.
         progress = {record: _progress_of(record) for record in self._running()}
         moved = [
             record for record, state in progress.items() if self._progress.get(record) != state
@@ -154,7 +154,7 @@ class Console:
             "queued": self._admission.queued,
             "loop_lag_worst_s": self._metrics.loop_lag_worst_s,
             "requests_running": len(self._records.running),
-            # Of those, at most.
+            # How many running requests are shown at most.
             "followed": _MAX_RUNNING,
         }
         shards = [self._shown_shard(shard, now_s) for shard in self._fleet.shards]
@@ -179,27 +179,27 @@ class Console:
 
 @dataclass(frozen=True, slots=True)
 class _Looks:
-    """At one engine: when, its steps so far, and how long they took."""
+    """Polls of one engine: when, its steps so far, and how long they took."""
 
     instance_id: str
     seen: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_LOOKS))
 
 
 class StepRates:
-    """Steps a second and the mean time of one, over the last looks at each shard."""
+    """Steps a second and the mean time of a step, over the last polls of each shard."""
 
     def __init__(self) -> None:
         self._looks: dict[str, _Looks] = {}
 
     def forget_others(self, addresses: Collection[str]) -> None:
-        """Shards that are none of these have left."""
+        """Forget shards whose addresses are not among these: they have left."""
         for address in self._looks.keys() - set(addresses):
             del self._looks[address]
 
     def look(self, shard: ShardState, now_s: float) -> tuple[float | None, float | None]:
-        """Steps a second and seconds a step; None where that is not known."""
+        """Steps a second and seconds a step; None if unknown."""
         load, known = shard.load, self._looks.get(shard.address)
-        # Another engine counts from zero.
+        # A restarted engine counts from zero.
         if (
             known is None
             or known.instance_id != load.instance_id
@@ -212,12 +212,12 @@ class StepRates:
         if not load.instance_id or elapsed_s <= 0:
             return None, None
         steps, seconds = load.steps_total - steps_before, load.steps_seconds_total - seconds_before
-        # To a precision that rests while the shard does.
+        # Rounded, so that the values do not change while the shard is idle.
         return round(steps / (now_s - then_s), 1), round(seconds / steps, 6) if steps else None
 
 
 def shown_request(record: RequestRecord) -> dict[str, Any]:
-    """A record as the console has it: unix times, and no text of any request."""
+    """A record as the console shows it: unix times, and no text of any request."""
 
     def at(time_s: float | None) -> float | None:
         return None if time_s is None else record.arrived_at + time_s - record.arrived_s
@@ -290,7 +290,7 @@ def _put(frames: Frames, frame: bytes) -> None:
 
 
 def _end(frames: Frames) -> None:
-    """Its reader is behind, or the router stops: what it has not taken is not worth sending."""
+    """End a queue, dropping its frames: its reader is too far behind, or the router stops."""
     while not frames.empty():
         frames.get_nowait()
     frames.put_nowait(None)

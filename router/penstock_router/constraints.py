@@ -1,9 +1,9 @@
-"""What an answer's text must be like: what a request asks for, its tools, and reasoning before it,
-as the one constraint that shards are sent.
+"""The constraint that shards get: from the request's own constraint, its tools, and reasoning that
+may come before the answer.
 
-Where nothing is to be combined it goes as the request has it. Else it is one structural tag:
-reasoning up to its end mark, then calls, or the format that was asked for. Knows how models write
-calls and reasoning through their formats and styles only; no tokens.
+A request's constraint is sent unchanged if there is nothing to combine it with. Else all is one
+structural tag: reasoning up to its end mark, then calls, or the format that was asked for. Knows
+how models write calls and reasoning only through their formats and styles; no tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock_router.structural_tag import (
 )
 from penstock_router.tool_calls.base import ToolFormat
 
-# What models write behind their reasoning; any more of it would let one go on so for ever.
+# The whitespace that models write after their reasoning; bounded, or a model might go on for ever.
 _SPACE = regex("[ \\n]{0,2}")
 
 
@@ -44,10 +44,10 @@ def answer_constraint(
     *,
     begun: bool = False,
 ) -> Constraint | None:
-    """What the request's answers must be like; None: anything.
+    """The constraint on the request's answers; None: any text.
 
-    `style` is of reasoning that may come, `begun` says that the prompt ends within it. Raises
-    `BadRequest` for calls that are asked for where no format of them is known.
+    `style` is that of reasoning that may come; `begun`: the prompt ends within it. Raises
+    `BadRequest` if the request demands calls and the model has no known format for them.
     """
     if not isinstance(request, ChatRequest):
         return request.constraint
@@ -66,7 +66,7 @@ def answer_constraint(
 
 
 def _with_calls(request: ChatRequest, tool_format: ToolFormat | None) -> JsonObject | None:
-    """Where tools have a say: the format of all that follows reasoning."""
+    """The format of all that follows reasoning, if tools constrain it; else None."""
     tools, choice = tools_of(request), request.tool_choice
     parallel = request.parallel_tool_calls
     if not tools:
@@ -82,7 +82,7 @@ def _with_calls(request: ChatRequest, tool_format: ToolFormat | None) -> JsonObj
     if choice.mode == "named":
         tools, parallel = tuple(tool for tool in tools if tool.name == choice.name), False
     if choice.forces:
-        # There is no content that a constraint of its own could be about.
+        # The answer is calls only: there is no content for the request's own constraint.
         return tool_format.calls(tools, required=True, parallel=parallel)
     if request.constraint is not None:
         calls = tool_format.calls(tools, required=True, parallel=parallel)
@@ -96,7 +96,7 @@ def _with_calls(request: ChatRequest, tool_format: ToolFormat | None) -> JsonObj
 
 
 def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
-    """What comes before the answer: its reasoning or, where that is not begun, perhaps nothing."""
+    """The formats before the answer: its reasoning, or perhaps nothing unless that has begun."""
     mark = "" if begun else style.begin
     parts = [tag(mark, ANY_TEXT, style.end), _SPACE]
     return parts if begun else [either([sequence(*parts), literal("")])]
@@ -113,7 +113,7 @@ class _Structure(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
-    """Of either form: a format, or structures and triggers."""
+    """A request's structural tag, in either form: a format, or structures and triggers."""
 
     type: str = "structural_tag"
     format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -122,7 +122,7 @@ class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def format_of(constraint: Constraint) -> Any:
-    """The same as a format; JSON in it stays as it was written."""
+    """The constraint as a structural tag's format; JSON in it stays as it was written."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             return json_format(msgspec.Raw(constraint.value.encode()))

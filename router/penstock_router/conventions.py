@@ -1,4 +1,4 @@
-"""How a model writes what is no plain text: its calls of tools and its reasoning.
+"""How a model writes tool calls and reasoning.
 
 Chosen once for a model, by its chat template or as the operator says. Knows no tokens.
 """
@@ -12,20 +12,20 @@ from penstock_router.reasoning import AUTO, NONE, ReasoningStyle, style_of
 from penstock_router.tool_calls.base import ToolFormat
 from penstock_router.tool_calls.choose import tool_format_of
 
-# What models are asked for whose templates take no tools.
+# The format of calls for models whose templates take no tools.
 _WITHOUT_TEMPLATE = "plain_json"
 
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """None: calls, or reasoning, are not told from content."""
+    """A model's formats; None: calls, or reasoning, are not separated from content."""
 
     tool_format: ToolFormat | None = None
     reasoning: ReasoningStyle | None = None
 
     @property
     def names(self) -> tuple[str, str]:
-        """What `conventions_named` makes them of again."""
+        """The names from which `conventions_named` makes the same conventions again."""
         calls = "" if self.tool_format is None else self.tool_format.name
         return calls, "" if self.reasoning is None else self.reasoning.name
 
@@ -44,5 +44,5 @@ def conventions_of(
 
 
 def conventions_named(tool_format: str, reasoning: str) -> Conventions:
-    """Of these names; "" for none."""
+    """The conventions with these names; "" for none."""
     return conventions_of(None, tool_format or NONE, reasoning or NONE)

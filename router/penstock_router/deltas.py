@@ -18,7 +18,7 @@ from penstock_router.request import Options
 
 # What a log-probability takes in an answer, with its token's text.
 LOGPROB_BYTES = 64
-# So many are taken before the event loop gets a turn: of many choices they may all be there.
+# How many deltas are taken before the event loop gets a turn: those of many choices may be ready.
 _DELTAS_A_TURN = 32
 
 
@@ -29,37 +29,37 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int | None = None
-    # Of the completion's; None where reasoning is not told from content.
+    # How many completion tokens are reasoning; None if it is not separated from content.
     reasoning_tokens: int | None = None
     # From arrival at a shard to the first step there: the longest of all sequences.
     queue_s: float | None = None
-    # A sequence went on at a shard whose tokens may come out otherwise at a near-tie.
+    # A sequence went on at a shard with other numerics, whose tokens may differ at a near-tie.
     approximate: bool = False
 
 
 def nobody() -> None:
-    """Listens to nothing."""
+    """A listener that does nothing."""
 
 
 class Deltas(ABC):
     """A source of deltas for one reader: one that iterates, or one that listens and takes.
 
-    To listen costs less: it wakes no task. Who is done listening leaves `nobody` in its place: the
-    two would keep each other alive.
+    Listening costs less: it wakes no task. A reader that is done listening calls `listen(nobody)`:
+    otherwise reader and source form a reference cycle.
     """
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """All is taken, and no more will come."""
+        """Everything is taken, and no more will come."""
 
     @abstractmethod
     def take(self) -> Delta | None:
-        """The next one; None where there is none yet. Raises what it failed with."""
+        """The next delta; None if there is none yet. Raises the error that ended the source."""
 
     @abstractmethod
     def listen(self, on_news: Callable[[], None]) -> None:
-        """Have `on_news` called when there may be one to take, or the end; it must not raise."""
+        """Have `on_news` called when there may be a delta, or the end; it must not raise."""
 
     def __aiter__(self) -> Self:
         return self
@@ -92,8 +92,8 @@ class _Wrapped(Deltas):
 
 
 def spaced(deltas: Deltas, interval: int) -> Deltas:
-    """Deltas of `interval` tokens at least; of each choice the first comes at once, and the last is
-    whatever is left."""
+    """Deltas of at least `interval` tokens; each choice's first one comes at once, and its last one
+    has whatever is left."""
     return deltas if interval == 1 else _Spaced(deltas, interval)
 
 
@@ -101,7 +101,7 @@ class _Spaced(_Wrapped):
     def __init__(self, source: Deltas, interval: int) -> None:
         super().__init__(source)
         self._interval = interval
-        # By choice, once it has begun: what is held back.
+        # For each choice that has begun: what is held back.
         self._held: dict[int, Delta | None] = {}
 
     def take(self) -> Delta | None:
@@ -123,9 +123,9 @@ class _Spaced(_Wrapped):
 
 
 async def for_each(deltas: Deltas, use: Callable[[Delta], object]) -> None:
-    """Have `use` called with each delta, where it arrives, to the end.
+    """Call `use` with each delta, as it arrives and without waking a task, to the end.
 
-    Raises what the deltas or `use` fail with.
+    Raises what the source or `use` raises.
     """
     taking = _Taking(deltas, use)
     deltas.listen(taking.on_news)
@@ -135,7 +135,7 @@ async def for_each(deltas: Deltas, use: Callable[[Delta], object]) -> None:
     finally:
         deltas.listen(nobody)
     for error in taking.errors:
-        # What it refers to refers to it.
+        # Break a reference cycle: the error's traceback refers to `taking`.
         taking.errors = []
         raise error
 
@@ -172,7 +172,7 @@ class _Taking:
 
 
 def bounded(deltas: Deltas, options: Options, max_bytes: int) -> Deltas:
-    """The same, for whoever keeps them all.
+    """The same deltas, for a reader that keeps them all.
 
     Raises `BadRequest` once their log-probabilities take more than `max_bytes`.
     """
@@ -201,9 +201,9 @@ class _Bounded(_Wrapped):
 
 
 async def collect(deltas: Deltas, job: Job, max_bytes: int) -> list[Delta]:
-    """All of a job's: one delta for each choice of the answer, in the answer's order.
+    """All deltas of a job: one for each choice of the answer, in the answer's order.
 
-    Raises as `bounded`.
+    Raises what `bounded` raises.
     """
     whole: dict[int, Delta] = {}
 
@@ -234,6 +234,6 @@ def _best(job: Job, deltas: list[Delta]) -> list[Delta]:
 
 
 def mean_logprob(delta: Delta) -> float:
-    """By which the best of several is told."""
+    """The mean log-probability of a token, by which `best_of` ranks choices."""
     values = delta.logprobs.chosen if delta.logprobs is not None else []
     return sum(values) / len(values) if values else 0.0

@@ -1,25 +1,27 @@
 """Token ids -> text, a few at a time, so that the pieces join to what decoding all at once gives.
 
-What a token's text is can depend on what stands before it: the leading space of the first word, a
-character whose bytes are spread over several tokens. So a detokenizer starts primed with the end
-of the prompt, and shows a character only when its last byte is there, once.
+The text of a token can depend on the tokens before it: the leading space of the first word, a
+character whose bytes are spread over several tokens. So a detokenizer is primed with the end of the
+prompt, and emits a character once, when its last byte has arrived.
 
-Two ways to do it. Nearly every tokenizer decodes token by token into bytes (byte-level BPE, and
-sentencepiece with byte fallback): then a table from id to bytes and an incremental UTF-8 decoder
-do, at a fraction of a microsecond a token. They are exact but for one case: where a run of
-sentencepiece's byte tokens turns out not to be UTF-8, `tokenizers` shows U+FFFD also for the whole
-characters within the run; here those are shown. To know better, all text of a run would have to
-wait for the run's end, and a run may be a whole answer in a script that the vocabulary lacks. The
-rest (WordPiece and others that look at neighbours) decode a small window again at each step. Knows
-no stop strings and no HTTP.
+There are two implementations. Nearly every tokenizer decodes token by token into bytes (byte-level
+BPE, and sentencepiece with byte fallback): there a table from id to bytes and an incremental UTF-8
+decoder suffice, at a fraction of a microsecond a token. This is exact except in one case: when a
+run of sentencepiece's byte tokens turns out not to be UTF-8, `tokenizers` shows U+FFFD also for the
+complete characters within the run; here those characters are shown. To match it, all text of a run
+would have to wait for the run's end, and a run may be a whole answer in a script that the
+vocabulary lacks. The other decoders (WordPiece and others that look at neighbours) decode a small
+window again at each token. Knows no stop strings and no HTTP.
 
-The text after a prompt is what the text of both has behind the prompt's own. A character that the
-prompt began is part of the prompt's text, which shows U+FFFD for it; where the prompt is echoed,
-`reopen_prompt` makes it part of what follows, so that the whole has the character. Of a text's end
-bytes of an unfinished character are left out (and those of a surrogate, which is none).
+The text of an answer is the decoded text of prompt and answer together, minus the prompt's own. A
+character that the prompt began is part of the prompt's text, which shows U+FFFD for it; where the
+prompt is echoed, `reopen_prompt` makes it part of the answer, so that the whole has the character.
+At the end of a text, bytes of an unfinished character are left out (and those of a surrogate, which
+is no character).
 
 `tokenizers` has a DecodeStream. It raises ("Invalid prefix") when a run of byte tokens turns out
-not to be UTF-8, and keeps silent for as long as a window ends in U+FFFD; the ways below do neither.
+not to be UTF-8, and emits nothing while a window ends in U+FFFD; the implementations below do
+neither.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# Bytes that tell whether a text ends within a character: UTF-8 has at most four.
+# The last bytes of a text that show whether it ends within a character: UTF-8 has at most four.
 _UTF8_TAIL_BYTES = 4
 
-# How far back to look for text at the end of a prompt: hidden tokens have none.
+# How many tokens at the end of a prompt to search for text: hidden tokens have none.
 _PROMPT_TAIL_TOKENS = 256
 
 # How many tokens of context the window keeps; neighbours matter one token away at most.
 _WINDOW_TOKENS = 6
-# A window that still ends in U+FFFD after this many tokens does so because the text does.
+# If a window still ends in U+FFFD after this many tokens, the text itself has that character.
 _MAX_HELD_TOKENS = 16
 
 
@@ -58,14 +60,14 @@ class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str: ...
 
     def reopen_prompt(self) -> int:
-        """How many characters the prompt's text shows of one that the prompt began.
+        """How many U+FFFD the prompt's text shows for a character that the prompt began.
 
-        From now on that character is not the prompt's: it is shown when it is complete.
+        From now on that character belongs to the answer: it is emitted when it is complete.
         """
 
 
 class DetokenizerFactory(Protocol):
-    """What a tokenizer's decoder makes of ids: of single ones, and of sequences as they grow."""
+    """A tokenizer's decoder: for single tokens, and for sequences as they grow."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes in running text; b"" for an id that is not in the vocabulary."""
@@ -78,9 +80,9 @@ class DetokenizerFactory(Protocol):
         spaces_between_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """For what follows the prompt. Without `spaces_between_special_tokens` a special token
-        stands right behind another one also where the decoder puts spaces between tokens. Those of
-        `shown_ids` are shown also where special ones are skipped."""
+        """A detokenizer for the tokens after the prompt. Without `spaces_between_special_tokens`
+        there is no space between two special tokens, even if the decoder puts spaces between
+        tokens. Tokens in `shown_ids` are shown even if special tokens are skipped."""
 
 
 # ---- Decoders that work token by token ---------------------------------------------------------
@@ -89,9 +91,9 @@ class DetokenizerFactory(Protocol):
 class ByteTable:
     """Bytes of every token, filled in as tokens appear.
 
-    `per_byte` is sentencepiece's habit of showing U+FFFD for each byte that is no character's;
-    elsewhere it stands for a run of them. `strip_left` is how many spaces the decoder takes off
-    the very beginning of a text.
+    `per_byte`: show U+FFFD for each invalid byte, as sentencepiece does; other decoders show one
+    for a run of them. `strip_left` is how many spaces the decoder strips from the very beginning
+    of a text.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class ByteTable:
         self._special_ids = special_ids(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._shown_bytes: dict[int, bytes] = {}
-        # By the special tokens that are not skipped: few sets, each of a model's marks.
+        # By the set of special tokens that are shown: few sets, each a model's marks of reasoning
+        # or calls.
         self._showing: dict[frozenset[int], Callable[[int], bytes]] = {}
         self.per_byte = not byte_level
         self.strip_left = strip_left
@@ -120,7 +123,7 @@ class ByteTable:
         return data
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """The same without special tokens."""
+        """As `token_bytes`, but b"" for special tokens."""
         data = self._shown_bytes.get(token_id)
         if data is None:
             hidden = token_id in self._special_ids
@@ -135,14 +138,14 @@ class ByteTable:
         spaces_between_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> ByteDetokenizer:
-        # These decoders put no spaces anywhere, so there is none to leave out.
+        # These decoders add no spaces between tokens, so there are none to leave out.
         if not skip_special_tokens:
             return ByteDetokenizer(self, prompt_ids, self.token_bytes)
         bytes_of = self._showing_bytes(shown_ids) if shown_ids else self.shown_bytes
         return ByteDetokenizer(self, prompt_ids, bytes_of)
 
     def _showing_bytes(self, shown_ids: frozenset[int]) -> Callable[[int], bytes]:
-        """`shown_bytes`, but for these."""
+        """`shown_bytes`, except that tokens in `shown_ids` are shown."""
         bytes_of = self._showing.get(shown_ids)
         if bytes_of is None:
             known: dict[int, bytes] = {}
@@ -195,7 +198,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class ByteDetokenizer:
-    """Joins tokens' bytes and shows whole characters."""
+    """Joins tokens' bytes and emits complete characters."""
 
     __slots__ = ("_bytes_of", "_decoder", "_drop", "_strip")
 
@@ -207,11 +210,11 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         tail = self._prompt_tail(prompt_ids)
         self._decoder.decode(tail)
-        # A longer prompt without any text at its end has some further up, as a rule.
+        # A prompt longer than the searched tail is assumed to have text before it.
         begins_text = not tail and len(prompt_ids) <= _PROMPT_TAIL_TOKENS
         self._strip = table.strip_left if begins_text else 0
-        # A character that the prompt left unfinished: what the prompt alone shows of it counts as
-        # the prompt's text.
+        # How many U+FFFD the prompt alone shows for a character that it left unfinished: they count
+        # as the prompt's text, and are dropped from the answer.
         self._drop = len(self._decoder.getstate()[0].decode("utf-8", errors))
 
     def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
@@ -248,7 +251,7 @@ class ByteDetokenizer:
 
 
 def _without_first(text: str, shown: int) -> str:
-    """Without the character that the prompt began, of which its text shows so many U+FFFD."""
+    """`text` without the character that the prompt began and showed as `shown` U+FFFD."""
     broken = len(text) - len(text.lstrip(REPLACEMENT))
     return text[min(broken, shown) or 1 :] if shown else text
 
@@ -257,15 +260,15 @@ def _without_first(text: str, shown: int) -> str:
 
 
 class WindowTable:
-    """For any decoder: asks the tokenizer itself, with a little context each time."""
+    """For any decoder: calls the tokenizer itself, with a few tokens of context each time."""
 
     def __init__(self, tokenizer: Tokenizer, *, has_bytes: bool) -> None:
         self.tokenizer = tokenizer
-        # Whether U+FFFD at the end of a window may be a character that is not complete yet.
+        # Whether U+FFFD at the end of a window may be a character that is still incomplete.
         self.has_bytes = has_bytes
         self._bytes: dict[int, bytes] = {}
         self._special_ids = special_ids(tokenizer)
-        # A word in front, so that a token is not taken for the first of a text.
+        # A word in front, so that a token is not decoded as the first of a text.
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -280,7 +283,7 @@ class WindowTable:
     def hides(
         self, token_id: int, *, skip_special: bool, shown_ids: frozenset[int] = frozenset()
     ) -> bool:
-        """Whether decoding passes over the token, as if it were not there."""
+        """Whether decoding skips the token, as if it were not there."""
         if skip_special and token_id in self._special_ids and token_id not in shown_ids:
             return True
         return not 0 <= token_id < 2**32 or self.tokenizer.id_to_token(token_id) is None
@@ -310,9 +313,9 @@ class WindowTable:
 
 
 class WindowDetokenizer:
-    """Decodes a window that ends with the new token, and shows what is beyond the known text.
+    """Decodes a window that ends with the new token, and emits the text beyond the known text.
 
-    A token at a time, so that what is shown does not depend on how tokens were bundled.
+    One token at a time, so that the text does not depend on how tokens were bundled.
     """
 
     __slots__ = (
@@ -343,8 +346,8 @@ class WindowDetokenizer:
     ) -> None:
         self._table = table
         self._hides_special, self._shown_ids = skip_special, shown_ids
-        # What is hidden comes into no window; where some special ones are not, nor does the decoder
-        # skip any.
+        # Hidden tokens never enter a window. If some special tokens are shown, the decoder must
+        # therefore not skip any itself.
         self._skip = skip_special and not shown_ids
         self._joins_special = joins_special
         self._after_special = False
@@ -358,7 +361,7 @@ class WindowDetokenizer:
             self._remember(visible[-_WINDOW_TOKENS:])
 
     def _begin_with_bytes(self, visible: list[int]) -> None:
-        """Tell the prompt's text from the bytes of a character that it left unfinished."""
+        """Separate the prompt's text from the tokens of a character that it left unfinished."""
         for unfinished in range(min(_UTF8_TAIL_BYTES, len(visible) + 1)):
             end = len(visible) - unfinished
             self._remember(visible[:end])
@@ -400,20 +403,22 @@ class WindowDetokenizer:
             return ""
         new = text[_common_length(self._context_text, text) :]
         if new or overdue:
-            # A run of byte tokens is decoded as a whole: a context that began within a character
-            # would spoil it. What is shown now begins with a character.
+            # A run of byte tokens is decoded as a whole, so the context must not begin within a
+            # character. The held tokens begin at a character's start.
             self._remember(self._held if self._table.has_bytes else window[-_WINDOW_TOKENS:])
         return _without_first(new, self.reopen_prompt()) if new and self._drop else new
 
     def _remember(self, context: Sequence[int]) -> None:
-        """All is shown up to the end of `context`, beside which the next tokens are decoded."""
+        """Everything up to the end of `context` is emitted; next tokens are decoded behind it."""
         self._held = []
         self._context = list(context)
         self._context_text = self._table.decode(self._context, skip_special=self._skip)
 
 
 def _common_length(known: str, text: str) -> int:
-    """How much of `text` was shown. The decoder may have taken something back: then up to there."""
+    """How many characters of `text` were emitted before. The decoder may have changed some of them:
+    then the number before the first change.
+    """
     if text.startswith(known):
         return len(known)
     return next(
@@ -422,7 +427,7 @@ def _common_length(known: str, text: str) -> int:
     )
 
 
-# ---- Which way a tokenizer's decoder goes ------------------------------------------------------
+# ---- Which implementation suits a tokenizer ----------------------------------------------------
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -434,7 +439,7 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def make_detokenizers(
     tokenizer: Tokenizer, decoder: Mapping[str, Any] | None
 ) -> DetokenizerFactory:
-    """`decoder` is that part of tokenizer.json."""
+    """The implementation for `decoder`, which is that section of tokenizer.json."""
     steps = list(_flattened(decoder))
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -461,7 +466,9 @@ def _flattened(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]
 def _sentencepiece_shape(
     steps: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[str, str]], int] | None:
-    """(replacements, strip_left) of Replace*, ByteFallback, Fuse and perhaps Strip; else None."""
+    """(replacements, strip_left) if the steps are Replace*, ByteFallback, Fuse and perhaps Strip;
+    None for any others.
+    """
     rest = list(steps)
     replacements: list[tuple[str, str]] = []
     while rest and rest[0].get("type") == "Replace" and "String" in rest[0].get("pattern", {}):

@@ -50,7 +50,7 @@ class ApiError(Exception):
         self.param = param
 
     def headers(self) -> dict[str, str]:
-        """What the answer says beyond its body."""
+        """Headers of the answer besides those of its body."""
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(self.retry_after_s)}
@@ -118,7 +118,7 @@ class NotFound(ApiError):
 
 
 def unknown_model(name: str) -> NotFound:
-    """Of a model, or an adapter, that nobody serves."""
+    """The error for a model, or an adapter, that no shard serves."""
     message = f"The model `{name[:200]}` does not exist; /v1/models lists what is served."
     return NotFound(message, param="model")
 
@@ -171,16 +171,16 @@ class SlowReader(ConnectionError):
 
 
 def noted(error: Exception, request_id: str) -> ApiError:
-    """The error as the client sees it. What is no fault of the client's goes to the log."""
+    """The error as the client sees it. Errors that are not the client's fault are logged."""
     answer = as_api_error(error)
     server_side = isinstance(error, client_errors.PenstockError) and answer.status >= 500
     if server_side or isinstance(error, client_errors.PoisonousRequest):
-        # Addresses of shards and texts of gRPC are the operator's, and so is what kills engines.
+        # Addresses of shards, texts of gRPC and what crashes engines are for the operator only.
         logger.warning("request %s: %s: %s", request_id, type(error).__name__, error)
     elif type(answer) is ApiError:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
-        # Its words may quote the request.
+        # Not its message, which may quote the request.
         logger.debug(
             "request %s: %d %s %s", request_id, answer.status, answer.type, answer.param or ""
         )
@@ -199,7 +199,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    """Fixed texts but for refusals, which shards word for the client."""
+    """Fixed texts, except for refusals, whose text shards write for the client."""
     match error:
         case client_errors.RequestRefused():
             return BadRequest(str(error), param=error.field or None)

@@ -1,5 +1,5 @@
-"""All that is counted, as Prometheus reads it, without holding up the event loop for even a
-millisecond. Knows families and samples; knows no HTTP and nothing of what they mean.
+"""All metrics in Prometheus's text format, made without blocking the event loop for even a
+millisecond. Knows families and samples; neither HTTP nor what the metrics mean.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TURN_S = 0.0003
 
 
 class Exposition:
-    """What several collectors say, under our names and those of other servers."""
+    """The metrics of several collectors, under our names and those of other servers."""
 
     def __init__(self, metrics: Metrics, *others: Collector, names: Sequence[str] = ()) -> None:
         """`metrics` are this process's own; `others` are of no process in particular."""
         self._metrics = metrics
         self._others = others
         self._names = names
-        # Where there are several workers.
+        # Only with several workers.
         self._merged = MergedMetrics() if MULTIPROCESS_DIR in os.environ else None
 
     async def close(self) -> None:
@@ -72,9 +72,9 @@ class _Only(Collector):
 
 
 def _text(family: Metric, start: int) -> bytes:
-    """Of some of a family's samples; what the family is stands before the first."""
+    """The text of some of a family's samples; its help and type come before the first."""
     part = Metric(family.name, family.documentation, family.type)
     part.samples = family.samples[start : start + _SAMPLES_A_PIECE]
     text = generate_latest(_Only(part))
-    # Two lines, of help and of type.
+    # Without the first two lines, help and type.
     return text.split(b"\n", 2)[2] if start else text

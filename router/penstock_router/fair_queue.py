@@ -1,11 +1,11 @@
-"""In which order requests that wait get places: those of the key that has the fewest go first.
+"""In which order waiting requests get places: those of the key with fewest in flight go first.
 
 Max-min fairness, by progressive filling (Bertsekas and Gallager, Data Networks, 1987; with one
 resource also what dominant resource fairness comes to, Ghodsi et al., NSDI 2011): each place that
 comes free goes to the key with the fewest places in flight, so that a key that asks for less than
 an equal part gets all it asks for, and the others share the rest equally. Among equals, and within
 a key, first come is first served. A request that needs several places keeps its turn until they
-are free: narrow ones never slip past it. A key that may have no more is passed over.
+are free: requests for fewer never overtake it. A key at its own bound is passed over.
 
 Knows counts only: no time, no tasks and no prompts. A choice costs a few microseconds, however many
 keys wait. Priorities are the shards' affair: they order what is in flight.
@@ -26,38 +26,39 @@ class Share:
     """The places that one key has, and its requests that wait for more, in their order."""
 
     in_flight: int = 0
-    # It may have so many places at once; whoever changes it says so with `moved`.
+    # How many places it may have at once. After changing it, call `FairQueue.moved`.
     max_places: float = math.inf
     waiting: OrderedDict[Waiting, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """A request for so many places, all at once."""
+    """A request for a number of places, all at once."""
 
     share: Share
     places: int
-    # In the order of arrival, over all keys.
+    # Its number in the order of arrival, over all keys.
     number: int = 0
 
 
-# Of a share when it was put into the heap: its places, and the number of its first request.
+# A share's places in flight when it was pushed onto the heap, and its first request's number, then
+# that request.
 _Entry = tuple[int, int, Waiting]
 
 
 class FairQueue:
-    """Requests that wait. Whoever changes a share's `in_flight` says so with `moved`."""
+    """The waiting requests. After changing a share's `in_flight`, call `moved`."""
 
     def __init__(self) -> None:
-        # Entries are not changed but added anew; those that are out of date are dropped when they
-        # come up, or when there are too many.
+        # Entries are never updated, only pushed anew; stale ones are dropped when they are popped,
+        # or when there are too many.
         self._heap: list[_Entry] = []
         self._tidy_at = _FEW_ENTRIES
         self._num_added = 0
         self._turn: Waiting | None = None
 
     def add(self, request: Waiting) -> None:
-        """Behind all that its key has waiting."""
+        """Queue the request behind its key's other waiting ones."""
         request.number = self._num_added
         self._num_added += 1
         request.share.waiting[request] = None
@@ -65,7 +66,7 @@ class FairQueue:
             self.moved(request.share)
 
     def remove(self, request: Waiting) -> None:
-        """It has its places, or gave up."""
+        """The request has its places, or gave up."""
         waiting = request.share.waiting
         was_first = next(iter(waiting)) is request
         del waiting[request]
@@ -75,7 +76,7 @@ class FairQueue:
             self.moved(request.share)
 
     def moved(self, share: Share) -> None:
-        """Its places in flight, or its first request, are others than they were."""
+        """The share's places in flight, its bound or its first request have changed."""
         if not share.waiting:
             return
         first = next(iter(share.waiting))
@@ -86,7 +87,7 @@ class FairQueue:
             self._tidy_at = max(_FEW_ENTRIES, 2 * len(self._heap))
 
     def first(self) -> Waiting | None:
-        """Whose turn it is, until it is removed; None where nobody waits who may have places."""
+        """The request whose turn it is, until it is removed; None if no key may get places."""
         while self._turn is None and self._heap:
             entry = heapq.heappop(self._heap)
             in_flight, _, request = entry

@@ -1,4 +1,4 @@
-"""Fields of JSON bodies: how each is read, what it may be, and the words of its refusal.
+"""Fields of JSON bodies: how each is read, which values it may have, and how others are refused.
 
 A `Kind` reads one value and describes itself as a JSON schema, so that what is documented is what
 is checked. A table of `Field`s is a body: known fields that do not work yet are refused unless
@@ -25,7 +25,7 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT_MAX = sys.float_info.max
-# Of 32 bits, as shards take them.
+# The largest 32-bit float, which is what shards take.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 JsonObject = dict[str, Any]
@@ -61,7 +61,7 @@ class Field:
 
     @property
     def schema(self) -> JsonObject:
-        """Of the values that are accepted, null among them."""
+        """The JSON schema of the accepted values, null among them."""
         schema = self.kind.schema if self.works else {"enum": list(self.neutral)}
         if not self.required:
             schema = or_null(schema)
@@ -91,9 +91,9 @@ def body_schema(fields: Table) -> JsonObject:
 
 
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
-    """Every given field that works, read."""
+    """The values of all fields that the body has and that work."""
     values: JsonObject = {}
-    # Not every name of the body, of which there may be millions.
+    # Over the table's names, not the body's, of which there may be millions.
     for name, entry in fields.items():
         value = body.get(name)
         if value is not None:
@@ -131,10 +131,10 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
 
 
 def decode_json(data: bytes | memoryview | str) -> Any:
-    """What `msgspec.json.decode` makes of it, and raises.
+    """As `msgspec.json.decode`, errors included, with the garbage collector off.
 
-    Without the garbage collector, which would go over what is built again and again: where that is
-    millions of lists, for seconds.
+    The collector would traverse the objects being built again and again: for seconds, with
+    millions of lists.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -161,7 +161,7 @@ def json_type(value: object) -> str:
 def short(value: object) -> str:
     """A value as a message may quote it."""
     if isinstance(value, list | dict):
-        # Which may be huge, or nested deeper than `repr` can go.
+        # It may be huge, or nested deeper than `repr` can go.
         return json_type(value)
     text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -184,7 +184,7 @@ def integer(low: int, high: int) -> Kind:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise refusal(name, "an integer", value)
-        # In parentheses: pydantic's name of the bound, which tests of vLLM's clients look for.
+        # In parentheses pydantic's name of the bound, which tests of vLLM's clients look for.
         if value < low:
             raise refusal(name, f"at least {low} (greater_than_equal)", value)
         if value > high:
@@ -297,7 +297,7 @@ def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
 
 
 def _whole_numbers(name: str, values: list[Any]) -> list[int]:
-    """Also those that are written as 3.0; like `token_ids`, without a look at each in Python."""
+    """The values as ints, also those written as 3.0; without a loop in Python, as `token_ids`."""
     if set(map(type, values)) <= {int, float}:
         whole = list(map(int, values))
         if whole == values:
@@ -327,7 +327,7 @@ def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
 
 
 BOOLEAN = Kind(_read_boolean, {"type": "boolean"})
-# Some clients write Python's words into strings.
+# Some clients send Python's True and False as strings.
 WORD_OR_BOOLEAN = Kind(
     _read_word_for_boolean,
     {

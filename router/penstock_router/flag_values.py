@@ -1,6 +1,7 @@
-"""What a router's flags may have as values, as argparse takes it.
+"""Parsers for the values of a router's flags, as argparse's `type`.
 
-argparse names the function when it lets a ValueError through, so these let none through.
+If such a function raises ValueError, argparse's message names the function; so these raise
+`ArgumentTypeError` only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from penstock_router.request import MAX_TIMEOUT_S
 from penstock_router.response_store import MIN_BYTES
 from penstock_router.tool_calls.choose import FORMATS
 
-# Of numbers that count, of processes and of seconds (a year): beyond, something overflows.
+# The largest count, number of processes and number of seconds (a year): larger ones overflow
+# somewhere.
 _MAX_COUNT = 10**15
 _MAX_PROCESSES = 1024
 _MIN_SECONDS, _MAX_SECONDS = 0.001, 31_536_000
@@ -37,7 +39,7 @@ def alias(text: str) -> tuple[str, str]:
 
 
 def origin(text: str) -> str:
-    """As browsers write one: in lower case, and without the scheme's own port."""
+    """An origin as browsers write it: in lower case, and without the scheme's default port."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{_short(text)} is no origin: http:// or https://, a host in lower case and its port"
@@ -54,7 +56,7 @@ def reasoning_parser(text: str) -> str:
 
 
 def _known(text: str, names: Iterable[str]) -> str:
-    """One of them, also written with hyphens."""
+    """One of these names, also written with hyphens; or "auto" or "none"."""
     name, known = text.replace("-", "_"), (AUTO, NONE, *names)
     if name not in known:
         raise argparse.ArgumentTypeError(f"{_short(text)} is none of {', '.join(known)}")
@@ -81,7 +83,7 @@ def positive_int(text: str) -> int:
 
 
 def processes(text: str) -> int:
-    """Also threads: as many as a machine might have use for."""
+    """A number of processes or threads, up to what a machine might use."""
     value = positive_int(text)
     if value > _MAX_PROCESSES:
         raise argparse.ArgumentTypeError(f"{text} is above {_MAX_PROCESSES}")
@@ -96,9 +98,9 @@ def store_bytes(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """NaN for what is none."""
+    """The number; NaN if the text is none."""
     try:
-        # Python's own ways to write one are not a command line's.
+        # Refuse Python's own notations, such as 1_000.
         return float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         return math.nan

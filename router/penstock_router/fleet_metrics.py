@@ -1,5 +1,5 @@
-"""How the shards stand, for Prometheus: as the worker that is asked last heard of each. Counts
-nothing itself, so that several workers do not count a shard several times.
+"""The shards' state, for Prometheus: as last reported to the worker that is scraped. Keeps no
+counters, so that several workers do not count a shard several times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
 
 
 class FleetCollector(Collector):
-    """Asks the fleet when somebody looks."""
+    """Reads the fleet's state at each scrape."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -81,7 +81,7 @@ def _filled(
     shards: Sequence[ShardState],
     value: Callable[[LoadReport], float],
 ) -> Metric:
-    # A shard that is gone says nothing: its numbers are not 0, there are none.
+    # A shard that is gone has no samples, rather than samples of 0.
     for shard in shards:
         if shard.info is not None:
             family.add_metric(_labels(shard), value(shard.load))

@@ -7,9 +7,9 @@
         async for delta in generation: ...           # what a choice has gained, as it comes
 
 A job has one `GenerationRequest` for each choice of each prompt. Entering a `Generation` submits
-them to the fleet; shards send token ids; each `Choice` makes text of its own and ends itself at a
-stop string; whoever shows the answer gets deltas. Leaving the scope, for whatever reason, aborts
-what is unfinished. Knows no HTTP and no answer shapes.
+them to the fleet; shards send token ids; each `Choice` turns its ids into text and ends itself at a
+stop string; the code that writes the answer gets deltas. Leaving the scope, for whatever reason,
+aborts unfinished choices. Knows no HTTP and no answer shapes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from penstock_router.job import Job
 from penstock_router.metrics import Metrics
 from penstock_router.records import RequestRecord, outcome_of
 
-# A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides. After about
-# half a millisecond of it the event loop gets a turn.
+# A submission copies its prompt's ids (about 10 ns each) and costs some 20 us besides, as much as
+# copying 2,000 ids. After about half a millisecond of submitting the event loop gets a turn.
 _TOKENS_A_TURN = 50_000
 _SUBMISSION_TOKENS = 2_000
-# So often a choice is looked at within the time that it may be silent.
+# How often each choice is checked for progress within `silence_timeout_s`.
 _LOOKS = 4
 _CONSTRAINTS = frozenset(kind.value for kind in ConstraintKind)
 
 
 class Generation(Deltas):
-    """A job in flight and its deltas. Leaving the scope aborts what is unfinished."""
+    """A job in flight and its deltas. Leaving the scope aborts unfinished choices."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Generation(Deltas):
         *,
         silence_timeout_s: float = math.inf,
     ) -> None:
-        """What comes of it goes into `record`. A choice of which nothing is heard for
-        `silence_timeout_s` fails as `TimedOut`.
+        """`record` receives usage, attempts and outcome. When nothing arrives for a choice for
+        `silence_timeout_s`, the generation fails with `TimedOut`.
         """
         self.job = job
         self.usage = Usage(
@@ -80,7 +80,7 @@ class Generation(Deltas):
         self._silence_timeout_s = silence_timeout_s
         self._next_look: asyncio.TimerHandle | None = None
         self._failure: TimedOut | None = None
-        # In the order of what came.
+        # Choices with outputs that were not taken yet, in the order of arrival.
         self._with_news: deque[Choice] = deque()
         self._on_news: Callable[[], None] = nobody
 
@@ -88,7 +88,7 @@ class Generation(Deltas):
         try:
             await self._submit()
         except BaseException as error:
-            # No scope was entered yet, so none would be left.
+            # `__aexit__` does not run when `__aenter__` raises.
             self.abandon(error)
             raise
         self._metrics.prompt_tokens.labels(self._model).inc(self.usage.prompt_tokens)
@@ -99,7 +99,8 @@ class Generation(Deltas):
     async def _submit(self) -> None:
         since_turn = 0
         for index, request in enumerate(self.job.requests):
-            # Made before it is submitted: nothing can fail between a submission and its choice.
+            # Made before submitting: nothing that can fail may come between submitting a request
+            # and having the choice that can abort it.
             choice = Choice(self.job, index)
             if self.job.delivered_of(index).finished:
                 choice.finished = True
@@ -110,7 +111,8 @@ class Generation(Deltas):
             except RequestRefused as error:
                 raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)
-            # Of the first token at once: when it came is counted.
+            # Notified of the first token at once, for the time to first token. `_observe` then
+            # asks for `tokens_at_once`.
             choice.stream.listen(functools.partial(self._came, choice))
             self._choices.append(choice)
             self._unfinished += 1
@@ -129,16 +131,18 @@ class Generation(Deltas):
         self.abandon(exc)
 
     def abandon(self, error: BaseException | None) -> None:
-        """Abort what is unfinished; `error` says why. Whoever swallows an error says it here."""
-        # Nothing in here waits: a handler that is being cancelled gets all of it done.
+        """Abort unfinished choices because of `error`. A caller that swallows an error inside the
+        scope calls this first, since `__aexit__` will not see that error.
+        """
+        # No await in here: a handler that is being cancelled still completes all of it.
         if self._next_look is not None:
             self._next_look.cancel()
-        # Nor does anything refer to itself once it is over: prompts would stay until all of the
-        # process's memory is searched for such circles.
+        # Break the reference cycle: otherwise prompts stay in memory until the garbage collector
+        # runs over all of the process's objects.
         self._on_news = nobody
         cause = _abort_cause(error)
         if self._unfinished and cause == "error" and isinstance(error, Exception):
-            # Not all that a request fails with is a failure: shards refuse some.
+            # Not every error counts as a failure: a shard may have refused the request.
             outcome = outcome_of(as_api_error(error).status)
             self._record.finished(outcome, type(error).__name__)
         elif self._unfinished:
@@ -174,8 +178,8 @@ class Generation(Deltas):
         self._next_look = asyncio.get_running_loop().call_later(delay_s, self._look)
 
     def _look(self) -> None:
-        """See whether more has come of each choice; none is told of each time that something does,
-        as that is with every token.
+        """Check each choice for progress. Resetting a timer at each arrival instead would cost
+        something with every token.
         """
         for choice in self._choices:
             if not choice.finished and choice.is_silent_for(_LOOKS):
@@ -188,7 +192,9 @@ class Generation(Deltas):
 
     @property
     def numerics(self) -> str:
-        """The fingerprint that all tokens so far come from; "" where there is none, or several."""
+        """The numerics fingerprint of the shards that made all tokens so far; "" where there is
+        none, or several differ.
+        """
         found = {self.job.options.numerics} - {""}
         for choice in self._choices:
             if not self.job.delivered_of(choice.index).finished:
@@ -203,14 +209,14 @@ class Generation(Deltas):
         self._on_news = on_news
 
     def _came(self, choice: Choice) -> None:
-        """A choice's stream has something, or its end. What nobody takes yet is merged there."""
+        """The choice's stream has an output or its end. It merges outputs until they are taken."""
         if not (choice.has_news or choice.finished):
             choice.has_news = True
             self._with_news.append(choice)
             self._on_news()
 
     def take(self) -> Delta | None:
-        """The next thing worth showing, of whichever choice has it."""
+        """The next delta of any choice; None when none has anything to show now."""
         if self._failure is not None:
             raise self._failure
         while self._with_news:
@@ -231,7 +237,8 @@ class Generation(Deltas):
                 raise ShardFailed("the shard ended the request without saying why")
             return None
         if choice.stream.ended and output.finish_reason is None:
-            # What it failed with is next, and nobody will tell of it again.
+            # The stream ended with an error, which its next `take` raises. It will not notify
+            # again, so queue the choice here.
             choice.has_news = True
             self._with_news.append(choice)
         self._observe(choice, output)
@@ -248,14 +255,14 @@ class Generation(Deltas):
         return delta
 
     def _count_reasoning(self, tokens: int) -> None:
-        # Of a choice that was delivered as a whole they are not known.
+        # For a resumed choice that was delivered as a whole, its reasoning tokens are unknown.
         if not any(delivered.finished for delivered in self.job.delivered):
             self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + tokens
 
     def _refused(self, error: RequestRefused) -> Exception:
-        """By the field of the request that a shard's word for it came from."""
+        """The shard's refusal, naming the request body's field instead of the shard's field."""
         if error.field == "adapter":
-            # Its sender named it as a model.
+            # The client named the adapter as `model`.
             return unknown_model(self.job.model.adapter)
         if error.field not in _CONSTRAINTS:
             return error
@@ -263,7 +270,7 @@ class Generation(Deltas):
         return BadRequest(f"{field}: {error}", param=field)
 
     def _count_cached(self) -> None:
-        # Of each prompt's first choice; the others find what that one left.
+        # Only each prompt's first choice counts: the others hit the blocks that it cached.
         firsts = self._choices[:: self.job.choices_per_prompt]
         known = [choice.cached_tokens for choice in firsts if choice.cached_tokens is not None]
         self.usage.cached_tokens = sum(known) if known else None
@@ -274,7 +281,7 @@ class Generation(Deltas):
             self.usage.approximate = self.usage.approximate or choice.stream.approximate
             self._end(choice, None if output.finish_reason is not None else "stop_string")
             if self.ended:
-                # An answer that calls tools has stopped, too.
+                # "tool_calls" counts as "stop".
                 self._record.finished("length" if delta.finish_reason == "length" else "stop")
 
     def _observe(self, choice: Choice, output: Output) -> None:
@@ -292,8 +299,8 @@ class Generation(Deltas):
             on_news = functools.partial(self._came, choice)
             choice.stream.listen(on_news, min_tokens=choice.tokens_at_once)
         else:
-            # Once an arrival, however many tokens it bundles: a loop over them would cost most
-            # where there is least time.
+            # Once per output, however many tokens it bundles: a loop over the tokens would cost
+            # most under load, when outputs bundle many.
             gap_s = now - choice.last_arrival_s
             self._meter.observe(count, gap_s / count, now)
             if len(choice.stream.attempts) > choice.num_attempts:
@@ -303,11 +310,11 @@ class Generation(Deltas):
 
 
 def _num_ids(request: GenerationRequest) -> int:
-    """All that a submission copies."""
+    """Roughly how many ids a submission copies."""
     sampling = request.sampling
     num_ids = len(request.prompt_token_ids) + len(sampling.allowed_token_ids)
     num_ids += len(request.stop_token_ids) + len(request.logprob_token_ids)
-    # An entry of these costs as much as several ids.
+    # An entry of `logit_bias` costs as much as several ids.
     return num_ids + 10 * len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
 
 
@@ -320,5 +327,6 @@ def _abort_cause(error: BaseException | None) -> str:
         return "disconnect"
     if isinstance(error, TimedOut):
         return "timeout"
-    # Within a generation no other `Unavailable` arises; shards' troubles are the client's errors.
+    # Inside a generation only a shutdown raises `Unavailable`; failures of shards are
+    # `penstock_client.errors`.
     return "shutdown" if isinstance(error, Unavailable) else "error"

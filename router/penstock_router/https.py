@@ -1,4 +1,4 @@
-"""HTTPS: the certificate that clients are shown, also when its files have changed.
+"""HTTPS: the server's certificate, reloaded when its files change.
 
 Knows files and Python's ssl, and nothing of HTTP.
 """
@@ -17,8 +17,8 @@ _LOOK_EVERY_S = 1.0
 
 
 class HttpsFiles:
-    """A context for a server's sockets that follows its files: handshakes that begin after a change
-    get what is in them then; connections that are open stay as they are.
+    """An SSL context for a server's sockets that follows its files: handshakes after a change use
+    the new certificate; open connections keep the old one.
     """
 
     def __init__(self, cert_file: str, key_file: str) -> None:
@@ -28,12 +28,12 @@ class HttpsFiles:
         self._loaded = Renewed(self._files, self._load)
 
     def _load(self) -> None:
-        # First elsewhere: what cannot be used may be loaded by half before that shows.
+        # First into another context: loading unusable files may fail halfway.
         load_pair(_server_context(), *self._files)
         load_pair(self.context, *self._files)
 
     async def follow(self) -> NoReturn:
-        """Keep looking."""
+        """Reload the files whenever they change; runs until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await asyncio.to_thread(self._loaded.renew)
@@ -43,7 +43,10 @@ class HttpsFiles:
 async def https_context(
     cert_file: str | None, key_file: str | None
 ) -> AsyncGenerator[ssl.SSLContext | None, None]:
-    """A context that follows its files meanwhile; None without files. Raises `TlsFilesUnusable`."""
+    """A context that follows its files within the scope; None without files.
+
+    Raises `TlsFilesUnusable`.
+    """
     if cert_file is None or key_file is None:
         yield None
         return

@@ -1,7 +1,7 @@
 """A request and its prompts -> a `Job`: lengths checked, choices fanned out.
 
-Knows models and token counts, not texts, streams or answers. Whatever is wrong with any part of a
-request is found here or before, and no shard has heard of it.
+Knows models and token counts, not texts, streams or answers. An invalid request is refused here at
+the latest, before any shard gets a part of it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from penstock_router.prompts import Prepared, Prompt
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 from penstock_router.tokenizer import prompt_too_long
 
-# So many are made, or changed, in one turn of the event loop: each takes some 6 us.
+# How many sequences are made, or changed, in one turn of the event loop: each takes some 6 us.
 SEQUENCES_A_TURN = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What a client has of one choice already, from an answer that was cut off."""
+    """How much of one choice a client already has, from a stream that was cut off."""
 
     tokens: int = 0
     characters: int = 0
@@ -38,7 +38,7 @@ class Delivered:
 
     @property
     def begun(self) -> bool:
-        """There is something that must not be shown again."""
+        """The client has something of this choice, which must not be sent again."""
         return bool(self.tokens or self.characters or self.finished)
 
 
@@ -49,7 +49,7 @@ NOTHING_DELIVERED = Delivered()
 class Job:
     """A request that can run: choice `i` is `requests[i]`, of prompt `i // choices_per_prompt`.
 
-    `delivered` says for each choice what not to show again; empty for an answer from its beginning.
+    `delivered` says what a resumed stream's client has of each choice; empty for a new answer.
     """
 
     model: ServedModel
@@ -74,9 +74,9 @@ class Job:
 
 
 async def make_job(options: Options, model: ServedModel, prepared: Prepared) -> Job:
-    """The job of a request whose text is prepared. One bad prompt refuses it.
+    """The job of a request whose text is prepared. One invalid prompt refuses the whole request.
 
-    Others run meanwhile, where it is of many sequences.
+    Yields to the event loop every `SEQUENCES_A_TURN` sequences.
     """
     choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
@@ -113,8 +113,8 @@ def _sequence(
     constraint: Constraint | None,
     thinking_budget: ThinkingBudget | None,
 ) -> GenerationRequest:
-    # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and it is not
-    # shown. The best of several are told apart by their tokens' log-probabilities.
+    # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and that token is
+    # not shown. `best_of` ranks its sequences by their tokens' log-probabilities.
     several = isinstance(options, CompletionRequest) and options.best_of > options.n
     return GenerationRequest(
         prompt_token_ids=prompt.token_ids,
@@ -161,13 +161,13 @@ def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> Think
 
 
 def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
-    """How many tokens may follow; refuses what cannot fit into the context."""
+    """How many tokens may follow; refuses a request that cannot fit into the context."""
     limit, given = model.info.max_model_len, len(prompt.token_ids)
     if given == 0:
         raise BadRequest("the prompt has no tokens", param="prompt")
     room = limit - given
     wanted = options.max_tokens
-    # Also where none is wanted: scoring a prompt takes a step that samples one.
+    # Also with `max_tokens` 0: scoring a prompt takes a step that samples one token.
     if room < 1:
         raise prompt_too_long(given, limit)
     if wanted is None:
@@ -188,7 +188,7 @@ def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
 
 
 def _check_min_tokens(options: Options, max_tokens: int) -> None:
-    # Shards refuse it too, but one after another, when the prompts before this one are at work.
+    # A shard would refuse it too, but only when the earlier prompts of the request already run.
     if options.min_tokens is not None and options.min_tokens > max_tokens:
         raise BadRequest(
             f"min_tokens: must be at most {max_tokens}, as many as may follow the prompt; "
@@ -198,7 +198,7 @@ def _check_min_tokens(options: Options, max_tokens: int) -> None:
 
 
 def _prompt_logprobs(options: Options) -> int | None:
-    """As many as any part of the answer shows."""
+    """The largest number of log-probabilities that any part of the answer shows."""
     echoed = None
     if options.echo and not isinstance(options, ChatRequest):
         echoed = options.logprobs
@@ -224,7 +224,7 @@ def _sampling(options: Options, seed: int, prepared: Prepared) -> SamplingParams
 
 
 def _seed(options: Options, number: int) -> int:
-    """Of a prompt's first choice. Where none was given prompts draw apart from each other."""
+    """The seed of a prompt's first choice. If the request has none, each prompt has its own."""
     if options.seed is not None:
         return options.seed
     if options.drawn_seed is None:

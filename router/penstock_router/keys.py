@@ -35,16 +35,16 @@ _NO_DIGEST = bytes(len(key_file.digest_of(b"")))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Key:
-    """What is known of a key; never the key."""
+    """What is kept of a key; never the key itself."""
 
-    # What logs, metrics and the console may show.
+    # The name that logs, metrics and the console may show.
     name: str
     digest: bytes = field(repr=False)
-    # Of users there is nothing to say: whoever has a key is one.
+    # There is no flag for users: every key is a user's.
     is_admin: bool = False
     # Unix time.
     expires_at: float = math.inf
-    # Sequences; None: as of all keys.
+    # Sequences in flight; None: the bound for every key.
     max_concurrent_requests: int | None = None
     rates: Rates = field(default_factory=Rates)
 
@@ -57,24 +57,25 @@ class Keys:
         self._path = config.api_keys_file
         self._of_flags = _keys_of_flags(config)
         self._by_digest = self._of_flags
-        # What `stat` said of the file that was last looked at.
+        # The result of `stat` for the file when it was last read.
         self._seen: tuple[int, ...] = ()
         if self._path is not None:
-            # Its start was refused with a wrong one. One that went wrong since lets nobody in.
+            # A bad file has already failed the router's start. If the file went bad since, no key
+            # of it is accepted.
             self._take(*self._look(self._path))
 
     @property
     def are_asked_for(self) -> bool:
-        """Users must show one. With a file that is so also when there is no key left in it."""
+        """Whether users must show a key; with a file of keys always, even if it has none left."""
         return self._config.api_key is not None or self._path is not None
 
     @property
     def has_admins(self) -> bool:
-        """There are keys that open what is the operator's, or may be."""
+        """Whether there are keys that open the operator's routes, or may be."""
         return self._config.admin_key is not None or self._path is not None
 
     def find(self, shown: bytes) -> Key | None:
-        """Whose key this is, if it is one at present."""
+        """The entry of this key, if it is valid now."""
         digest = key_file.digest_of(shown)
         key = self._by_digest.get(digest)
         is_equal = hmac.compare_digest(_NO_DIGEST if key is None else key.digest, digest)
@@ -89,7 +90,7 @@ class Keys:
             self._take(*await asyncio.to_thread(self._look, self._path))
 
     def _look(self, path: str) -> tuple[tuple[int, ...], Sequence[KeyEntry] | str | None]:
-        """What `stat` says, and the file's keys or what is wrong with it; None: as it was."""
+        """The result of `stat`, and the file's keys, or an error text; None: unchanged."""
         try:
             found = os.stat(path)
             seen = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -111,7 +112,7 @@ class Keys:
             self._replace(found)
 
     def _replace(self, entries: Sequence[KeyEntry]) -> None:
-        """From the next request on. What a key has used up of its rates stays used up."""
+        """Use these keys from the next request on. Keys keep what they have used of their rates."""
         rates = {key.name: key.rates for key in self._by_digest.values()}
         of_file = [self._key(entry, rates.get(entry.name) or Rates()) for entry in entries]
         if self._by_digest is not self._of_flags:
@@ -134,12 +135,12 @@ class Keys:
 
 
 def _keys_of_flags(config: RouterConfig) -> dict[bytes, Key]:
-    """By their digests. No name of the file's begins as these do."""
+    """The keys given as flags, by digest. No name in a file of keys may begin with "--"."""
     given = (("--api-key", config.api_key, False), ("--admin-key", config.admin_key, True))
     keys = [
         Key(name, key_file.digest_of(key.encode()), is_admin=is_admin)
         for name, key, is_admin in given
         if key is not None
     ]
-    # The same key given as both is an admin's.
+    # A key given as both is an admin's: the later entry wins.
     return {key.digest: key for key in keys}

@@ -1,6 +1,7 @@
-"""JSON of values that may be long, for threads: the interpreter lock is let go of time and again.
+"""JSON of values that may be long, for threads: releases the interpreter lock again and again.
 
-An encoder in C holds the lock, and with it the event loop, to its end. Here it is given pieces.
+An encoder in C holds the lock, and so blocks the event loop, until it is done. Here it encodes one
+piece at a time.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ import msgspec
 
 _encode = msgspec.json.encode
 
-# Each takes some tens of microseconds.
+# Encoding a piece takes some tens of microseconds.
 PIECE_BYTES = 64 * 1024
-# Of numbers, or of what is said of a token.
+# How many numbers, or objects that describe a token, make a piece.
 _PIECE_ITEMS = 256
-# After so many bytes whoever waits for the lock has it; a sleep of nothing would often win it back.
+# After this many bytes, sleep so that the event loop gets the lock; after a sleep of 0 this thread
+# would often win it back.
 _TURN_BYTES = 256 * 1024
 _TURN_S = 1e-6
 
 
 def encoded(value: object) -> bytes:
-    """As msgspec encodes it."""
+    """The value's JSON, as msgspec encodes it."""
     return joined(json_pieces(value))
 
 
 def joined(pieces: Iterable[bytes]) -> bytes:
-    """All of them as one, which Python itself does without the lock where it is long."""
+    """The pieces as one; for a long one Python's `join` releases the lock."""
     taken: list[bytes] = []
     num_bytes = 0
     for piece in pieces:
@@ -40,7 +42,7 @@ def joined(pieces: Iterable[bytes]) -> bytes:
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
-    """The JSON of a value that is made of what JSON has, keys being texts, and of `Raw`."""
+    """The JSON of a value made of JSON's types, with strings as keys, and `Raw`."""
     if isinstance(value, dict):
         yield from _framed(b"{", (_member(*member) for member in value.items()), b"}")
     elif isinstance(value, msgspec.Raw):

@@ -1,8 +1,8 @@
-"""How late the event loop comes to what is due: the one number that says whether something blocks
-it, or whether it has more to do than it can. Knows neither HTTP nor Prometheus.
+"""How late the event loop runs its timers: the one number that shows that something blocks it, or
+that it is overloaded. Knows neither HTTP nor Prometheus.
 
-What is measured is seen at the end of a sleep, so that a loop blocked for a second is one value of
-a second, not many. uvloop's timers count whole milliseconds: below one is rest, not lag.
+The lag is measured at the end of a sleep, so that a loop blocked for a second gives one value of a
+second, not many. uvloop's timers have a resolution of 1 ms: less than that is no lag.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ WINDOW_S = 10.0
 
 
 class RecentWorst:
-    """The largest of the values that came within a window of time."""
+    """The largest of the values of the last `window_s`."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        # When and what, falling: a value hides those before it that are no larger.
+        # (time, value), values falling: earlier ones that are no larger are dropped.
         self._kept: deque[tuple[float, float]] = deque()
 
     def add(self, value: float, now_s: float) -> float:
-        """Take one more; the worst of the window that ends now."""
+        """Add a value; returns the largest of the window that ends now."""
         while self._kept and self._kept[-1][1] <= value:
             self._kept.pop()
         self._kept.append((now_s, value))
@@ -35,8 +35,8 @@ class RecentWorst:
 
 
 async def watch_loop(observe: Callable[[float, float], None]) -> None:
-    """Tell, `INTERVAL_S` after `INTERVAL_S`, how late the loop is in seconds and the worst of the
-    last `WINDOW_S`; runs until cancelled.
+    """Every `INTERVAL_S`, call `observe` with the loop's lag in seconds and the worst of the last
+    `WINDOW_S`; runs until cancelled.
     """
     worst = RecentWorst(WINDOW_S)
     while True:

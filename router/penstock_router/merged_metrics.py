@@ -1,6 +1,6 @@
-"""What all workers count, added up in a process of its own: reading their files takes tens of
-milliseconds of Python, in which no event loop gets a turn, whatever the thread. Started with the
-first question, it ends with the worker that asks. Knows no HTTP.
+"""The metrics of all workers, added up in a separate process: reading their files takes tens of
+milliseconds of Python, which holds the interpreter lock in any thread. The process is started at
+the first scrape and ends with the worker that started it. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _decoder = msgspec.msgpack.Decoder(list[_Family])
 
 
 class MergedMetrics:
-    """Asks that process, one question at a time."""
+    """The worker's side of that process; asks it one question at a time."""
 
     def __init__(self) -> None:
         # The process, and our end of its standard input and output.
@@ -40,12 +40,14 @@ class MergedMetrics:
         self._lock = asyncio.Lock()
 
     async def families(self) -> Iterator[Metric]:
-        """Raises `Unavailable` where the process ended meanwhile; the next question starts it."""
+        """All workers' metrics. Raises `Unavailable` if the process died; the next call restarts
+        it.
+        """
         async with self._lock:
             try:
                 data = await self._ask()
             except BaseException as error:
-                # Half of an answer may be left of it.
+                # Part of an answer may still be unread, so start anew.
                 await self.close()
                 if isinstance(error, EOFError | OSError):
                     raise Unavailable("the process that adds up metrics ended") from None
@@ -56,7 +58,7 @@ class MergedMetrics:
         if self._process is not None and self._process[0].poll() is not None:
             await self.close()
         if self._process is None:
-            # Here and not in a thread, where it could not be given up: some 2 ms, once.
+            # Not in a thread, which could not be cancelled: some 2 ms, once.
             self._process = _start()
         ours = self._process[1]
         await asyncio.get_running_loop().sock_sendall(ours, b"\n")
@@ -78,7 +80,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
             [sys.executable, "-m", __name__],
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
-            # What a terminal sends to its process group is for the router.
+            # Signals that a terminal sends to its process group are for the router.
             start_new_session=True,
         )
     ours.setblocking(False)
@@ -86,7 +88,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 async def _receive(ours: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes. Raises `EOFError` where the other end is closed."""
+    """Receive this many bytes. Raises `EOFError` if the other end is closed."""
     loop, data = asyncio.get_running_loop(), bytearray()
     while len(data) < num_bytes:
         piece = await loop.sock_recv(ours, num_bytes - len(data))
@@ -108,7 +110,7 @@ def _metrics(families: Iterable[_Family]) -> Iterator[Metric]:
 
 
 def main() -> None:
-    """Answer each line until there are no more."""
+    """Answer each line of standard input until its end."""
     output = sys.stdout.buffer
     for _ in iter(sys.stdin.buffer.readline, b""):
         data = msgspec.msgpack.encode(_merged())

@@ -31,15 +31,15 @@ _LAG_BUCKETS_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )
-# Other workers answer for this one too, from what it has written.
+# How often this worker writes its counts, from which other workers answer for it too.
 _WRITE_EVERY_S = 0.5
 
 
 class _BatchedHistogram(Histogram):
-    """Takes many observations at once: one costs about as much as all else that a token does."""
+    """Takes many observations at once: one costs about as much as all other work on a token."""
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """`counts` has one for each bucket, the last for what is beyond all bounds."""
+        """`counts` has one entry for each bucket, the last for values above all bounds."""
         self._sum.inc(total)
         for bucket, count in zip(self._buckets, counts, strict=True):
             if count:
@@ -47,23 +47,23 @@ class _BatchedHistogram(Histogram):
 
 
 class TokenMeter:
-    """Tokens that come, of one model: kept here for a moment, as there are so many."""
+    """Counts one model's output tokens, and passes them on to Prometheus's counters in batches."""
 
     def __init__(self, tokens: Counter, between_seconds: _BatchedHistogram) -> None:
         self._tokens = tokens
         self._between_seconds = between_seconds
-        # Since they were last written to what Prometheus reads.
+        # Counts since the last `write_out`.
         self._num_tokens = 0
         self._gaps = [0] * (len(BETWEEN_BUCKETS_S) + 1)
         self._gaps_s = 0.0
         self._write_at_s = 0.0
 
     def add(self, num_tokens: int) -> None:
-        """Tokens of a sequence between which there is nothing to measure."""
+        """Count tokens without a gap to measure before them."""
         self._tokens.inc(num_tokens)
 
     def observe(self, num_tokens: int, gap_s: float, now_s: float) -> None:
-        """Tokens of a sequence, `gap_s` a token after those before; `now_s` is `perf_counter`'s."""
+        """Count tokens that came `gap_s` a token after the last; `now_s` is `perf_counter`'s."""
         self._num_tokens += num_tokens
         self._gaps[bisect_left(BETWEEN_BUCKETS_S, gap_s)] += 1
         self._gaps_s += gap_s
@@ -71,7 +71,7 @@ class TokenMeter:
             self.write_out(now_s)
 
     def write_out(self, now_s: float) -> None:
-        """Let Prometheus see all that came."""
+        """Add what was counted to Prometheus's counters."""
         self._write_at_s = now_s + _WRITE_EVERY_S
         if self._num_tokens:
             self._tokens.inc(self._num_tokens)
@@ -84,9 +84,9 @@ class Metrics:
     """The router's counters."""
 
     def __init__(self) -> None:
-        # When each counter was made is of no use, and a third of all there is to read.
+        # Creation times of counters are of no use, and a third of all samples.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        # Of this worker alone.
+        # This worker's own worst lag, for its console.
         self.loop_lag_worst_s = 0.0
         self._meters: dict[str, TokenMeter] = {}
         # In multiprocess mode values live in files, not in this registry.
@@ -192,21 +192,21 @@ class Metrics:
     # ---- what happened ----
 
     def held(self, model: str, change: int) -> None:
-        """So many requests more wait for a shard of this model."""
+        """`change` more requests wait for a shard of this model."""
         self.requests_held.labels(model).inc(change)
 
     def loop_was_late(self, lag_s: float, worst_s: float) -> None:
-        """Of one timer, and the worst of the last ones."""
+        """The lag of one timer, and the worst of the last ones."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag_worst_seconds.set(worst_s)
         self.loop_lag_worst_s = worst_s
 
     def fleet_event(self, event: str, reason: str) -> None:
-        """Told by the fleet of each one."""
+        """Called by the fleet for each of its events."""
         self.fleet_events.labels(event, reason).inc()
 
     def tokens_of(self, model: str) -> TokenMeter:
-        """What counts this model's tokens."""
+        """The meter of this model's tokens."""
         meter = self._meters.get(model)
         if meter is None:
             tokens = self._output_tokens.labels(model)

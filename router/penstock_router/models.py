@@ -30,9 +30,9 @@ _ANY_MODEL = frozenset({"", "tgi", "dummy"})
 # An alias for requests that name none.
 _DEFAULT = "default"
 
-# So often a request that is held looks for a shard.
+# How often a held request checks for a shard.
 _HELD_POLL_S = 0.1
-# How long a failure to load stands before files are fetched again.
+# How long after a failure to load the files are fetched again.
 _RETRY_S = 1.0
 
 
@@ -41,11 +41,11 @@ class ServedModel:
     """A model that requests can be prepared for."""
 
     info: ShardInfo
-    # What text work knows of it.
+    # The part of it that text work uses.
     text: TextModel
-    # What that was made of, for text processes: each is sent it once.
+    # The files that `text` was made of: each text process gets them once.
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    # That the request named, where it named one; "" for the bare model.
+    # The adapter that the request named; "" for the base model.
     adapter: str = ""
 
     @property
@@ -61,12 +61,12 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """What answers call it."""
+        """The name in answers' `model` field."""
         return self.adapter or self.info.model
 
     @property
     def adapter_hash(self) -> str:
-        """Of the adapter's content, as the shard has it that `info` is of."""
+        """The hash of the adapter's content, at the shard whose info is `info`."""
         return self.info.adapter_hash(self.adapter)
 
 
@@ -76,7 +76,7 @@ _Files = dict[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What a model's files hold, and the files."""
+    """A model's files, and what was loaded from them."""
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -101,12 +101,12 @@ class Models:
         config: RouterConfig,
         on_held: Callable[[str, int], None] = lambda model, change: None,
     ) -> None:
-        """`on_held` is told of requests that begin (1) and cease (-1) to wait for a shard of their
-        model; of one that was never served the name is "".
+        """`on_held` is called with a model and 1 when a request begins to wait for a shard of it,
+        -1 when it stops; the name of a model that was never served is "".
         """
         self._fleet = fleet
         self._threads = threads
-        # The operator's own, which goes before the models'.
+        # The operator's own template, which takes precedence over the models'.
         self.chat_template = config.chat_template
         self._trusts_templates = config.trust_request_chat_template
         self._parsers = config.tool_call_parser, config.reasoning_parser
@@ -138,7 +138,7 @@ class Models:
         return next(iter(self._troubles.values()), "the models are being loaded")
 
     def infos(self) -> list[ShardInfo]:
-        """One of each model that a ready shard serves."""
+        """One info for each model that a ready shard serves."""
         infos: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             if shard.ready and shard.info is not None:
@@ -146,8 +146,8 @@ class Models:
         return list(infos.values())
 
     def names(self) -> dict[str, tuple[ShardInfo, str]]:
-        """Every name that leads to something that is served: to which model, and to which adapter
-        of it, "" for none. Models come first, each with its own name first.
+        """Every name that requests may use now, with its model and its adapter, "" for none. Models
+        come before adapters, and each model's own name before its aliases.
         """
         infos = self.infos()
         candidates = [name for info in infos for name in (info.model, *info.model_aliases)]
@@ -163,7 +163,7 @@ class Models:
         return {name: found[name] for name in order}
 
     def adapters_of(self, info: ShardInfo) -> dict[str, ShardInfo]:
-        """Adapters by name that a ready shard of this model has, and what that shard says."""
+        """The adapters that ready shards of this model have, each with the info of one of those."""
         adapters: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             other = shard.info
@@ -173,7 +173,7 @@ class Models:
         return adapters
 
     def _holder(self, infos: Sequence[ShardInfo], adapter: str) -> ShardInfo | None:
-        """What the first ready shard says that has the adapter, of the first model that has it."""
+        """The info of the first ready shard that has the adapter, of the first such model."""
         holders: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             info = shard.info
@@ -182,13 +182,13 @@ class Models:
         return next((holders[info.model] for info in infos if info.model in holders), None)
 
     def info(self, name: str) -> ShardInfo:
-        """Of the model a request names, or whose adapter it names; raises `NotFound` or
-        `Unavailable`.
+        """The info of the model that a request names, or whose adapter it names; raises `NotFound`
+        or `Unavailable`.
         """
         return self._resolve(name)[0]
 
     def _resolve(self, name: str) -> tuple[ShardInfo, str]:
-        """The model, and the adapter, "" for none."""
+        """The model that a request's `name` means, and the adapter, "" for none."""
         self._note_names()
         infos = self.infos()
         name = self._meant(name, infos)
@@ -207,12 +207,12 @@ class Models:
         raise unknown_model(name)
 
     def _meant(self, name: str, infos: Sequence[ShardInfo]) -> str:
-        """What an operator's alias stands for; a shard's own name goes before it."""
+        """The name an operator's alias stands for; shards' own names take precedence over it."""
         is_own = any(name == info.model or name in info.model_aliases for info in infos)
         return name if is_own else self._aliases.get(name or _DEFAULT, name)
 
     def _served(self, name: str, infos: Sequence[ShardInfo]) -> tuple[ShardInfo, str] | None:
-        """The model of this name, or else whose adapter it names, and that."""
+        """The model of this name and "", or else the model with an adapter of this name and it."""
         for info in infos:
             if name == info.model:
                 return info, ""
@@ -223,19 +223,19 @@ class Models:
         return None if holder is None else (holder, name)
 
     def _note_names(self) -> None:
-        """Of shards that may leave the fleet."""
+        """Remember the names of all models, whose shards may leave the fleet."""
         for shard in self._fleet.shards:
             if shard.info is not None:
                 self._names.update((shard.info.model, *shard.info.model_aliases))
 
     def _is_away(self, adapter: str) -> bool:
-        """Whether a shard that is away may come back with it."""
+        """Whether a shard that is away may have the adapter when it returns."""
         infos = [shard.last_info for shard in self._fleet.shards if not shard.leaving]
         return bool(adapter) and any(info.has_adapter(adapter) for info in infos if info)
 
     async def get(self, name: str) -> ServedModel:
-        """The model a request names, loaded. Waits for a shard that serves it, for a while where
-        that is so configured.
+        """The model a request names, loaded. Waits for a shard that serves it for up to
+        `shard_wait_s`, if that is set.
         """
         info, adapter = await self._resolved_in_time(name)
         try:
@@ -243,7 +243,7 @@ class Models:
         except (TokenizerUnusable, TemplateUnusable) as error:
             raise Unavailable(f"the model {info.model} cannot be served: {error}") from None
         except RequestRefused:
-            # Its last shard left meanwhile, and to the fleet the model is unknown.
+            # Its last shard has left meanwhile, so the fleet does not know the model any more.
             raise Unavailable(f"no shard serves {info.model} at present") from None
         text = TextModel(
             name=info.model,
@@ -281,12 +281,13 @@ class Models:
         task = self._texts.get(key)
         if task is None or (_failed(task) and self._may_retry(key)):
             task = self._texts[key] = asyncio.create_task(self._load(key))
-        # Not awaited itself: a request that is cancelled must not cancel what others wait for.
+        # `wait` instead of awaiting the task: a cancelled request must not cancel the loading
+        # that others wait for.
         await asyncio.wait((task,))
         error = task.exception()
         if error is None or isinstance(error, PenstockError | TokenizerUnusable | TemplateUnusable):
             return task.result()
-        # Files are a stranger's: what nobody foresaw in them is their model's trouble only.
+        # Files are untrusted: whatever fails in them must only fail their own model.
         text = f"its files do not load: {type(error).__name__}: {error}"
         raise TokenizerUnusable(text) from error
 
@@ -326,7 +327,7 @@ class Models:
         except (PenstockError, TokenizerUnusable, TemplateUnusable) as error:
             shown = str(error)
             if isinstance(error, PenstockError):
-                # Its text is the operator's: it may hold addresses.
+                # The error's text is for the operator only: it may hold addresses.
                 shown = "the shard did not send the tokenizer; the log says why"
             if self._troubles.get(info.model) != shown:
                 logger.warning("model %s is not ready: %s", info.model, error)
@@ -337,7 +338,7 @@ class Models:
     def _forget_replaced(self) -> None:
         """Drop texts of models that are served with another tokenizer now.
 
-        Those of a model that is away stay: it comes back with the same one as a rule.
+        Texts of a model that is away are kept: as a rule it returns with the same tokenizer.
         """
         infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
         used = {(info.model, info.tokenizer_hash) for info in infos}
@@ -348,7 +349,7 @@ class Models:
                 self._failed_at.pop(key, None)
 
     async def close(self) -> None:
-        """Give up what is still loading."""
+        """Cancel all loading."""
         for task in self._texts.values():
             task.cancel()
         await asyncio.gather(*self._texts.values(), return_exceptions=True)

@@ -101,7 +101,7 @@ def _body(route: Route) -> JsonObject:
 
 
 def _name(route: Route) -> str:
-    """As generated clients name their methods: get_v1_models."""
+    """The operationId, after which generated clients name their methods: get_v1_models."""
     words = re.findall(r"\w+", route.canonical_path) or ["root"]
     return "_".join([route.method.lower(), *words])
 

@@ -17,7 +17,7 @@ class PieceKind(enum.Enum):
     CONTENT = "content"
     # The beginning of a call; its text is the function's name.
     CALL = "call"
-    # Of a call, JSON: the pieces of one call join to all of it.
+    # A part of a call's arguments, which are JSON: the pieces of one call join to all of them.
     ARGUMENTS = "arguments"
 
 
@@ -38,7 +38,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def extend(pieces: list[Piece], later: Iterable[Piece]) -> None:
-    """Append what came after, joined to the last one where it goes on with that."""
+    """Append later pieces; one that continues the last piece is joined to it."""
     for piece in later:
         last = pieces[-1] if pieces else None
         if piece.kind is PieceKind.CALL or last is None or not _goes_on(last, piece):

@@ -53,14 +53,14 @@ Stack = tuple[Frame, ...]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was seen of threads that did not wait."""
+    """Samples of the stacks of threads that were not waiting."""
 
     stacks: Mapping[Stack, int]
-    # Of the main thread, which is in no stack when it waits.
+    # Samples of the main thread, which is in no stack while it waits.
     num_samples: int
     num_waiting: int
     duration_s: float
-    # Of the whole process.
+    # Processor time of the whole process.
     cpu_s: float
 
 
@@ -147,7 +147,7 @@ class Sampler:
         return known
 
     def _ids(self, innermost: FrameType) -> tuple[int, ...]:
-        """Of the code of a stack, the innermost first."""
+        """The ids of a stack's code objects, innermost first."""
         ids, frame = [], innermost
         while frame is not None:
             code = frame.f_code
@@ -233,7 +233,7 @@ def lay_out(root: Node, min_width: float = 0.0) -> Iterator[Box]:
 _WIDTH_PX = 1400
 _MARGIN_PX = 16
 _ROW_PX = 18
-# Of the font below.
+# The width of a character in the font below.
 _CHARACTER_PX = 6.7
 _TOP_PX = 86
 # A box that is narrower is left out.
@@ -270,7 +270,7 @@ _LEGEND = (
     ("standard", "Python's own"),
     ("other", "threads, generated code"),
 )
-# What a path is part of, and what of it is shown.
+# Which part of the program a path belongs to, and the part of the path that is shown.
 _PLACES = (
     ("ours", re.compile(r".*/(penstock_\w+/.*)")),
     ("library", re.compile(r".*/(?:site|dist)-packages/(.*)")),
@@ -338,7 +338,7 @@ def _box(box: Box, inner_px: float, profile: Profile) -> str:
 
 
 def cut_label(function: str, place: str, width_px: float) -> str:
-    """As much as fits in a box: all, the function, its beginning, or nothing."""
+    """As much of a label as fits in a box: all, the function, its beginning, or nothing."""
     num_fitting = int((width_px - 8) / _CHARACTER_PX)
     whole = f"{function} {place}".strip()
     if len(whole) <= num_fitting:

@@ -1,8 +1,7 @@
 """A request's text -> prompts: rendered, tokenized and checked, in one go.
 
-Plain functions that wait for nothing, so that they run wherever there is time for them: on the
-event loop for short texts, in a thread for longer ones, in a text process for long bodies. Knows
-no shard, no HTTP and no API's fields.
+Plain synchronous functions: they run on the event loop for short texts, in a thread for longer
+ones, in a text process for long bodies. Knows no shard, no HTTP and no API's fields.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from penstock_router.request import ChatRequest, CompletionRequest, Message, Opt
 from penstock_router.tokenizer import INLINE_CHARS, Tokenizer, Truncation, prompt_too_long
 from penstock_router.tool_calls.plain_json import in_words, instructions
 
-# What an item of a message costs a template, in characters of text.
+# An item of a message costs a template as much as this many characters of text.
 _ITEM_CHARS = 10
-# Up to so many ids are decoded on the event loop (about 0.2 us each).
+# Up to this many ids are decoded on the event loop (about 0.2 us each).
 INLINE_IDS = 1000
 ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What text work knows of a model."""
+    """The part of a model that text work uses."""
 
     name: str
     max_model_len: int
@@ -61,25 +60,25 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the text of a request for tokens has become."""
+    """A request for tokens after its text work."""
 
     prompts: tuple[Prompt, ...]
     bad_words: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] = ()
-    # What the answer's text begins with.
+    # The text that the answer begins with (`echo`).
     full_text: str = ""
     # The items before the answer's, as a JSON array; empty where none are kept.
     conversation: bytes | memoryview = b""
-    # What the answer repeats of the request.
+    # Fields of the request that the answer repeats, as JSON.
     repeated: Mapping[str, msgspec.Raw] = field(default_factory=dict)
-    # What every answer must be like.
+    # The constraint on every answer.
     constraint: Constraint | None = None
     # The prompt ends within reasoning.
     reasoning_begun: bool = False
 
 
 def prepare_prompts(request: Options, model: TextModel) -> Prepared:
-    """The prompts of a request of either kind. One bad prompt refuses it."""
+    """The prompts of a request of either kind. One invalid prompt refuses the whole request."""
     begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
         text = rendered(request, model)
@@ -104,7 +103,7 @@ def prepare_prompts(request: Options, model: TextModel) -> Prepared:
 def embedding_prompts(request: CompletionRequest, model: TextModel) -> Prepared:
     """The inputs of a request for vectors."""
     if request.truncate_prompt_tokens == -1:
-        # Nothing follows: the whole context is the input's.
+        # No output follows: the input may fill the whole context.
         request = dataclasses.replace(request, truncate_prompt_tokens=model.max_model_len)
     prompts = completion_prompts(request, model, "input")
     if not all(prompt.token_ids for prompt in prompts):
@@ -126,9 +125,9 @@ def is_short(request: Options) -> bool:
 
 
 def is_small(value: object) -> bool:
-    """Whether a template is through with it in no time: all text counts, and so does each item.
+    """Whether a template renders the value quickly: all text counts, and so does each item.
 
-    Looks no further than to the answer.
+    Stops counting once the value is too large.
     """
     size, rest = 0, [value]
     while rest and size <= INLINE_CHARS:
@@ -173,7 +172,7 @@ def completion_prompts(
 
 
 def _prompt_of_ids(token_ids: list[int], model: TextModel, request: Options, param: str) -> Prompt:
-    # First, as there may be millions of them to look at.
+    # Before checking each id, of which there may be millions.
     if len(token_ids) > model.max_model_len:
         raise prompt_too_long(len(token_ids), model.max_model_len)
     largest = max(token_ids, default=0)
@@ -186,7 +185,7 @@ def _prompt_of_ids(token_ids: list[int], model: TextModel, request: Options, par
 
 
 def _truncation(request: Options, model: TextModel) -> Truncation | None:
-    """How long a prompt may be and which end is cut off; None: a longer one is refused."""
+    """To what length a prompt is cut, and at which end; None: a longer one is refused."""
     wanted, limit = request.truncate_prompt_tokens, model.max_model_len
     if wanted is None:
         return None
@@ -240,7 +239,7 @@ def rendered(request: ChatRequest, model: TextModel) -> str:
         )
     messages, tools = request.messages, tools_of(request)
     if not (template.takes_tools or "tool" in template.source):
-        # It would drop calls and their results without a word, or fail over them.
+        # The template would silently drop calls and their results, or fail on them.
         messages = in_words(messages)
     if tools and not template.takes_tools:
         messages = _with_system_text(messages, instructions(tools))
@@ -255,7 +254,7 @@ def rendered(request: ChatRequest, model: TextModel) -> str:
 
 
 def _with_system_text(messages: list[Message], text: str) -> list[Message]:
-    """Say it before all else: many templates take one system message only, and as the first."""
+    """Put the text first: many templates take only one system message, as the first one."""
     first = messages[0] if messages else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
@@ -276,7 +275,7 @@ def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
 
 
 def _last_message(request: ChatRequest) -> str:
-    """What `echo` puts before the answer: a last message of the answer's own role."""
+    """The text that `echo` puts before the answer: that of a last message by the assistant."""
     last = request.messages[-1]
     return str(last.get("content", "")) if last["role"] == "assistant" else ""
 
@@ -285,7 +284,7 @@ def _last_message(request: ChatRequest) -> str:
 
 
 def _check_ids(model: TextModel, request: Options) -> None:
-    # Shards refuse it too, but once for each choice that the ids were sent for.
+    # Shards refuse it too, but only after the ids were sent to them for each choice.
     if (count := len(request.allowed_token_ids)) > model.vocab_size:
         text = f"allowed_token_ids: at most {model.vocab_size} ids; given: {count}"
         raise BadRequest(text, param="allowed_token_ids")
@@ -298,7 +297,7 @@ def _check_ids(model: TextModel, request: Options) -> None:
 
 
 def _bad_words(model: TextModel, request: Options) -> list[list[int]]:
-    """The ids of each word as it begins a text, and as it stands behind another."""
+    """The ids of each word, both at the beginning of a text and after a space."""
     words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
     if not words:
         return []
@@ -325,7 +324,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(data: memoryview) -> Sequence[int]:
-    """What `pack_ids` was given, as an array."""
+    """The ids that `pack_ids` packed, as an array."""
     values = array("I")
     values.frombytes(data)
     if sys.byteorder == "big":

@@ -1,13 +1,13 @@
 """How much a key may ask for in a minute: requests, and tokens of prompts and outputs.
 
 Token buckets (Turner, New directions in communications, 1986): full at first, refilled steadily,
-never over full. A request with a body takes one from the first as it arrives, whatever it says. Of
-the second it takes, once its prompt is tokenized, the prompt's tokens and what it may put out, of
-that an eighth of a minute's at most: many answers have no other bound than the model's context, and
-most are far shorter. When it is over, what it took in vain goes back, and what it put out beyond is
-taken, also below zero. So every token counts, an overdraft is paid back before anything else is let
-in, and only as many answers may overdraw at once as an eighth goes into what there was. A full
-bucket lets any request in, however long its prompt is.
+never over full. A request with a body takes one from the bucket of requests as it arrives, even if
+it is refused later. From the bucket of tokens it takes, once its prompt is tokenized, the prompt's
+tokens and its maximum output, but for the output at most an eighth of a minute's tokens: many
+answers have no other bound than the model's context, and most are far shorter. When the request is
+over, output tokens that it did not use go back, and those beyond what it took are taken, also below
+zero. So every token counts, an overdraft is refilled before any request is admitted, and at most
+about eight answers may overdraw at once. A full bucket admits any request, however long its prompt.
 
 Knows numbers and times only: no HTTP and no keys.
 """
@@ -26,7 +26,7 @@ _OUTPUT_SHARE = 8
 
 
 class Bucket:
-    """So many a minute, of which up to a minute's may be taken at once."""
+    """A token bucket of `per_minute`, which is also its size."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -34,22 +34,22 @@ class Bucket:
         self._at_s = now_s
 
     def change(self, per_minute: int, now_s: float) -> None:
-        """Another limit: what is used up stays so."""
+        """Set another limit; the level stays, up to the new size."""
         self._level = min(float(per_minute), self.level(now_s))
         self._at_s, self.per_minute = now_s, per_minute
 
     def level(self, now_s: float) -> float:
-        """What is in it, below zero where it is overdrawn."""
+        """How much is in the bucket; below zero if it is overdrawn."""
         refilled = self._level + (now_s - self._at_s) * self.per_minute / _MINUTE_S
         return min(float(self.per_minute), refilled)
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much is in it, or it is full."""
+        """Seconds until this amount is in the bucket, or the bucket is full."""
         missing = min(amount, self.per_minute) - self.level(now_s)
         return max(0.0, missing) * _MINUTE_S / self.per_minute
 
     def take(self, amount: float, now_s: float) -> None:
-        """Out of it, whatever is in it; less than nothing goes back."""
+        """Take an amount, even below zero; a negative amount goes back in."""
         self._level = self.level(now_s) - amount
         self._at_s = now_s
 
@@ -62,13 +62,13 @@ class Rates:
         self.tokens: Bucket | None = None
 
     def change(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
-        """From now on these hold; None: no limit."""
+        """Set the limits from now on; None: no limit."""
         now_s = time.monotonic()
         self.requests = _changed(self.requests, requests_per_minute, now_s)
         self.tokens = _changed(self.tokens, tokens_per_minute, now_s)
 
     def headers(self) -> dict[str, str]:
-        """What OpenAI's clients read of them."""
+        """The x-ratelimit headers that OpenAI's clients read."""
         shown: dict[str, str] = {}
         now_s = time.monotonic()
         for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
@@ -91,26 +91,26 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now_s: float) -> Buc
 
 
 class Charge:
-    """What one request takes of its key's rates."""
+    """What one request takes from its key's buckets."""
 
     __slots__ = ("_delivered_tokens", "_metrics", "_prompt_tokens", "_rates", "_record", "_taken")
 
     def __init__(self, rates: Rates | None, metrics: Metrics) -> None:
         self._rates = rates
         self._metrics = metrics
-        # Of tokens; and those that it must pay for in any case.
+        # Tokens taken from the bucket, and the prompt's tokens once they count as used.
         self._taken = 0
         self._prompt_tokens = 0
         self._record: RequestRecord | None = None
         self._delivered_tokens = 0
 
     def take_request(self) -> None:
-        """As it arrives. Raises `TooManyRequests`."""
+        """Take one request, as it arrives. Raises `TooManyRequests`."""
         if self._rates is not None and self._rates.requests is not None:
             self._take(self._rates.requests, 1, "requests")
 
     def take_tokens(self, prompt_tokens: int, max_output_tokens: int) -> None:
-        """Before its tokens are worked on. Raises `TooManyRequests`."""
+        """Take its tokens, before it waits for places. Raises `TooManyRequests`."""
         if self._rates is None or self._rates.tokens is None:
             return
         bucket = self._rates.tokens
@@ -119,15 +119,15 @@ class Charge:
         self._taken = prompt_tokens + outputs
 
     def begin(self, prompt_tokens: int) -> None:
-        """It has its places: the prompt is used."""
+        """It has its places: from now on its prompt's tokens count as used."""
         self._prompt_tokens = prompt_tokens
 
     def follow(self, record: RequestRecord, delivered_tokens: int) -> None:
-        """What it puts out is counted there; so much was put out by a request before."""
+        """`record` counts its output tokens; an earlier request paid for `delivered_tokens`."""
         self._record, self._delivered_tokens = record, delivered_tokens
 
     def settle(self) -> None:
-        """It is over: what it used is taken, and no more."""
+        """The request is over: correct the bucket to the tokens it used."""
         if self._rates is None or self._rates.tokens is None or not self._taken:
             return
         used = self._prompt_tokens

@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer: how it marks it, and the two told apart.
+"""Reasoning that a model writes before its answer: its marks, and how it is split from content.
 
 A style has a mark at either end. Of an answer only what stands first counts: a begin mark, with
 nothing but whitespace before it, or reasoning that the prompt has begun already. From its end on
@@ -19,7 +19,7 @@ from penstock_router.stop import beginning
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """What stands at the beginning and at the end of a model's reasoning."""
+    """The marks at the beginning and at the end of a model's reasoning."""
 
     name: str
     begin: str
@@ -27,7 +27,7 @@ class ReasoningStyle:
 
     @property
     def marks(self) -> tuple[str, str]:
-        """Both."""
+        """The begin mark and the end mark."""
         return self.begin, self.end
 
 
@@ -54,10 +54,10 @@ AUTO, NONE = "auto", "none"
 def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
     """The style of this name; "auto": the one whose end mark stands in the chat template.
 
-    A template that does no more than take old reasoning off is of a model that writes it all the
-    same, as DeepSeek R1's first was. One that has the mark for another reason does no harm: an
-    answer without a begin mark is content from its first character on. Raises `KeyError` for a
-    name that is none.
+    A template that only strips old reasoning still belongs to a model that writes reasoning, as
+    DeepSeek R1's first one did. One that has the mark for another reason does no harm: an answer
+    without a begin mark is content from its first character on. Raises `KeyError` for an unknown
+    name.
     """
     if name == NONE:
         return None
@@ -94,7 +94,7 @@ def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
 
 
 class ReasoningSplitter:
-    """Tells one answer's reasoning from its content."""
+    """Splits one answer into reasoning and content."""
 
     __slots__ = ("_held", "_is_content", "_space", "_style", "has_reasoning", "in_reasoning")
 

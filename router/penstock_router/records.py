@@ -1,9 +1,10 @@
-"""What became of each request: one record, filled in by those who know, told to whoever listens.
+"""What became of each request: one record, filled in along the way and passed to listeners at its
+end.
 
-The request log, metrics, spans and the console's time line are all made of it, so they cannot tell
-different stories. A record ends when nobody holds it any more: an answer that is made in the
-background, or for a client that will come back, outlives the HTTP request that asked for it. Knows
-no HTTP, and of texts and tokens their number only.
+The request log, metrics, spans and the console's time line are all made from it, so they cannot
+disagree. A record ends when its last holder releases it: an answer that is made in the background,
+or for a client that may resume, outlives the HTTP request that asked for it. Knows no HTTP, and of
+texts and tokens only their number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock_router.deltas import Usage
 
 logger = logging.getLogger(__name__)
 
-# Of one request's sequences so many are followed; there may be thousands.
+# How many of a request's sequences are recorded; there may be thousands.
 _NUM_SEQUENCES = 16
 
 
@@ -33,7 +34,7 @@ class RequestRecord:
 
     request_id: str
     method: str
-    # As the route's path is written, with its variables' names; "unknown" for none.
+    # The route's path pattern, with names of variables; "unknown" if no route matched.
     route: str
     arrived_s: float
     # Unix time.
@@ -41,32 +42,31 @@ class RequestRecord:
     # W3C trace context of this request's span, and its parent's id: "" without either.
     traceparent: str = ""
     parent_span_id: str = ""
-    # Whose key it showed.
+    # The name of the key it showed.
     key_name: str = ""
     model: str = ""
-    # That it named in place of the model; "" for none.
+    # The adapter that it named in place of the model; "" for none.
     adapter: str = ""
     stream: bool = False
 
-    # It was let in, its prompts were ready, and it had all its places.
+    # When it was admitted, when its prompts were ready, and when it had all its places.
     admitted_s: float | None = None
     prepared_s: float | None = None
     placed_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None
-    # Counts on while the answer is made; None before.
+    # Updated while the answer is made; None before.
     usage: Usage | None = None
-    # Of each of its sequences (the first few): the attempts, in their order.
+    # For each of its first `_NUM_SEQUENCES` sequences: the attempts, in order.
     sequences: list[Sequence[AttemptRecord]] = field(default_factory=list)
-    # Without tokens, from one shard's last to the next one's first.
+    # Seconds from the last token of one shard to the first of the next, for each failover.
     failover_gaps_s: list[float] = field(default_factory=list)
 
     # The status of its answer; of a stream that failed midway still 200. 499: the client left
     # before its end.
     status: int = 0
-    # stop, length; disconnect, slow_reader, timeout, shutdown, abandoned: why it was cut short;
-    # refused, error; ok where there are no tokens to tell of; probe of what anybody may ask, as
-    # often as they like. "": still runs.
+    # stop, length; disconnect, slow_reader, timeout, shutdown, abandoned: why it was aborted;
+    # refused, error; ok for requests that generate nothing; probe for open routes. "": it runs.
     outcome: str = ""
     # The type of the error that it ended in, and the field at fault; never a value from a request.
     error: str = ""
@@ -74,31 +74,31 @@ class RequestRecord:
 
     @property
     def attempts(self) -> Iterator[AttemptRecord]:
-        """At all its shards."""
+        """The attempts of all recorded sequences."""
         return itertools.chain.from_iterable(self.sequences)
 
     @property
     def output_tokens(self) -> int:
-        """So far."""
+        """The number of output tokens so far."""
         return 0 if self.usage is None else self.usage.completion_tokens
 
     def follow(self, attempts: Sequence[AttemptRecord]) -> None:
-        """One more sequence."""
+        """Record the attempts of one more sequence."""
         if len(self.sequences) < _NUM_SEQUENCES:
             self.sequences.append(attempts)
 
     def failed(self, error: str, field: str | None) -> None:
-        """What its client was told; the outcome is its status's."""
+        """Set the error that the client got; the outcome follows from the status."""
         self.error = self.error or (f"{error}: {field}" if field else error)
 
     def finished(self, outcome: str, error: str = "") -> None:
-        """How it ended; what is said first counts."""
+        """Set how it ended; only the first call counts."""
         if not self.outcome:
             self.outcome, self.error = outcome, self.error or error
 
 
 def outcome_of(status: int) -> str:
-    """Where nothing but its answer tells."""
+    """The outcome of a request of which only the HTTP status is known."""
     if status < 400:
         return "ok"
     if status == 499:
@@ -109,11 +109,11 @@ def outcome_of(status: int) -> str:
 
 
 class Records:
-    """Requests that run, and who is told of their ends."""
+    """Running requests, and the listeners to their ends."""
 
     def __init__(self) -> None:
         self.running: dict[RequestRecord, None] = {}
-        # Each is told of every record that has ended; they must be quick.
+        # Called with every record that has ended; they must be quick.
         self.on_end: list[Callable[[RequestRecord], None]] = []
 
     @contextmanager
@@ -136,5 +136,5 @@ class Records:
             try:
                 listener(record)
             except Exception:
-                # What only tells of requests must not cost one.
+                # A failing listener must not fail the request.
                 logger.exception("request %s: its end could not be told", record.request_id)

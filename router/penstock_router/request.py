@@ -1,7 +1,7 @@
-"""What a request for tokens is, whichever API it came by: the one type that they all become.
+"""A request for tokens, whichever API it came by: the type to which all are translated.
 
-A request is well-formed by itself; what depends on a model is checked in `job.py`. None means: as
-the model's own configuration has it. Knows no JSON.
+A request is well-formed by itself; what depends on a model is checked in `job.py`. None means: the
+model's own default. Knows no JSON.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from penstock_client.types import Constraint
 
 # A message as chat templates expect it: no nulls, its text as one string.
 Message = dict[str, Any]
-# Of `Options.session`, however it was given.
+# The bound of `Options.session`, in whichever field it was given.
 MAX_SESSION_CHARS = 256
-# Of `Options.request_id`, likewise.
+# The bound of `Options.request_id`, likewise.
 MAX_REQUEST_ID_CHARS = 256
-# Of `Options.timeout_s`: what fits into a deadline that shards are told, in ms of 32 bits.
+# The bounds of `Options.timeout_s`: shards get the deadline as 32-bit milliseconds.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, (2**32 - 1) // 1000
 
 
@@ -28,24 +28,24 @@ class Tool:
     """A function that a chat's answer may call."""
 
     name: str
-    # What its arguments must be, as a JSON schema; None: any object.
+    # The JSON schema of its arguments; None: any object.
     parameters: dict[str, Any] | None = None
-    # Whether the schema is kept to also where the answer may do without calls.
+    # Whether the schema is enforced even if calling a tool is optional.
     strict: bool = False
-    # What the chat template is given.
+    # The tool as the chat template gets it.
     shown: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether an answer calls tools: `name` is the one it must call where it is "named"."""
+    """Whether an answer may or must call tools; with mode "named", `name` is the one to call."""
 
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""
 
     @property
     def forces(self) -> bool:
-        """The answer is a call, or several."""
+        """Whether the answer must be one or several calls."""
         return self.mode in ("required", "named")
 
 
@@ -54,15 +54,15 @@ NO_TOOLS = ToolChoice()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What all requests for tokens share."""
+    """Fields that all requests for tokens share."""
 
     model: str = ""
     n: int = 1
     # None: up to the end of the context.
     max_tokens: int | None = None
-    # The field it came in, which a refusal names.
+    # The body's field that it came from, for error messages.
     max_tokens_field: str = "max_tokens"
-    # Where `max_tokens` is None: so many, or up to the end of the context.
+    # The limit if `max_tokens` is None; None: up to the end of the context.
     default_max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -86,40 +86,41 @@ class Options:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    # None: none; 0: of the chosen token; k: of the k best besides. Likewise for the prompt's.
+    # None: none; 0: of the chosen token; k: also of the k best. Likewise for the prompt's.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Reported at every position, besides the best.
+    # Tokens whose log-probability is reported at every position, besides the best.
     logprob_token_ids: tuple[int, ...] = ()
     echo: bool = False
     add_special_tokens: bool = True
-    # At most so many tokens of the prompt; -1: as many as fit beside what may follow.
+    # Cut the prompt to this many tokens; -1: to as many as fit beside `max_tokens`.
     truncate_prompt_tokens: int | None = None
     # Which end is cut off: "left" or "right"; None: as the tokenizer has it.
     truncation_side: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
-    # Tokens that a stream's events carry at least, but the first and the last.
+    # The fewest tokens in an event of a stream, except the first and the last.
     stream_interval: int = 1
     include_usage: bool = False
     continuous_usage: bool = False
-    # What the scheduler aims for. Lower priorities run first.
+    # Objectives for the scheduler. Lower priorities run first.
     priority: int | None = None
     seconds_between_tokens: float | None = None
     latency_sensitive: bool | None = None
     cache_salt: str = ""
     request_id: str | None = None
-    # W3C trace context that shards are given.
+    # The W3C trace context that shards get.
     traceparent: str = ""
-    # From its arrival to its end; None: as the server has it.
+    # Its time limit, from arrival to end; None: the server's.
     timeout_s: float | None = None
-    # Only where tokens come out the same; which requests belong together; a shard.
+    # `exact`: continue only at shards that compute the same bits. `session`: requests that
+    # belong together. `shard`: the address of the only shard that may run it.
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # Of an answer that can be taken up again: what was drawn for want of a seed, and the numerics
-    # that its tokens must come from.
+    # For a resumable answer: the random seed that was drawn if the request has none, and the
+    # fingerprint of the numerics that its tokens must come from.
     drawn_seed: int | None = None
     numerics: str = ""
 
@@ -136,13 +137,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(Options):
-    """Goes on after texts or token ids. `max_tokens` 0 asks for the prompt's own scores only."""
+    """Completes texts or token ids. `max_tokens` 0 asks only for the prompt's own scores."""
 
     prompts: tuple[str | list[int], ...]
     best_of: int = 1
 
     def without_text(self) -> Self:
-        """The same without whatever may be long: of its prompts only their number is left."""
+        """A copy without fields that may be long: of its prompts only their number is left."""
         count = len(self.prompts)
         return dataclasses.replace(
             self, prompts=("",) * count, bad_words=(), allowed_token_ids=(), constraint=None
@@ -157,7 +158,7 @@ class CompletionRequest(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(Options):
-    """Answers messages, which the model's chat template makes a prompt of."""
+    """Answers messages, which the model's chat template turns into a prompt."""
 
     messages: list[Message]
     add_generation_prompt: bool = True
@@ -167,10 +168,10 @@ class ChatRequest(Options):
     tool_choice: ToolChoice = NO_TOOLS
     # Whether one answer may make several calls.
     parallel_tool_calls: bool = True
-    # Whether reasoning is shown; and how many of its tokens there may be, None: any number.
+    # Whether reasoning is shown, and how many tokens it may have; None: any number.
     include_reasoning: bool = True
     thinking_tokens: int | None = None
-    # Of the request itself, where the operator trusts those.
+    # The request's own template, allowed only with --trust-request-chat-template.
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -180,12 +181,12 @@ class ChatRequest(Options):
         return self.chat_template is not None
 
     def without_text(self) -> Self:
-        """The same without whatever may be long."""
+        """A copy without fields that may be long."""
         return dataclasses.replace(
             self,
             messages=[],
             documents=None,
-            # Their names are what calls are told by.
+            # Their names are needed to recognise calls.
             tools=tuple(Tool(tool.name) for tool in self.tools),
             chat_template=None,
             template_kwargs={},

@@ -1,6 +1,6 @@
-"""A line of the log for each request: its fields, and the same in words.
+"""One log line for each request: as fields, and as words.
 
-Made of the request's record, which has neither texts nor token ids nor keys.
+Made from the request's record, which has neither texts nor token ids nor keys.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from penstock_router.records import RequestRecord
 
 logger = logging.getLogger("penstock.requests")
 
-# Of what a client chose.
+# The longest value that is logged of those that clients choose.
 _MAX_CHARACTERS = 256
 
 Fields = dict[str, object]
 
 
 def log_request(record: RequestRecord) -> None:
-    """Told of each request that has ended."""
+    """Called with the record of each request that has ended."""
     if logger.isEnabledFor(logging.INFO):
         fields = fields_of(record)
         logger.info("%s", _words(record, fields), extra=fields)
 
 
 def fields_of(record: RequestRecord) -> Fields:
-    """What there is to say; what is not known, or is nothing, is left out."""
+    """The record's fields; unknown and empty ones are left out."""
     usage, attempts = record.usage, list(record.attempts)
     fields: Fields = {
         "request_id": record.request_id[:_MAX_CHARACTERS],

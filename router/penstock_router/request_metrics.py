@@ -1,4 +1,4 @@
-"""What is counted of each request once it has ended, out of its record. Knows no HTTP."""
+"""Metrics of requests that have ended, from their records. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class RequestMetrics:
         )
 
     def ended(self, record: RequestRecord) -> None:
-        """A request, whatever it was."""
+        """Count a request of any kind."""
         ended_s = record.ended_s
         assert ended_s is not None
         status = str(record.status)

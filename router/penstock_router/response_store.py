@@ -1,16 +1,16 @@
 """Responses that are kept, for all workers of a router: one SQLite file that each of them opens.
 
 Knows documents of bytes, their ids and statuses, whose they are, and which worker makes which; no
-HTTP, no JSON and no tokens. SQLite runs in one thread of each worker: the event loop waits for no
-disk.
+HTTP, no JSON and no tokens. SQLite runs in one thread of each worker, so that the event loop never
+waits for the disk.
 
 What bounds the file: it holds `max_bytes` of pages in use. Where a put goes beyond, the oldest
 are evicted in its transaction, finished ones first. Finished ones are absent once they are `ttl_s`
 old. On the disk there is, beyond `max_bytes`, room for one document on its way in, and SQLite's
 write-ahead log: some MiB, and at most about twice a document.
 
-A worker that dies cannot say so. Each says every few seconds that it lives; what one was making
-that said nothing for `silent_s`, or that closed its store, has failed.
+Each worker writes a heartbeat every few seconds. Unfinished responses of a worker whose last
+heartbeat is older than `silent_s`, or that closed its store, count as failed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from typing import TypeVar, TypeVarTuple
 logger = logging.getLogger(__name__)
 
 MIN_BYTES = 1024 * 1024
-# Statuses of what a worker is still making; any other is an end.
+# Statuses of responses that a worker is still making; all others are final.
 UNFINISHED = ("queued", "in_progress")
 FAILED = "failed"
-# Deleted while it was being made: the row stays, so that its end does not bring it back.
+# Deleted while it was being made: the row stays, so that storing its end does not restore it.
 _DELETED = "deleted"
 
-# No document takes more of the store than this, nor more than SQLite takes in a row.
+# A document may take at most 1/_SHARE of the store, and at most what fits into an SQLite row.
 _SHARE = 4
 _MAX_ROW_BYTES = 500_000_000
 _MAX_QUEUED = 4096
 _SILENT_S = 15.0
 _BEATS_IN_SILENCE = 5
 _BUSY_TIMEOUT_S = 5.0
-# SQLite starts its log anew when nobody reads, which may be never where many write and read.
+# SQLite restarts its log only when nobody reads, which may never be so under load: so truncate it
+# beyond this size.
 _MAX_WAL_BYTES = 8 * 1024 * 1024
 _WAL_TIMEOUT_S = 0.1
 
@@ -74,7 +75,7 @@ PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 
-# Its readers: :reader is NULL for one who may read all. What has no key is anybody's.
+# Whether :reader may read a response: NULL may read all; a response without a key is anybody's.
 _IS_THEIRS = "(:reader IS NULL OR key_name IN ('', :reader))"
 
 _T = TypeVar("_T")
@@ -82,7 +83,7 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class StoreError(Exception):
-    """Whatever the store raises; its text is one line."""
+    """The base of the store's errors; the text is one line."""
 
 
 class StoreUnusable(StoreError):
@@ -90,7 +91,7 @@ class StoreUnusable(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """It does not work at present: a full disk, a full queue. For the operator too."""
+    """The store fails at present: a full disk, a full queue. The text is for the operator."""
 
 
 class ResponseTooLarge(StoreError):
@@ -129,7 +130,7 @@ def store_file(path: str | None, *, max_bytes: int) -> Iterator[str]:
 
 
 def _check(path: str, max_bytes: int) -> None:
-    """Look at each page once: what is damaged shall end the start, not requests. About a second
+    """Read each page once: a damaged file must fail the start, not requests. Takes about a second
     for each GB. Raises `StoreUnusable`.
     """
     with _reported(path), contextlib.closing(_connect(path)) as connection:
@@ -144,7 +145,7 @@ def _check(path: str, max_bytes: int) -> None:
 
 def _connect(path: str) -> sqlite3.Connection:
     """Raises `StoreUnusable`, `OSError` or `sqlite3.Error`."""
-    # Absolute, so that no name has a meaning to SQLite.
+    # Absolute, so that no path has a special meaning to SQLite.
     path = os.path.abspath(path)
     _make_private(path)
     connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
@@ -157,8 +158,8 @@ def _connect(path: str) -> sqlite3.Connection:
 
 
 def _make_private(path: str) -> None:
-    """A file for this user alone. One that is there is not opened: to close it would free the
-    locks that SQLite may hold on it in this process.
+    """Create the file for this user only. An existing file is not opened: closing it would release
+    the locks that SQLite may hold on it in this process.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -194,7 +195,7 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
 
 
 def _add_key_names(connection: sqlite3.Connection) -> None:
-    """To a file from before they were noted; who notes none can use it after that too."""
+    """Add the column to a file of an earlier version, which can still use the file after that."""
     with _writing(connection):
         columns = connection.execute("SELECT name FROM pragma_table_info('responses')").fetchall()
         if ("key_name",) not in columns:
@@ -203,7 +204,7 @@ def _add_key_names(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def _reported(path: str) -> Iterator[None]:
-    """What goes wrong while a file is opened, as `StoreUnusable` in words for the operator."""
+    """Turns errors of opening a file into `StoreUnusable`, with a text for the operator."""
     try:
         yield
     except OSError as error:
@@ -228,18 +229,18 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 class _Space:
-    """What the file may take. Counts pages, so that what SQLite adds to documents counts too."""
+    """Bounds the file's size. Counts pages, so that SQLite's overhead counts too."""
 
     def __init__(self, connection: sqlite3.Connection, path: str, max_bytes: int) -> None:
         self._connection = connection
         self._wal = os.path.abspath(path) + "-wal"
         page_bytes = self._pragma("page_size")
         self._max_used = max_bytes // page_bytes
-        # Free pages up to here are kept for what comes next.
+        # Up to this many pages the file is not shrunk: free ones are kept for later documents.
         self._max_pages = (max_bytes + max_bytes // _SHARE) // page_bytes
 
     def trim(self, spared: bytes | None = None) -> None:
-        """Evict the oldest, but for the one whose id is `spared`; what is being made goes last."""
+        """Evict the oldest responses, except the one with the id `spared`; unfinished ones last."""
         while self._pragma("page_count") - self._pragma("freelist_count") > self._max_used:
             evicted = self._connection.execute(
                 "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE id IS NOT ?"
@@ -250,10 +251,10 @@ class _Space:
                 break
 
     def shrink(self) -> None:
-        """Give back to the disk what is more than need be. Not within a transaction."""
+        """Return free pages and the log's excess to the disk. Not within a transaction."""
         excess = self._pragma("page_count") - self._max_pages
         if excess > 0:
-            # A script, as that is what Python runs to its end: it goes on a page at a time.
+            # As a script, which Python steps to its end: the pragma frees one page for each step.
             self._connection.executescript(f"PRAGMA incremental_vacuum({excess})")
         if os.stat(self._wal).st_size > _MAX_WAL_BYTES:
             self._wait_at_most(_WAL_TIMEOUT_S)
@@ -290,7 +291,7 @@ class _Database:
             self._connection = _connect(path)
             try:
                 self._space = _Space(self._connection, path, max_bytes)
-                # Where a name is used again: who had it before is gone.
+                # If an owner's name is used again, its former user is gone.
                 self._leave()
                 self.beat()
             except BaseException:
@@ -298,7 +299,7 @@ class _Database:
                 raise
 
     def close(self) -> None:
-        """The owner makes nothing any more."""
+        """The owner makes nothing any more: mark its unfinished responses as failed, and close."""
         try:
             self._leave()
         finally:
@@ -306,7 +307,7 @@ class _Database:
 
     def put(self, key: bytes, response: bytes, messages: bytes, status: str, key_name: str) -> None:
         with _writing(self._connection):
-            # One that finishes need not be cancelled; one that goes on is not forgotten about.
+            # A finished response drops its request to cancel; an unfinished one keeps it.
             self._connection.execute(
                 "INSERT INTO responses"
                 " (id, owner, key_name, status, running, stored_s, response, messages)"
@@ -362,9 +363,9 @@ class _Database:
         return {key for (key,) in rows}
 
     def beat(self) -> None:
-        """Say that the owner lives; clear away what dead owners and time have left."""
+        """Write the owner's heartbeat; fail responses of dead owners, and delete expired ones."""
         now_s = self._clock()
-        # After a pause of the machine or a step of its clock everybody seems to have been silent.
+        # After the machine was suspended or its clock was set, all owners seem to be dead.
         on_time = abs(now_s - self._beat_s) < self._silent_s / 2
         self._beat_s = now_s
         with _writing(self._connection):
@@ -399,10 +400,10 @@ class _Database:
 
 
 class ResponseStore:
-    """One worker's door to the responses of all. Belongs to one event loop.
+    """One worker's access to the responses of all workers. Belongs to one event loop.
 
-    Every method may raise `StoreUnavailable`. What was asked for is done even where the task that
-    asked is cancelled.
+    Every method may raise `StoreUnavailable`. A call is carried out even if its caller is
+    cancelled.
     """
 
     def __init__(
@@ -448,7 +449,7 @@ class ResponseStore:
         self._beating = asyncio.create_task(self._keep_beating())
 
     async def close(self) -> None:
-        """What this worker has not finished has failed."""
+        """Close the file; unfinished responses of this worker count as failed."""
         self._beating.cancel()
         await asyncio.wait([self._beating])
         try:
@@ -465,7 +466,7 @@ class ResponseStore:
         status: str,
         key_name: str = "",
     ) -> None:
-        """Keep a response, over what is there under its id; nothing where that was deleted.
+        """Store a response, replacing that with the same id; does nothing if that was deleted.
 
         `messages` is the conversation up to and with this answer, `key_name` says whose it is: ""
         anybody's. Raises `ResponseTooLarge`.
@@ -480,28 +481,28 @@ class ResponseStore:
         await self._call(self._database.put, key, response, messages, status, key_name)
 
     async def get(self, response_id: str, reader: str | None = None) -> Stored | None:
-        """None for one that is unknown, deleted, expired, evicted or of another key than the
-        reader's; a reader that is None may read all.
+        """The response; None if it is unknown, deleted, expired, evicted or of another key than the
+        reader's. The reader None may read all.
         """
         return await self._call(self._database.get, _key(response_id), reader)
 
     async def delete(self, response_id: str, reader: str | None = None) -> bool:
-        """Whether it was there for this reader. One that is being made is to be cancelled, and does
-        not return.
+        """Delete a response; whether it was there for this reader. One that is being made will be
+        cancelled, and its end not stored.
         """
         return await self._call(self._database.delete, _key(response_id), reader)
 
     async def request_cancel(self, response_id: str) -> bool:
-        """Ask the worker that makes it to stop; False where nobody is making it."""
+        """Ask the worker that makes the response to stop; False if none is making it."""
         return await self._call(self._database.request_cancel, _key(response_id))
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
-        """Which of these, that this worker is making, it should stop making."""
+        """Which of these responses, which this worker is making, are to be cancelled."""
         to_cancel = await self._call(self._database.to_cancel)
         return {response_id for response_id in response_ids if _key(response_id) in to_cancel}
 
     async def beat(self) -> None:
-        """Say that this worker lives, and clear away what is over; the store does so by itself."""
+        """Write this worker's heartbeat and clean up; the store calls it regularly by itself."""
         await self._call(self._database.beat)
 
     async def _keep_beating(self) -> None:
@@ -513,14 +514,14 @@ class ResponseStore:
                 logger.warning("%s", error)
 
     async def _call(self, work: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
-        """Run `work` in the thread, after what was asked for before."""
+        """Run `work` in the thread, after earlier calls."""
         if self._queued >= _MAX_QUEUED:
             raise StoreUnavailable(f"response store {self._path}: {self._queued} calls wait for it")
         self._queued += 1
         future = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         future.add_done_callback(self._done)
         try:
-            # Not cancelled with its caller: the count stays that of what the thread has to do.
+            # Not cancelled with its caller, so that the count stays that of the thread's queue.
             return await asyncio.shield(future)
         except (sqlite3.Error, OSError) as error:
             raise StoreUnavailable(f"response store {self._path}: {error}") from error
@@ -530,5 +531,5 @@ class ResponseStore:
 
 
 def _key(response_id: str) -> bytes:
-    # What a client sends as JSON may hold half of a surrogate pair.
+    # An id from a client's JSON may hold half of a surrogate pair.
     return response_id.encode("utf-8", "surrogatepass")

@@ -1,10 +1,10 @@
-"""Answers that can be taken up again: what an event's id says, and streams that outlive a client.
+"""Resumable answers: what an event's id contains, and streams that outlive a client's connection.
 
-An id holds all that another worker, or another router with the same key, needs to make the same
-answer again from the same request: the seed, the numerics, what the request was made into, and how
-much the client has of each choice. Nothing is stored for that; tokens are computed anew and the
-known part is not shown. Where the stream still runs here, its rest is sent instead. Knows no HTTP
-and writes nothing.
+An id holds everything that another worker, or another router with the same key, needs to make the
+same answer again from the same request: the seed, the numerics, a digest of the prepared request,
+and how much of each choice the client has. Nothing is stored for that: tokens are computed anew,
+and the part that the client has is not sent. If the stream still runs in this worker, the rest of
+it is sent instead. Knows no HTTP and writes nothing to clients.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
 from penstock_router.prompts import pack_ids
 
-# An id says of each choice how much went out, and has to fit into a header.
+# An id says for each choice how much was sent, and has to fit into a header.
 MAX_SEQUENCES = 128
 _MAC_BYTES = 16
 _MAX_ID_CHARACTERS = 8_000
-# Of those that were sent, so many are kept for a client that lost its connection with some on the
-# way. Who lacks more gets the answer made again.
+# How many sent events are kept, for a client whose connection broke with some on the way. For a
+# client that lacks more, the answer is made again.
 _EVENTS_KEPT = 1000
-# So many are made, or sent, before the event loop gets a turn: each takes some 30 us.
+# How many events are made, or sent, before the event loop gets a turn: each takes some 30 us.
 EVENTS_A_TURN = 16
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
     """Which answer, and how much of it a client has."""
 
-    # Of the request's JSON.
+    # `body_digest` of the request.
     body: bytes
     request_id: str
     created: int
     seed: int
-    # Of all tokens so far; "" where there are none, or they come from several.
+    # The fingerprint of the numerics of all tokens so far; "" if there is none, or several differ.
     numerics: str = ""
     # (tokens, characters, finished) of each choice.
     choices: tuple[tuple[int, int, bool], ...] = ()
-    # What the request was made into: see `job_digest`.
+    # `job_digest` of the request.
     job: bytes = b""
 
     @property
     def answer(self) -> tuple[bytes, str, int, int]:
-        """The same for all events of one answer, and for no other answer."""
+        """Identifies the answer: the same for all its events, and for no other answer."""
         return self.body, self.request_id, self.created, self.seed
 
     @property
@@ -67,18 +67,19 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def body_digest(body: object) -> bytes:
-    """The same for two requests of the same JSON, whatever the order of their fields."""
+    """A digest of a request's JSON, whatever the order of its fields."""
     try:
         data = msgspec.json.encode(body, order="sorted")
     except RecursionError:
-        # It was read with less on the stack.
+        # It could be parsed, where the stack was less deep.
         raise BadRequest("the body is nested too deeply") from None
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def job_digest(job: Job) -> bytes:
-    """Of what an answer depends on and the request's JSON does not say: the ids that a template and
-    a tokenizer made of it, the model's own defaults, and how its answers are read.
+    """A digest of what an answer depends on besides the request's JSON: the token ids that template
+    and tokenizer made of it, the model's and adapter's defaults and content, and how reasoning and
+    calls are found in its text.
     """
     info, conventions = job.model.info, told_apart(job)
     digest = hashlib.blake2b(digest_size=8)
@@ -125,7 +126,7 @@ class CursorCodec:
 
 
 class Progress:
-    """How much of each choice went out."""
+    """How much of each choice was sent."""
 
     def __init__(self, delivered: tuple[Delivered, ...]) -> None:
         self._choices = [(d.tokens, d.characters, d.finished) for d in delivered]
@@ -148,7 +149,7 @@ class Progress:
 
 
 def _num_characters(delta: Delta) -> int:
-    """All that is shown, in its order: a function's name counts, reasoning that is hidden not."""
+    """All text that was sent: a function's name counts, hidden reasoning does not."""
     if delta.pieces is None:
         return len(delta.text)
     return sum(len(piece.text) for piece in delta.pieces)
@@ -156,20 +157,20 @@ def _num_characters(delta: Delta) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of an answer. `cursor` is None for what is no part of a choice."""
+    """One event of an answer. `cursor` is None if the event is no part of a choice."""
 
     frame: bytes
     cursor: Cursor | None = None
 
 
 class LiveStream:
-    """An answer that is made whether or not anybody reads it, until nobody has for a while."""
+    """An answer that is made whether or not a client reads it, until none has for `grace_s`."""
 
     def __init__(self, after: Cursor, grace_s: float) -> None:
-        """`after` is what a reader of all its events has already."""
+        """The first event comes directly after the one with the cursor `after`."""
         self._after = after
         self._grace_s = grace_s
-        # Behind so many that are not kept any more.
+        # The kept events; `_num_dropped` earlier ones are not kept any more.
         self._events: deque[Event] = deque()
         self._num_dropped = 0
         self._news = asyncio.Event()
@@ -183,7 +184,7 @@ class LiveStream:
     def start(
         self, make: Callable[[LiveStream], Awaitable[None]], forget: Callable[[], None]
     ) -> Reader:
-        """Begin; `make` puts the events, `forget` is called when nobody shall join any more."""
+        """Begin. `make` puts the events; `forget` is called when no reader may join any more."""
         self._forget = forget
         self._task = asyncio.ensure_future(make(self))
         self._task.add_done_callback(self._made)
@@ -196,7 +197,7 @@ class LiveStream:
         else:
             self._error = task.exception()
         if self._error is not None:
-            # Who asks again must not get the same error: it may succeed now.
+            # A client that resumes must not get the same error: a new attempt may succeed.
             self._forget()
         self._news.set()
 
@@ -205,7 +206,7 @@ class LiveStream:
         self._news.set()
 
     def reader_after(self, cursor: Cursor) -> Reader | None:
-        """Of the events after the one with this cursor; None where that is not known here."""
+        """A reader of the events after the one with this cursor; None if that one is not kept."""
         if cursor == self._after and not self._num_dropped:
             return Reader(self, 0)
         for position, event in enumerate(self._events, self._num_dropped + 1):
@@ -227,7 +228,7 @@ class LiveStream:
             self._expiry = loop.call_later(self._grace_s, self._expire)
 
     async def event_at(self, position: int) -> Event | None:
-        """The event, once it is there; None after the last. Raises what ended the answer."""
+        """Wait for this event; None after the last. Raises the error that ended the answer."""
         while position >= self._num_dropped + len(self._events):
             if self._error is not None:
                 raise self._error
@@ -238,7 +239,7 @@ class LiveStream:
         return self._events[position - self._num_dropped]
 
     def drop_sent(self) -> None:
-        """Keep no more than some of what every reader has."""
+        """Of the events that every reader has had, keep the last `_EVENTS_KEPT`."""
         sent = min(reader.position for reader in self._readers)
         while self._num_dropped < sent - _EVENTS_KEPT:
             self._events.popleft()
@@ -251,22 +252,22 @@ class LiveStream:
         self._forget()
 
     def stop(self) -> None:
-        """Nobody will join any more: go on for those who read only."""
+        """No reader will join any more: go on only while there are readers."""
         self._grace_s = 0.0
         if not self._readers:
             self._expire()
 
     async def wait_ended(self) -> None:
-        """Until no more is made."""
+        """Return when the answer is made, or given up."""
         await asyncio.wait((self._task,))
 
 
 class Reader:
-    """One client's place in a live stream, from when it is made until its scope is left."""
+    """One client's position in a live stream. It counts as reading until its scope is left."""
 
     def __init__(self, stream: LiveStream, position: int) -> None:
         self._stream = stream
-        # Of the next event, counted from the stream's first.
+        # The index of the next event, counted from the stream's first.
         self.position = position
         stream.join(self)
 
@@ -282,7 +283,7 @@ class Reader:
         self._stream.leave(self)
 
     async def next(self) -> Event | None:
-        """The next event; None after the last. Raises what ended the answer."""
+        """The next event; None after the last. Raises the error that ended the answer."""
         if self.position % EVENTS_A_TURN == EVENTS_A_TURN - 1:
             await asyncio.sleep(0)
         event = await self._stream.event_at(self.position)
@@ -300,12 +301,12 @@ class LiveStreams:
         self._streams: dict[tuple[bytes, str, int, int], LiveStream] = {}
 
     def join(self, cursor: Cursor) -> Reader | None:
-        """Read on after the event with this cursor, if the stream that gave it is still here."""
+        """A reader of what follows the event with this cursor, if its stream is still here."""
         stream = self._streams.get(cursor.answer)
         return None if stream is None else stream.reader_after(cursor)
 
     def begin(self, cursor: Cursor, make: Callable[[LiveStream], Awaitable[None]]) -> Reader:
-        """Read a new stream of what comes after the cursor; it takes the place of an older one."""
+        """Begin a stream of what follows the cursor, in place of an older one; its reader."""
         older = self._streams.get(cursor.answer)
         if older is not None:
             older.stop()
@@ -318,10 +319,10 @@ class LiveStreams:
         return stream.start(make, forget)
 
     def stop(self) -> None:
-        """The router ends: what nobody reads now is read by nobody."""
+        """The router stops: end the streams that have no reader now."""
         for stream in list(self._streams.values()):
             stream.stop()
 
     async def wait_ended(self) -> None:
-        """Until no stream is being made."""
+        """Return when no stream is being made."""
         await asyncio.gather(*(stream.wait_ended() for stream in list(self._streams.values())))

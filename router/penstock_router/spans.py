@@ -1,5 +1,5 @@
-"""A request's record to the spans of its trace: the HTTP request, its way to the shards, and its
-attempt at each of them, of which the shard's own spans are children.
+"""Makes the spans of a request's trace from its record: the HTTP request, its phases in the router,
+and its attempt at each shard, of which the shard's own spans are children.
 
 Names are OpenTelemetry's where it has one. Never texts, token ids or keys.
 """
@@ -28,18 +28,18 @@ _NS = 1_000_000_000
 
 
 class RequestTraces:
-    """Which requests are traced; sends off the spans of those that are over."""
+    """Decides which requests are traced, and exports the spans of those that have ended."""
 
     def __init__(self, sink: SpanSink | None, share: float = 1.0) -> None:
-        """Without a sink a request's trace goes through to the shards as it came. With one, of the
-        requests that belong to no trace yet that `share` begin one.
+        """Without a sink, shards get a request's trace context as it came. With one, this `share`
+        of the requests without a trace begin one.
         """
         self._sink = sink
         self._share = share
 
     def begin(self, headers: Sequence[str]) -> tuple[str, str]:
-        """What shards are given as traceparent, and the id of the span above this request's; ""
-        where there is none. `headers` are all that the client sent: more than one mean nothing.
+        """The traceparent for the shards, and the id of this request's parent span; "" if there is
+        none. `headers` are the client's traceparent headers: more than one are ignored.
         """
         given = headers[0] if len(headers) == 1 else ""
         if self._sink is None:
@@ -48,7 +48,7 @@ class RequestTraces:
         return context.traceparent, parent_span_id
 
     def ended(self, record: RequestRecord) -> None:
-        """Told of each request that has ended."""
+        """Called with the record of each request that has ended."""
         context = SpanContext.parse(record.traceparent)
         if self._sink is not None and context is not None and context.sampled:
             self._sink.add(list(_spans(record, context)))
@@ -87,7 +87,7 @@ def _phase(
     begin_s: float | None,
     end_s: float | None,
 ) -> Iterator[Span]:
-    """Nothing of what it never came to, or did not finish."""
+    """Spans of the phases that were reached and finished; none for others."""
     if begin_s is not None and end_s is not None:
         yield Span(
             name=name,
@@ -168,7 +168,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value | None]:
 
 
 def _error(record: RequestRecord) -> str:
-    """What was the server's fault; a client's mistakes are no errors of the span."""
+    """The span's error: failures of the server only, not a client's mistakes."""
     failed = record.status >= 500 or record.outcome == "error"
     return (record.error or record.outcome) if failed else ""
 

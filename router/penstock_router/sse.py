@@ -2,8 +2,8 @@
 
 Headers go out with the first delta, so that what fails before it is an ordinary status; after
 that the error is the stream's last event. A delta becomes an event in the very call that received
-it. Only while a socket takes no more does a task wait for it; deltas gather upstream meanwhile,
-and the next event carries them together. Knows no API: shapes make the frames.
+it. Only when a socket's buffer is full does a task wait; deltas gather upstream meanwhile, and the
+next event carries them together. Knows no API: shapes make the frames.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
-    # Asks nginx to pass events on as they come.
+    # Asks nginx not to buffer events.
     "X-Accel-Buffering": "no",
 }
 COMMENT = b": keep-alive\n\n"
-# Goes to the socket in one write: what it does not take is copied.
+# The most that is written to the socket at once: what the socket does not take is copied.
 PIECE_BYTES = 256 * 1024
-# So many are shown on the event loop (about a microsecond each).
+# Up to this many log-probabilities are encoded on the event loop (about a microsecond each).
 _INLINE_LOGPROBS = 1000
 
 
@@ -61,7 +61,7 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._writer: AbstractStreamWriter
         self._is_chunked = False
-        # Of frames that were begun.
+        # The unsent rest of frames that were begun.
         self._rest: deque[memoryview] = deque()
 
     async def __aenter__(self) -> Self:
@@ -70,10 +70,10 @@ class EventStream:
         self._writer = writer
         self._is_chunked = "Transfer-Encoding" in self.response.headers
         if not self._is_chunked:
-            # HTTP/1.0 has no other end of a body, whatever the client wishes for its connection.
+            # In HTTP/1.0 only closing the connection ends such a body, even with keep-alive.
             self.response.force_close()
-        # A socket that does not take all at once makes writers wait until it has. Not 0: of that
-        # the transport of TLS has no less at any time, and writers would wait for ever.
+        # Writers wait until the socket has taken everything. The limit is not 0: asyncio's TLS
+        # transport resumes writers below the limit only, and they would wait for ever.
         self._transport.set_write_buffer_limits(high=1)
         self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
         return self
@@ -95,19 +95,19 @@ class EventStream:
 
     @property
     def busy(self) -> bool:
-        """The socket has not taken all that was sent."""
+        """Whether the socket has not taken all that was sent."""
         return self._protocol.writing_paused
 
     def send_now(self, frames: bytes) -> None:
-        """Frames, at least one, in one write; not while `busy`."""
+        """Send one or more frames in one write; not while `busy`."""
         self._written_at = self._loop.time()
         if self._is_chunked:
             frames = b"%x\r\n%b\r\n" % (len(frames), frames)
         self._transport.write(frames)
 
     async def send(self, frames: bytes) -> None:
-        """Frames, one after another, in one write but for long ones, once the socket took what was
-        sent before. Of frames that were begun when something stopped this, the rest goes first.
+        """Send frames once the socket has taken what was sent before; long ones in several writes.
+        If an earlier call was cancelled within its frames, the rest of those goes first.
         """
         if self._rest:
             await self._send_rest()
@@ -128,17 +128,17 @@ class EventStream:
                 await asyncio.sleep(0)
 
     async def send_with_id(self, frame: bytes, event_id: str) -> None:
-        """A frame that a client can name to go on after it."""
+        """Send a frame with an id, after which a client can resume."""
         await self.send(b"id: %b\n%b" % (event_id.encode(), frame))
 
     async def drained(self) -> None:
-        """Until the socket has taken all. Raises `SlowReader` where it takes nothing for long, and
-        `ConnectionError` where the client left.
+        """Wait until the socket has taken everything. Raises `SlowReader` if the client reads
+        nothing for too long, and `ConnectionError` if it left.
         """
         if not self.busy:
             return
-        # A task that is not cancelled with us: that would spoil the library's own wait for whoever
-        # waits next, and a request whose time is up still says so.
+        # In a task that is not cancelled with this one: that would break aiohttp's own waiting for
+        # the next writer, and a request whose time is up still has to send its error.
         draining = asyncio.ensure_future(self._writer.drain())
         draining.add_done_callback(lambda _: draining.cancelled() or draining.exception())
         unsent_bytes = math.inf
@@ -152,7 +152,7 @@ class EventStream:
         _ = self._transport
 
     async def end(self) -> None:
-        """The end of the body."""
+        """End the body."""
         self._stop_comments()
         await self.drained()
         try:
@@ -162,7 +162,7 @@ class EventStream:
             self._cut_off()
 
     def _cut_off(self) -> NoReturn:
-        """A reader that takes nothing at all must not hold its places for ever."""
+        """Disconnect a client that reads nothing, as it must not hold its places for ever."""
         self._transport.abort()
         raise SlowReader("the client reads nothing")
 
@@ -174,7 +174,7 @@ class EventStream:
         self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _comment(self) -> None:
-        # A slow reader has something to read, and within a frame there is no place for it.
+        # No comment to a slow reader, which has something to read, nor in the middle of a frame.
         if not self.busy and not self._rest:
             try:
                 self.send_now(COMMENT)
@@ -238,7 +238,7 @@ async def stream(
             await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        # In a task of its own: each event wakes all coroutines that wait for one another, and a
+        # In a task of its own: each wake-up resumes the whole chain of awaiting coroutines, and a
         # handler is at the end of a dozen.
         answering = _answer(request, send_all, failed, request_id, config)
         return await asyncio.create_task(answering)
@@ -255,7 +255,7 @@ async def follow(
     request_id: str,
     config: RouterConfig,
 ) -> web.StreamResponse:
-    """Answer with the events of a live stream that its reader lacks, each with an id."""
+    """Answer with a live stream's events from the reader's position on, each with an id."""
 
     async def shown(error: ApiError) -> bytes:
         return failed(error)
@@ -286,7 +286,7 @@ async def _answer(
     request_id: str,
     config: RouterConfig,
 ) -> web.StreamResponse:
-    """An answer of events, the last of them an error where sending them fails."""
+    """An answer of events; if making or sending them fails, the last one is an error."""
     async with EventStream(
         request, keep_alive_s=config.keep_alive_s, write_timeout_s=config.write_timeout_s
     ) as events:
@@ -301,7 +301,7 @@ async def _answer(
 
 
 async def frame_of(shape: Shape, delta: Delta, threads: Threads) -> bytes | None:
-    """A delta as a frame, made in a thread where its log-probabilities take long to show."""
+    """A delta as a frame, made in a thread if its log-probabilities take long to encode."""
     if _is_quick(delta):
         return shape.chunk(delta)
     return await threads.run(functools.partial(shape.chunk, delta))
@@ -315,9 +315,9 @@ def _is_quick(delta: Delta) -> bool:
 
 
 class _Sender:
-    """Sends deltas as events where they arrive, in the call that received them.
+    """Sends deltas as events in the very call that received them.
 
-    What has to wait, for a slow reader or for a thread, waits in the task that runs this.
+    Waiting, for a slow reader or for a thread, is done by the task that runs `run`.
     """
 
     def __init__(self, events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
@@ -325,13 +325,13 @@ class _Sender:
         self._deltas = deltas
         self._shape = shape
         self._threads = threads
-        # Of the task, while it waits to be needed.
+        # Set while the task waits until it is needed.
         self._needed: asyncio.Future[None] | None = None
         self._unsent: Delta | None = None
         self._error: Exception | None = None
 
     async def run(self) -> None:
-        """Until all are sent. Raises what the deltas, or sending them, failed with."""
+        """Return when all deltas are sent. Raises what taking or sending them raises."""
         self._deltas.listen(self._on_news)
         try:
             await self._run()
@@ -352,7 +352,7 @@ class _Sender:
             if self._deltas.ended:
                 return
             await self._events.drained()
-            # Of many choices there may be much to send.
+            # With many choices there may be much to send, so yield to the event loop.
             await asyncio.sleep(0)
 
     def _on_news(self) -> None:
@@ -366,7 +366,7 @@ class _Sender:
             self._needed.set_result(None)
 
     def _send_all(self) -> bool:
-        """Send what can go at once; whether the task has to do something about the rest."""
+        """Send what can be sent at once; returns whether the task has to handle the rest."""
         for _ in range(EVENTS_A_TURN):
             if self._events.busy:
                 return True
@@ -377,7 +377,7 @@ class _Sender:
                 self._unsent = delta
                 return True
             frame = self._shape.chunk(delta)
-            # An empty one would end the body.
+            # An empty chunk would end the body.
             if frame:
                 self._events.send_now(frame)
         return True

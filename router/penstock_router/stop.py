@@ -29,15 +29,15 @@ class _Pattern:
         self._fallback = _fallback_table(text)
 
     def advance(self, piece: str, may_stop: bool) -> int | None:
-        """Go on by `piece`; its length up to where the stop string completes, or None.
+        """Match `piece`; returns its length up to where the stop string completes, or None.
 
-        Where it must not stop, go on behind every place where it completes.
+        If it must not stop, matching goes on behind each place where the string completes.
         """
         text, fallback, matched = self.text, self._fallback, self.matched
         position, end = 0, len(piece)
         while position < end:
             if matched == 0:
-                # Nearly all text goes by here, at the speed of `find`.
+                # Nearly all text is skipped here, at the speed of `find`.
                 position = piece.find(text[0], position)
                 if position < 0:
                     break
@@ -71,8 +71,8 @@ def _fallback_table(text: str) -> list[int]:
 
 
 def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
-    """Where the longest end of `text` that may go on as one of the marks begins; its length if
-    none does. None of them is in it; `start` is where to look from.
+    """The position of the longest suffix of `text` that begins one of the marks; its length if none
+    does. No mark may be in `text` as a whole; the search begins at `start`.
     """
     found = len(text)
     for mark in marks:
@@ -98,7 +98,7 @@ class StopMatcher:
         self.stopped_by: str | None = None
 
     def feed(self, piece: str, may_stop: bool = True) -> str:
-        """What can be shown now. Once `stopped_by` is set, nothing more must be fed."""
+        """The text that can be shown now. Once `stopped_by` is set, feed nothing more."""
         if not self._patterns or not piece:
             return piece
         found: tuple[int, str] | None = None

@@ -1,4 +1,4 @@
-"""Structural tags: the language in which shards are told what a text must be, put together.
+"""Builds structural tags: the language of constraints in which shards get an answer's format.
 
 A format says what a part of the text is; formats are put into each other. Knows the language only:
 no request, no family of calls, nothing of how shards read it.
@@ -15,12 +15,12 @@ ANY_TEXT: JsonObject = {"type": "any_text"}
 
 
 def literal(text: str) -> JsonObject:
-    """Exactly this."""
+    """Exactly this text."""
     return {"type": "const_string", "value": text}
 
 
 def regex(pattern: str) -> JsonObject:
-    """What matches the pattern from end to end."""
+    """Text that matches the whole pattern."""
     return {"type": "regex", "pattern": pattern}
 
 
@@ -30,23 +30,23 @@ def json_format(schema: Any) -> JsonObject:
 
 
 def sequence(*elements: Any) -> JsonObject:
-    """One behind the other."""
+    """The elements, one after another."""
     return {"type": "sequence", "elements": list(elements)}
 
 
 def either(elements: Iterable[Any]) -> JsonObject:
-    """One of them; there is at least one."""
+    """One of the elements, of which there must be at least one."""
     ways: list[JsonObject] = list(elements)
     return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
 
 
 def tag(begin: str, content: Any, end: str | list[str]) -> JsonObject:
-    """The content between a text and another, or one of several others."""
+    """The content between the text `begin` and the text `end`, or one of several `end`s."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def one_or_more(tags: Sequence[JsonObject], separator: str, *, parallel: bool) -> JsonObject:
-    """Tags and nothing else but what separates them; exactly one where not parallel."""
+    """Tags with separators between them and nothing else; exactly one tag if not `parallel`."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -57,7 +57,7 @@ def one_or_more(tags: Sequence[JsonObject], separator: str, *, parallel: bool) -
 
 
 def among_text(tags: Sequence[JsonObject], trigger: str, *, parallel: bool) -> JsonObject:
-    """Free text, in which the trigger begins a tag; one at most where not parallel."""
+    """Free text, in which the trigger begins a tag; at most one tag if not `parallel`."""
     return {
         "type": "triggered_tags",
         "triggers": [trigger],

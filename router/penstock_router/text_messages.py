@@ -1,4 +1,4 @@
-"""What a router and its text processes say to each other, and how it is framed.
+"""The messages between a router and its text processes, and how they are framed.
 
 A frame is a message in MessagePack and, after it, bytes as they are: a body, files, ids. Every
 message is decoded by its type, and an error travels as its name and its words: nothing that is
@@ -20,19 +20,19 @@ from penstock_router.apis.responses_stored import Page
 from penstock_router.errors import ApiError, ContextExceeded
 from penstock_router.prompts import ID_BYTES, Prepared, Prompt, pack_ids, unpack_ids
 
-# Of the message, and of what comes after it.
+# The lengths of the message and of the bytes after it.
 HEADER = struct.Struct("<IQ")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Of a model whose files a text process has, or asks for."""
+    """The facts of a model whose files a text process has, or asks for."""
 
     name: str
     tokenizer_hash: str
     max_model_len: int
     vocab_size: int
     trusts_templates: bool
-    # By their names; "": none.
+    # Names of formats; "": none.
     tool_format: str
     reasoning: str
 
@@ -41,7 +41,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """Read the body that follows, and keep what it is for a `Work` with its number."""
+    """Parse the body that follows, and keep the result for a `Work` with the same number."""
 
     number: int
     kind: str
@@ -49,7 +49,7 @@ class Read(msgspec.Struct, tag=True, frozen=True):
 
 
 class Work(msgspec.Struct, tag=True, frozen=True):
-    """Work on a body that was read, or that follows; then come `earlier_bytes` of JSON."""
+    """Work on a body that was read before, or follows; then follow `earlier_bytes` of JSON."""
 
     number: int
     kind: str
@@ -82,7 +82,7 @@ Task = Read | Work | Files | Show
 
 
 class WasRead(msgspec.Struct, tag=True, frozen=True):
-    """What the body asks, without its text, as the type that its kind names."""
+    """The request without its text, as its kind's `request_type`."""
 
     kind: str
     asked: bytes
@@ -90,16 +90,16 @@ class WasRead(msgspec.Struct, tag=True, frozen=True):
 
 
 class WasPrepared(msgspec.Struct, tag=True, frozen=True):
-    """Prompts; the ids of each follow, then those that are allowed, then what is repeated, then the
+    """Prompts. The ids of each follow, then the allowed ids, then the repeated fields, then the
     conversation.
     """
 
-    # The number of ids, and the text.
+    # For each prompt the number of its ids, and its text.
     prompts: list[tuple[int, str | None]]
     bad_words: list[list[int]]
     num_allowed: int
     full_text: str
-    # The JSON of each, in bytes.
+    # The length of each repeated field's JSON, in bytes.
     repeated: dict[str, int]
     constraint: Constraint | None
     reasoning_begun: bool
@@ -110,7 +110,7 @@ class WasAnswered(msgspec.Struct, tag=True, frozen=True):
 
 
 class NeedsFiles(msgspec.Struct, tag=True, frozen=True):
-    """Of the model: send them, and the work once more, without the body."""
+    """The model's files are missing: send them, then the work again, without the body."""
 
 
 class WasLoaded(msgspec.Struct, tag=True, frozen=True):
@@ -124,7 +124,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
     param: str | None = None
     kind: str = ""
-    # Of `ContextExceeded`.
+    # Fields of `ContextExceeded`.
     limit_tokens: int = 0
     prompt_tokens: int | None = None
     wanted_tokens: int | None = None
@@ -144,17 +144,17 @@ def framed(message: Task | Report, after_bytes: int) -> bytes:
 
 
 def decode_task(data: bytes | bytearray) -> Task:
-    """What a text process is told."""
+    """A message to a text process."""
     return _TASKS.decode(data)
 
 
 def decode_report(data: bytes | bytearray) -> Report:
-    """What a text process says."""
+    """A message from a text process."""
     return _REPORTS.decode(data)
 
 
 def split(data: memoryview, sizes: Iterable[int]) -> list[memoryview]:
-    """The parts of what came after a message."""
+    """The parts, of these sizes, of the bytes after a message."""
     parts, start = [], 0
     for size in sizes:
         parts.append(data[start : start + size])
@@ -171,7 +171,7 @@ def pack_asked(asked: Any) -> bytes:
 
 
 def unpack_asked(data: bytes, kind: type[Any]) -> Any:
-    """What `pack_asked` was given, of this type."""
+    """The value of type `kind` that `pack_asked` packed."""
     return msgspec.json.decode(data, type=kind)
 
 
@@ -179,7 +179,7 @@ def unpack_asked(data: bytes, kind: type[Any]) -> Any:
 
 
 def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes | memoryview]]:
-    """The message, and what comes after it."""
+    """The message, and the bytes after it."""
     prompts = prepared.prompts
     message = WasPrepared(
         prompts=[(len(prompt.token_ids), prompt.text) for prompt in prompts],
@@ -197,7 +197,7 @@ def pack_prepared(prepared: Prepared) -> tuple[WasPrepared, list[bytes | memoryv
 
 
 def unpack_prepared(message: WasPrepared, data: memoryview) -> Prepared:
-    """What `pack_prepared` was given; ids are arrays, JSON stays where it is in `data`."""
+    """What `pack_prepared` packed. Ids become arrays; JSON is not copied from `data`."""
     counts = [count for count, _ in message.prompts] + [message.num_allowed]
     num_bytes = ID_BYTES * sum(counts)
     *prompts, allowed = map(unpack_ids, split(data, [ID_BYTES * count for count in counts]))

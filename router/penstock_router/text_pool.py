@@ -1,9 +1,9 @@
 """Text processes: started when they are first needed, leased to one body at a time, replaced.
 
-A body waits for a process behind those that came before it, and a long one also behind shorter ones
-that come a little later. Waiting ends with whoever waits. A process that is at work for somebody
-who has left may finish within a moment, so that the next body need not wait for a new one; after
-that it is killed. One that dies costs the body it had. Knows messages, not what they mean.
+Bodies get processes in order of arrival, except that a long body also waits for shorter ones that
+arrive a little later. Cancelling `lease` ends the wait. A process whose client has left gets a
+moment to finish its task, so that the next body need not wait for a new process; then it is killed.
+When a process dies, only the request whose body it had fails. Knows messages, not what they mean.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from penstock_router.text_messages import HEADER, Report, Task, decode_report, f
 
 logger = logging.getLogger(__name__)
 
-# A body counts as having come so much later: about twice as long as its text work takes.
+# In the queue, a body's arrival counts as this much later for each byte: about twice as long as its
+# text work takes.
 SECONDS_A_BYTE = 5e-7
-# No text takes so long: what does is a template that never ends, or a machine without memory.
+# No text takes this long: a template that never ends does, or a machine that is out of memory.
 MAX_TASK_S = 60.0
-# What one whose client has left may still take: less than a new process would.
+# How long a task whose client has left may still run: less than starting a new process takes.
 _GRACE_S = 1.0
 # How long a process waits for the next task of the body that it was leased to.
 _HOLD_S = 0.05
-# A piece that is sent or received between two turns of the event loop.
+# How much is sent or received between two turns of the event loop.
 _PIECE_BYTES = 256 * 1024
 
 _Parts = Sequence[bytes | memoryview]
-# A report, and what came after it.
+# A report, and the bytes that came after it.
 Reply = tuple[Report, bytearray]
 
 
@@ -44,7 +45,7 @@ class ProcessLost(Exception):
 
 
 class TextProcess:
-    """One process, and the socket to it. Only one task at a time."""
+    """One process, and the socket to it. It takes one task at a time."""
 
     def __init__(self, process: subprocess.Popen[bytes], router_end: socket.socket) -> None:
         self._process = process
@@ -52,7 +53,7 @@ class TextProcess:
 
     @classmethod
     def start(cls, log_level: str, log_format: str) -> TextProcess:
-        """Start one, in half a millisecond. It ends when this process does, whatever ends it.
+        """Start a process, in half a millisecond. It ends when this process ends, however it does.
 
         Raises `ProcessLost`.
         """
@@ -74,7 +75,7 @@ class TextProcess:
         return self._process.poll() is not None
 
     async def ask(self, task: Task, after: _Parts) -> Reply:
-        """What it says to a task. Raises `ProcessLost`."""
+        """Send a task and `after`, and return the reply. Raises `ProcessLost`."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._socket, framed(task, sum(map(len, after))))
@@ -100,7 +101,7 @@ class TextProcess:
         return data
 
     async def kill(self) -> int:
-        """End it, whatever it does; its status, negative for a signal's number."""
+        """Kill the process; returns its exit status, negative for a signal's number."""
         self._process.kill()
         self._socket.close()
         return await asyncio.to_thread(self._process.wait)
@@ -108,7 +109,7 @@ class TextProcess:
 
 def _started(log_level: str, log_format: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process, and our end of the socket to it. Raises `OSError`."""
-    # It imports what this process does, and nothing from the folder that it happens to be in.
+    # It imports from the same paths as this process, and nothing from its working directory.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-m", "penstock_router.text_process"]
     ours, theirs = socket.socketpair()
@@ -128,7 +129,7 @@ def _started(log_level: str, log_format: str) -> tuple[subprocess.Popen[bytes], 
 
 
 class _Slot:
-    """Where a process is, or would be."""
+    """A place for one process, which may not be started yet."""
 
     def __init__(self) -> None:
         self.process: TextProcess | None = None
@@ -142,21 +143,21 @@ class TextPool:
         self._log_format = log_format
         self._slots = [_Slot() for _ in range(num_processes)]
         self._free = list(self._slots)
-        # By urgency, lowest first; the number tells equals apart.
+        # A heap of (adjusted arrival, number, turn); the number orders equal arrivals.
         self._waiting: list[tuple[float, int, asyncio.Future[_Slot | None]]] = []
         self._numbers = itertools.count()
-        # What runs on after those who began it: kept here, as the loop holds tasks weakly.
+        # Tasks that outlive their caller: referenced here, as the event loop holds tasks weakly.
         self._ending: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[Reply]] = set()
         self._stopping = False
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes there are."""
+        """The ids of the processes that were started and not yet ended."""
         return [slot.process.pid for slot in self._slots if slot.process is not None]
 
     async def lease(self, num_bytes: int, arrived_s: float) -> Lease:
-        """A process for a body that came at `arrived_s`, as the loop's clock has it.
+        """A process for a body that arrived at `arrived_s`, by the event loop's clock.
 
         Raises `Unavailable` when the pool stops.
         """
@@ -179,12 +180,12 @@ class TextPool:
                     self._waiting.remove(entry)
                     heapq.heapify(self._waiting)
             elif (slot := turn.result()) is not None:
-                # It came at the very end.
+                # The slot was given at the same moment as the wait was cancelled.
                 self.free(slot)
             raise
 
     def stop(self) -> None:
-        """Refuse those who wait, and those who come."""
+        """Refuse the bodies that wait, and any that arrive."""
         self._stopping = True
         for _, _, turn in self._waiting:
             if not turn.done():
@@ -194,7 +195,7 @@ class TextPool:
     # ---- called by leases ----
 
     def free(self, slot: _Slot) -> None:
-        """It is the next one's."""
+        """Give the slot to the next body that waits."""
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
@@ -203,23 +204,23 @@ class TextPool:
         self._free.append(slot)
 
     async def _process_at(self, slot: _Slot) -> TextProcess:
-        """The process there, started if need be."""
+        """The slot's process, started if there is none."""
         if slot.process is not None and slot.process.has_ended:
-            # While nobody needed it.
+            # It ended while it was idle.
             await self.end_process(slot)
         if slot.process is None:
             slot.process = TextProcess.start(self._log_level, self._log_format)
         return slot.process
 
     async def end_process(self, slot: _Slot) -> None:
-        """End the one there; the next lease starts another."""
+        """Kill the slot's process; the next lease starts another."""
         process, slot.process = slot.process, None
         if process is not None:
             status = await process.kill()
             logger.warning("text process %d ended with status %d", process.pid, status)
 
     def ask(self, lease: Lease, task: Task, after: _Parts) -> asyncio.Task[Reply]:
-        """Begin to ask the lease's process."""
+        """Start asking the lease's process; the pool keeps the asyncio task."""
         asking = asyncio.create_task(self._ask(lease, task, after))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
@@ -231,7 +232,7 @@ class TextPool:
         return await lease.process.ask(task, after)
 
     def let_end(self, lease: Lease, asking: asyncio.Task[Reply]) -> None:
-        """Nobody waits for what was asked: end the lease soon, and the process if it goes on."""
+        """Nobody waits for the reply now: give the task a moment, then end lease and process."""
         task = asyncio.create_task(self._let_end(lease, asking))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -247,9 +248,9 @@ class TextPool:
             lease.give_back()
 
     async def close(self) -> None:
-        """End all processes; no lease is in use any more, or will be of use."""
+        """Kill all processes. No lease may be used any more."""
         self.stop()
-        # Before their sockets are closed.
+        # Cancel the tasks before the sockets that they use are closed.
         tasks = [*self._asking, *self._ending]
         for task in tasks:
             task.cancel()
@@ -261,21 +262,21 @@ class TextPool:
 
 
 class Lease:
-    """A process for one body, until it is given back."""
+    """One body's use of a process, until it is given back."""
 
     def __init__(self, pool: TextPool, slot: _Slot) -> None:
         self._pool = pool
         self.slot = slot
-        # From the first task on: no other one has what that one was sent.
+        # Set by the first task: later tasks need this very process, which has the body.
         self.process: TextProcess | None = None
         self._ended = False
         self._hold: asyncio.TimerHandle | None = None
 
     async def ask(self, task: Task, after: _Parts) -> Reply:
-        """What the process says to a task.
+        """The process's reply to a task.
 
-        The lease is over where this raises: `Unavailable` when the process died, `TimeoutError`
-        when it took too long.
+        Raises `Unavailable` when the process died, `TimeoutError` when it took too long. Whatever
+        this raises, the lease is over.
         """
         asking = self._pool.ask(self, task, after)
         try:
@@ -294,17 +295,17 @@ class Lease:
             raise
 
     def hold(self) -> None:
-        """Keep it for a moment: `take_up` says whether it is still there."""
+        """Keep the process for `_HOLD_S` more: `take_up` says whether it is still leased."""
         self._hold = asyncio.get_running_loop().call_later(_HOLD_S, self.give_back)
 
     def take_up(self) -> bool:
-        """Go on with it after `hold`, where it was not given back meanwhile."""
+        """Continue after `hold`; False if the process was given back meanwhile."""
         if self._hold is not None:
             self._hold.cancel()
         return not self._ended
 
     def give_back(self) -> None:
-        """Done with it. Nothing happens the second time."""
+        """Return the process to the pool. Idempotent."""
         if not self._ended:
             self._ended = True
             self._pool.free(self.slot)

@@ -1,4 +1,4 @@
-"""A text process: long bodies are read and worked on here, where no event loop waits meanwhile.
+"""A text process: parses long bodies and does their text work, where it blocks no event loop.
 
     python -m penstock_router.text_process FD LOG_LEVEL LOG_FORMAT
 
@@ -54,31 +54,32 @@ logger = logging.getLogger("penstock.text_process")
 
 # Where processors are scarce, the router's event loop goes first: many wait for it.
 _NICENESS = 5
-# Of 1000, added to what the kernel goes by when memory is scarce: a text process is soon replaced.
+# The kernel's oom_score_adj, of 1000: when memory runs out, kill a text process first, which is
+# soon replaced.
 _OOM_SCORE = 500
-# Longer than any router waits for a task. What keeps the interpreter lock for ever, as a power in a
-# template may, would keep its process also when the router is gone.
+# Longer than any router waits for a task. Without this limit, work that never releases the
+# interpreter lock, such as a huge power in a template, would outlive the router.
 _MAX_TASK_S = 90
-# A router that serves more of them at once sends some files again: a tokenizer takes many MB.
+# How many models are kept, as a tokenizer takes many MB. For more, files are sent again.
 MAX_MODELS = 8
-# Longer bodies leave memory behind that is worth a few milliseconds.
+# After bodies longer than this, returning memory to the system is worth a few milliseconds.
 _MUCH_BYTES = 1024 * 1024
 
 _Key = tuple[str, str]
-# A report, and what comes after it.
+# A report, and the bytes after it.
 _Reply = tuple[Report, Sequence[bytes | memoryview]]
 
 
 class TextWorker:
-    """Does what it is told. Holds the last body that was read, and models."""
+    """Does the router's tasks. Keeps the last body that was parsed, and models."""
 
     def __init__(self) -> None:
         self._kept: tuple[int, Reading] | None = None
-        # By model and tokenizer hash, the longest unused first.
+        # By model and tokenizer hash, least recently used first.
         self._loaded: OrderedDict[_Key, tuple[Tokenizer, ChatTemplate | None]] = OrderedDict()
 
     def do(self, task: Task, after: memoryview) -> _Reply:
-        """A task, with what came after it. Never raises but for want of memory."""
+        """Do a task, with the bytes after it. Raises nothing but `MemoryError`."""
         kind = ""
         try:
             match task:
@@ -122,7 +123,7 @@ class TextWorker:
         return pack_prepared(made)
 
     def _reading(self, task: Work, body: memoryview) -> Reading:
-        """Of the body that was kept, or else of the one that came along."""
+        """The parsed body that was kept, or else that of the body sent with the task."""
         if self._kept is not None and self._kept[0] == task.number:
             return self._kept[1]
         reading = read(KINDS[task.kind], body, with_digest=False)
@@ -151,7 +152,7 @@ class TextWorker:
         parts = split(after, task.sizes.values())
         files = {name: bytes(part) for name, part in zip(task.sizes, parts, strict=True)}
         for key in [key for key in self._loaded if key[0] == task.model]:
-            # It was replaced.
+            # The model's earlier tokenizer was replaced.
             del self._loaded[key]
         self._loaded[task.model, task.tokenizer_hash] = (
             load_tokenizer(files),
@@ -170,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     fd, log_level, log_format = argv
     set_up_logging(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal and a supervisor send them to all processes: the router's end is what counts.
+        # A terminal or a supervisor sends them to all processes; this one ends with the router.
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
@@ -184,9 +185,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _end_with(fd: int) -> None:
-    """End when the other end is gone, also amid work that looks at no socket."""
+    """Exit when the router is gone, even in the middle of a task."""
     poll = select.poll()
-    # Of nothing but the end, which needs no mention.
+    # No events: a hang-up is always reported.
     poll.register(fd, 0)
     poll.poll()
     os._exit(0)
@@ -210,9 +211,9 @@ def _serve(router: socket.socket, worker: TextWorker) -> None:
 
 
 def _give_memory_back() -> None:
-    """The C library keeps what is freed: a long text took a hundred times its length."""
+    """Return freed memory to the system: a long text takes a hundred times its length."""
     with contextlib.suppress(AttributeError):
-        # Only glibc's has it.
+        # Only glibc has malloc_trim.
         ctypes.CDLL(None).malloc_trim(0)
 
 

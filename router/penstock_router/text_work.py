@@ -1,4 +1,4 @@
-"""Kinds of bodies: how each is read, and what is made of its text where its model is known.
+"""Kinds of bodies: how each is parsed, and which text work follows once its model is known.
 
 Reading and making are plain functions, and the same ones wherever they run: `bodies.py` says where.
 Between the two the router finds the model, and what else a body refers to. Knows no HTTP and no
@@ -34,7 +34,7 @@ from penstock_router.prompts import (
 from penstock_router.request import ChatRequest, Options
 from penstock_router.resumption import body_digest
 
-# Each takes some 500 bytes while it is shown.
+# The most tokens shown with their places in a text: each takes some 500 bytes meanwhile.
 MAX_PLACES = 1_000_000
 
 _encode = msgspec.json.encode
@@ -42,26 +42,26 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyKind:
-    """Bodies that are read and worked on in one way."""
+    """Bodies that are parsed and worked on in one way."""
 
     name: str
-    # What `parse` gives: a dataclass with `model`, `brings_template` and `without_text`.
+    # The type that `parse` returns: a dataclass with `model`, `brings_template`, `without_text`.
     request_type: type[Any]
     # Raises `BadRequest`.
     parse: Callable[[JsonObject], Any]
-    # Of what `parse` gave, its model, and the JSON of what was said before: prompts, or the JSON of
-    # the answer. Raises `BadRequest`.
+    # (request, model, JSON of earlier messages) -> prompts, or the JSON of the answer. Raises
+    # `BadRequest`.
     work: Callable[[Any, TextModel, bytes], Prepared | bytes]
-    # Whether that takes well under a millisecond.
+    # Whether `work` takes well under a millisecond.
     is_short: Callable[[Any], bool]
     errors: ErrorForm = ERRORS
-    # Where it asks for tokens.
+    # The API, if the body asks for tokens.
     api: Api[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SeveralKinds:
-    """Bodies whose fields say of which kind they are."""
+    """Bodies whose fields tell their kind."""
 
     name: str
     # Raises `BadRequest`.
@@ -73,12 +73,12 @@ AnyKind = BodyKind | SeveralKinds
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What came of reading a body: what it asks, or why it is refused."""
+    """A parsed body: its request, or why it is refused."""
 
     kind: BodyKind
     asked: Any = None
     refusal: ApiError | None = None
-    # As `body_digest` has it, where that was wanted.
+    # `body_digest` of the body, if asked for.
     digest: bytes = b""
 
 
@@ -91,7 +91,7 @@ def read(kind: AnyKind, data: bytes | memoryview, *, with_digest: bool) -> Readi
         asked = kind.parse(given)
         return Reading(kind, asked, digest=body_digest(given) if with_digest else b"")
     except ApiError as error:
-        # Its traceback refers to whoever keeps it.
+        # Without the traceback, which would be a reference cycle with what keeps the error.
         return Reading(kind, refusal=error.with_traceback(None))
 
 

@@ -1,4 +1,4 @@
-"""A few threads for what is too long for the event loop and lets go of the interpreter lock.
+"""A few threads for work that is too long for the event loop and releases the interpreter lock.
 
 Their queue is bounded: work beyond it is refused at once.
 """
@@ -26,7 +26,7 @@ class Threads:
         self._room = threading.BoundedSemaphore(max_pending)
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` gives and raises; or `TooManyRequests`, where too much waits already."""
+        """Returns or raises what `work` does; raises `TooManyRequests` if too much waits."""
         if not self._room.acquire(blocking=False):
             raise TooManyRequests(
                 f"{self._max_pending} pieces of work wait for the router's threads; "
@@ -37,6 +37,6 @@ class Threads:
         except BaseException:
             self._room.release()
             raise
-        # Once it is through, also where nobody waits for it any more.
+        # When the work is done, even if its caller was cancelled.
         future.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(future)

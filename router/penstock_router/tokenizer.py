@@ -1,7 +1,7 @@
 """Text -> token ids, and what else a model's tokenizer.json knows.
 
 The library's `Tokenizer.encode` keeps the interpreter lock, and with it the whole process, for as
-long as it takes; `encode_batch_fast`, which is used here, lets go of it, so that a thread may call
+long as it takes; `encode_batch_fast`, which is used here, releases it, so that a thread may call
 it. Text that cannot fit is refused on its length, before it is tokenized. Knows no HTTP.
 """
 
@@ -19,14 +19,15 @@ from tokenizers import Tokenizer as FastTokenizer
 from penstock_router.detokenizer import DetokenizerFactory, make_detokenizers, special_ids
 from penstock_router.errors import BadRequest, ContextExceeded
 
-# Up to here encoding takes well under half a millisecond (about 0.15 us a character): less than a
-# thread's hop may cost.
+# Up to this length encoding takes well under half a millisecond (about 0.15 us a character): less
+# than handing it to a thread may cost.
 INLINE_CHARS = 2000
 
-# More than contexts have. The library takes some 80 bytes a character, whatever is cut off later.
+# More than contexts have. The library takes some 80 bytes a character, even of text that is
+# truncated later.
 MAX_TEXT_CHARS = 8_000_000
 
-# Unicode's composition can make one character of four.
+# Unicode's composition can turn four characters into one.
 _COMPOSITION_FACTOR = 4
 
 
@@ -42,7 +43,7 @@ class Truncation:
     side: str
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """What is kept of a prompt's ids."""
+        """The prompt's ids that are kept."""
         if self.side == "left":
             return token_ids[max(0, len(token_ids) - self.max_tokens) :]
         return token_ids[: self.max_tokens]
@@ -67,17 +68,17 @@ class Tokenizer:
 
     def __init__(self, data: bytes, config: Mapping[str, Any] | None = None) -> None:
         """`config` is what tokenizer_config.json holds."""
-        # One text at a time has nothing to share out, and its threads would only be in the way.
+        # One text at a time has nothing to parallelise; the library's threads would only disturb.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             self._parts = msgspec.json.decode(data, type=_TokenizerFile)
             self._fast = FastTokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise TokenizerUnusable(f"tokenizer.json does not load: {error}") from None
-        # State that tokenizer.json may carry from training; it would cut or fill prompts unasked.
+        # Settings that tokenizer.json may carry from training, which would truncate or pad prompts.
         self._fast.no_truncation()
         self._fast.no_padding()
-        # As transformers has it; "right" cuts off the end.
+        # transformers' default and meaning: "right" cuts off the end.
         self.config = dict(config or {})
         self.truncation_side = "left" if self.config.get("truncation_side") == "left" else "right"
         self._max_token_bytes: int | None = None
@@ -92,8 +93,8 @@ class Tokenizer:
     def _length_bounds_tokens(self) -> bool:
         """Whether a text of n characters surely has n / (longest token) tokens or more.
 
-        Not where unknown characters fuse into one token, whole words become one, or the text
-        may become shorter before it is tokenized.
+        False if unknown characters may fuse into one token, whole words may become one, or the
+        normalizer may shorten the text.
         """
         if not _keeps_length(self._parts.normalizer):
             return False
@@ -109,7 +110,7 @@ class Tokenizer:
         return max(lengths, default=1) * (_COMPOSITION_FACTOR if composes else 1)
 
     def max_chars(self, num_tokens: int) -> int | None:
-        """A text of more characters than this has more tokens than that; None: no telling."""
+        """A text with more characters than this has more than `num_tokens`; None: no such bound."""
         return None if self._max_token_bytes is None else num_tokens * self._max_token_bytes
 
     def encode(
@@ -154,11 +155,12 @@ class Tokenizer:
     def places(
         self, text: str, *, add_special_tokens: bool, at_most: int
     ) -> list[tuple[int, int, int]]:
-        """Of each token of a text its id and the characters from and up to which it stands.
+        """For each token of a text its id, and the positions of its first character and after its
+        last.
 
         Takes long for a long text. Raises `BadRequest` for more than `at_most` tokens.
         """
-        # The faster way to encode keeps no offsets.
+        # `encode_batch_fast` keeps no offsets.
         [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
         if len(encoding) > at_most:
             raise BadRequest(f"the text has {len(encoding)} tokens; at most {at_most} are shown")
@@ -181,11 +183,11 @@ class Tokenizer:
         return self._fast.decode(known, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, text: str) -> int | None:
-        """Of the token that stands for all of this text; None where there is none."""
+        """The id of the token that is exactly this text; None if there is none."""
         return self._fast.token_to_id(text)
 
     def special_ids_of(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Of those texts that are special tokens, which would be skipped."""
+        """The ids of those texts that are special tokens, which decoding would skip."""
         found = self._marks.get(texts)
         if found is None:
             ids = {self._fast.token_to_id(text) for text in texts}
@@ -193,12 +195,12 @@ class Tokenizer:
         return found
 
     def token_text(self, token_id: int) -> str:
-        """One token's text as it stands in running text, special ones included."""
+        """One token's text as in running text, special tokens included."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether a normalizer surely leaves a text as long as it was, but for composition."""
+    """Whether a normalizer is known not to change a text's length, except by composition."""
     if normalizer is None:
         return True
     kind = normalizer.get("type")
@@ -211,7 +213,7 @@ def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
 
 
 def prompt_too_long(num_tokens: int, max_tokens: int) -> ContextExceeded:
-    """The text is the one that clients of such servers recognise."""
+    """The error, in the words that clients of OpenAI-compatible servers recognise."""
     return ContextExceeded(
         f"This model's maximum context length is {max_tokens} tokens. However, your prompt "
         f"contains {num_tokens} input tokens, which exceeds this limit even without any output "

@@ -34,13 +34,13 @@ class TypeSchemas:
     """Schemas of types. Each TypedDict is described once, in `components`, and referred to."""
 
     def __init__(self, prefix: str) -> None:
-        """`prefix` is where `components` will stand, as references say it."""
+        """`prefix` is the path of `components` in the document, for references."""
         self.components: dict[str, JsonObject] = {}
         self._prefix = prefix
         self._names: dict[Any, str] = {}
 
     def schema(self, given: Any) -> JsonObject:
-        """Of one type; raises `TypeError` where it has none."""
+        """The schema of one type; raises `TypeError` if it has none."""
         if given in _SIMPLE:
             return dict(_SIMPLE[given])
         if is_typeddict(given):
@@ -63,7 +63,7 @@ class TypeSchemas:
         taken = given.__name__ in self.components
         name = f"{given.__module__}.{given.__qualname__}" if taken else given.__name__
         self._names[given] = name
-        # Noted before it is described: it may hold others of itself.
+        # Registered before it is described, as the type may be recursive.
         self.components[name] = {}
         self.components[name] = self._object(given)
         return name

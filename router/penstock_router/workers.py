@@ -54,30 +54,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.router")
 
 EXIT_USAGE = 2
-# In traces.
+# The service's name in traces.
 _SERVICE = "penstock-router"
 _RESTART_DELAY_S = 1.0
-# So many starts in a row of a worker that never gets to serve, and there is no more.
+# After this many starts in a row in which a worker never got to serve, give up.
 _MAX_FAILED_STARTS = 3
-# How long a worker that is not the only one may take until it can serve.
+# How long one of several workers waits to be ready before it listens anyway.
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Of a body that nobody takes, about so much is read: of many long ones at once there is less to do
-# in one turn of the event loop. It has no part in how fast one is read.
+# How much of a body aiohttp buffers before its handler reads it: small, so that many long bodies at
+# once mean less work in one turn of the event loop. It does not slow reading down.
 _READ_BUFFER_BYTES = 32 * 1024
-# Collections of the middle generation, each after some 7,000 objects more than there were.
+# A full garbage collection comes only after this many of the middle generation, each of which comes
+# after some 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
-# Beyond the limit for ending requests: to write their last words.
+# How long after the shutdown timeout requests may still write their last events.
 _LAST_WORDS_S = 3.0
-# Beyond both, before a worker is killed.
+# How long after both a worker is killed.
 _GRACE_S = 5.0
 
 
 def run(config: RouterConfig) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit status."""
     _set_up_logging(config)
-    # One for all workers.
+    # One key for all workers.
     config = dataclasses.replace(config, resume_key=config.resume_key or secrets.token_hex(16))
     try:
         listener = listen(config.host, config.port)
@@ -95,7 +96,7 @@ def run(config: RouterConfig) -> int:
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
-    # Its sockets cost a third of asyncio's own.
+    # uvloop's sockets cost a third of the processor time of asyncio's own.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serving)
 
@@ -106,7 +107,7 @@ def _serve_all(config: RouterConfig, listener: socket.socket) -> int:
     try:
         _check_audit_logs(config)
     except OSError as error:
-        # Here: a worker that ends is started again, and would be for ever.
+        # Checked here: a worker that ended because of it would be restarted for ever.
         return _refuse(f"--audit-log: {error}")
     port = listener.getsockname()[1]
     listener.close()
@@ -124,7 +125,7 @@ def _refuse(reason: str) -> int:
 
 
 def _set_up_logging(config: RouterConfig) -> None:
-    """Lines on stderr. Broken HTTP is the client's affair: aiohttp need not report it."""
+    """Log to stderr. aiohttp need not log malformed HTTP, which is the client's fault."""
     set_up_logging(config.log_format, config.log_level)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
@@ -135,8 +136,10 @@ def _set_up_logging(config: RouterConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstWorker:
-    """The one of several that listens before it can serve, and says so to whoever asks it: were it
-    the last to be ready, somebody who heard from another that all is well might meet it next.
+    """The one of several workers that listens before it can serve, and answers probes with that.
+
+    The others listen only once it can serve: otherwise a client that a ready worker told so might
+    reach this one next.
     """
 
     # Whether it is this process, and whether it can serve, or could once.
@@ -154,10 +157,10 @@ async def serve(
 ) -> int:
     """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`.
 
-    Of several workers one that is not the `first` lets others take what comes until both of them
-    can serve. `on_serving` is called when it listens.
+    With several workers, one that is not the `first` does not listen until both that one and
+    itself can serve, or a while has passed. `on_serving` is called when it listens.
     """
-    # Only here: metrics read at import whether this process is one of several.
+    # Imported here: metrics check at import whether this process is one of several.
     from penstock_router.app import build_app
     from penstock_router.metrics import Metrics
     from penstock_router.routes.base import ROUTER
@@ -213,7 +216,7 @@ def _runner(app: web.Application, config: RouterConfig) -> Runner:
 async def _listening(
     runner: Runner, listener: socket.socket, config: RouterConfig
 ) -> AsyncIterator[None]:
-    """Connections are taken; certificates are followed for as long as the scope lasts."""
+    """Accept connections from now on, and reload certificates for as long as the scope lasts."""
     async with https_context(config.tls_cert_file, config.tls_key_file) as tls:
         await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
         where = authority(*listener.getsockname()[:2])
@@ -222,12 +225,12 @@ async def _listening(
 
 
 def _rest_collector() -> None:
-    """Keep Python's collector of cycles from walking all objects: with thousands of streams that
-    takes the event loop a quarter of a second. Requests leave no cycles behind; rare ones are found
-    while they are young, or after millions of others.
+    """Keep Python's garbage collector from traversing all objects: with thousands of streams that
+    blocks the event loop for a quarter of a second. Requests leave no cycles behind; rare ones are
+    found while they are young, or after millions of new objects.
     """
     gc.collect()
-    # What was made so far lives for ever.
+    # Objects made so far live as long as the process.
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], _COLLECT_ALL_AFTER)
 
@@ -261,7 +264,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 def _stop_or_leave(stop: asyncio.Event) -> None:
     if stop.is_set():
-        # Asked twice: somebody is waiting at a terminal.
+        # The second signal: somebody is waiting at a terminal.
         os._exit(1)
     stop.set()
 
@@ -277,7 +280,9 @@ def _stop_at_end_of(lifeline: Connection, stop: asyncio.Event) -> None:
 
 
 async def _until_ready(models: Models, first: FirstWorker, stop: asyncio.Event) -> None:
-    """Until a model can be served, here and at the first worker, or for a while, or to the end."""
+    """Return when a model can be served, here and at the first worker; or after `_READY_S`, or when
+    the worker is to stop.
+    """
     until_s = time.monotonic() + _READY_S
     while time.monotonic() < until_s and not stop.is_set():
         if models.not_ready_because is None and first.can_serve.is_set():
@@ -287,7 +292,7 @@ async def _until_ready(models: Models, first: FirstWorker, stop: asyncio.Event) 
 
 @asynccontextmanager
 async def _telling(models: Models, first: FirstWorker | None) -> AsyncIterator[None]:
-    """Meanwhile the others are told when this, the first worker, can serve."""
+    """Within the scope, if this is the first worker, tell the others when it can serve."""
     if first is None or not first.is_here:
         yield
         return
@@ -329,7 +334,7 @@ def _worker_main(
         sys.exit(_refuse(str(error)))
 
 
-# What workers share out. Of the queue a worker's part may be nothing.
+# Bounds that are split between workers. A worker's part of the queue may be 0.
 _SHARED_OUT = (
     *("max_concurrent_requests", "max_concurrent_requests_per_key"),
     *("max_queued_requests", "max_queued_requests_per_key"),
@@ -339,7 +344,7 @@ _SHARED_OUT = (
 
 
 def _config_of(config: RouterConfig, index: int) -> RouterConfig:
-    """What worker number `index` is told: its part of each bound, and a log of its own."""
+    """The configuration of worker `index`: its part of each bound, and its own audit log."""
     config = dataclasses.replace(config, worker=index)
     parts: dict[str, Any] = {}
     for name in _SHARED_OUT:
@@ -355,7 +360,7 @@ def _config_of(config: RouterConfig, index: int) -> RouterConfig:
 
 
 def _check_audit_logs(config: RouterConfig) -> None:
-    """Raises `OSError` for one that its worker could not write to."""
+    """Raises `OSError` if a worker could not write to its audit log."""
     for index in range(config.workers):
         log = _open_audit_log(_config_of(config, index))
         if log is not None:
@@ -363,7 +368,7 @@ def _check_audit_logs(config: RouterConfig) -> None:
 
 
 class _Parent:
-    """Starts workers, starts again those that die, and passes the end on to all."""
+    """Starts workers, restarts those that die, and stops all of them at the end."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -373,15 +378,15 @@ class _Parent:
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
         self._first_can_serve = self._context.Event()
-        # By worker: where it says that it serves; and of those that never did how often they ended.
-        # One that did is worth starting again, whatever is in its way now: others may serve.
+        # For each worker: the pipe on which it reports that it serves; and, for workers that never
+        # served, how often they ended. A worker that once served is always restarted.
         self._serving: dict[int, Connection] = {}
         self._failed_starts = dict.fromkeys(range(config.workers), 0)
 
     def run(self) -> int:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        # It would unblock the signals when it is started along with the first worker.
+        # Started now: starting it along with the first worker would unblock the signals.
         resource_tracker.ensure_running()
         workers: dict[int, SpawnProcess] = {}
         hopeful = self._start_all(workers)
@@ -392,7 +397,7 @@ class _Parent:
         return status if hopeful else EXIT_USAGE
 
     def _start_all(self, workers: dict[int, SpawnProcess]) -> bool:
-        """False where the system lets some not start, once that was said."""
+        """Start all workers; False, with the reason printed, if the system refuses to start one."""
         try:
             for index in range(self._config.workers):
                 workers[index] = self._start(index)
@@ -405,7 +410,7 @@ class _Parent:
         os.write(self._wake_end, b"!")
 
     def _wait(self, workers: Iterable[SpawnProcess], timeout_s: float | None = None) -> None:
-        """Until a worker ends or a signal comes."""
+        """Wait until a worker ends or a signal arrives."""
         sentinels = [worker.sentinel for worker in workers]
         if self._wake in multiprocessing.connection.wait([self._wake, *sentinels], timeout_s):
             os.read(self._wake, 1)
@@ -414,7 +419,7 @@ class _Parent:
         heard, serving = self._context.Pipe(duplex=False)
         self._serving[index] = heard
         can_serve = self._first_can_serve
-        # One that is started in its place later listens when it can serve, as all others do.
+        # A later replacement of the first worker listens when it can serve, as all others do.
         first = FirstWorker(index == 0 and not can_serve.is_set(), can_serve)
         worker = self._context.Process(
             target=_worker_main,
@@ -427,12 +432,12 @@ class _Parent:
             worker.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            # The worker has it: when it ends, the other end hears of it.
+            # Only the worker keeps this end open: so the other end is closed when the worker ends.
             serving.close()
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Start anew what has ended; False where that is in vain, once it was said why."""
+        """Restart workers that have ended; False, with the reason logged, if that is in vain."""
         from prometheus_client import multiprocess
 
         for index, worker in list(workers.items()):
@@ -453,12 +458,12 @@ class _Parent:
                 try:
                     workers[index] = self._start(index)
                 except OSError as error:
-                    # It has still ended when it is looked at next.
+                    # The worker counts as ended at the next check too, so that is tried again.
                     logger.error("cannot start a worker: %s", error.strerror)
         return True
 
     def _count_start(self, index: int) -> None:
-        """Of a worker that has ended: whether it ever served."""
+        """Note that a worker has ended: one that never served counts as a failed start."""
         serving = self._serving.pop(index, None)
         if serving is None:
             return
@@ -473,7 +478,7 @@ class _Parent:
             self._failed_starts[index] += 1
 
     def _stop(self, workers: list[SpawnProcess]) -> int:
-        """Give workers their time; a second signal, or its end, kills what is left."""
+        """Wait for workers to stop; a second signal, or the deadline, kills the others."""
         self._lifeline_end.close()
         deadline = time.monotonic() + self._config.shutdown_timeout_s + _LAST_WORDS_S + _GRACE_S
         while running := [worker for worker in workers if worker.exitcode is None]:

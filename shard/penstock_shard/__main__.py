@@ -14,14 +14,14 @@ from penstock_shard.node import serve_node
 
 def main() -> int:
     """Parse, serve, exit."""
-    # Until the server's own handlers are there, Ctrl-C ends us without a traceback.
+    # Until the server installs its own handlers, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = parse_config(sys.argv[1:])
     set_up_logging(config.log_format, config.log_level)
     if config.node_rank > 0:
         return serve_node(config)
     quiet_grpc()
-    # After parsing, so that --help and bad flags answer at once.
+    # Imported after parsing, so that --help and bad flags answer at once.
     from penstock_shard.server import serve
 
     return asyncio.run(serve(config))

@@ -42,7 +42,7 @@ def add_adapter_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def check_adapter_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with one line where the flags do not go together."""
+    """Exits with one line if the flags contradict each other."""
     names = [name for name, _ in args.lora]
     for name in names:
         if names.count(name) > 1:
@@ -55,7 +55,7 @@ def check_adapter_flags(parser: argparse.ArgumentParser, args: argparse.Namespac
 
 
 def name_refusal(name: str, model_names: Collection[str]) -> str:
-    """Why an adapter cannot have this name; empty where it can."""
+    """Why an adapter cannot have this name; empty if it can."""
     if not 1 <= len(name) <= MAX_ADAPTER_NAME_CHARACTERS:
         return f"a name has 1..{MAX_ADAPTER_NAME_CHARACTERS} characters"
     if not name.isprintable() or name != name.strip():

@@ -1,7 +1,7 @@
-"""The API key of a shard, asked for before any message of a call is parsed.
+"""Checks a shard's API key before any message of a call is parsed.
 
-One may have 64 MB, and take a gigabyte once it is parsed: not for strangers. Knows no message and
-no service.
+A message may have 64 MB and take a gigabyte once parsed: strangers must not get that far. Knows no
+message and no service.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Handler = Any
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Ends calls to one service that do not bear the key; others pass, as probes must."""
+    """Ends calls to one service without the key. Calls to others pass: probes have no key."""
 
     def __init__(self, key: str, service: str) -> None:
         self._expected = f"Bearer {key}".encode()
         self._methods = f"/{service}/"
-        # Whatever kind of call it is: of streams nothing is read until a handler asks for it.
+        # For unary calls too: of a stream, nothing is read until the handler asks for it.
         self._refuse: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(
@@ -38,18 +38,18 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return self._refuse
 
     def _bears_key(self, call: grpc.HandlerCallDetails) -> bool:
-        """In constant time: the key must not leak."""
+        """Compares in constant time, so that timing does not leak the key."""
         metadata = dict(call.invocation_metadata or ())
         given = str(metadata.get("authorization", ""))
         return hmac.compare_digest(given.encode(), self._expected)
 
 
 async def _refuse(requests: object, context: Any) -> None:
-    # gRPC's clients hear nothing of a status that comes while they send; a message should follow at
-    # once.
+    # gRPC clients may lose a status that arrives while they still send: wait briefly for the first
+    # message.
     reading = asyncio.ensure_future(context.read())
     await asyncio.wait((reading,), timeout=_FIRST_MESSAGE_S)
     reading.cancel()
-    # gRPC keeps how a call was aborted in a circle, and with it all that is at hand here.
+    # gRPC keeps the abort's exception in a reference cycle, and with it this frame's variables.
     del reading
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong API key")

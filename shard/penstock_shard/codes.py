@@ -1,6 +1,4 @@
-"""The codes that a shard's errors have: those of google.rpc, as gRPC's statuses. Knows nothing
-else.
-"""
+"""The codes of a shard's errors: those of google.rpc, as gRPC's statuses are."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from enum import IntEnum
 
 
 class Code(IntEnum):
-    """As on the wire. A caller's mistake is never INTERNAL; UNAVAILABLE is worth another try."""
+    """As on the wire. A caller's mistake is never INTERNAL; UNAVAILABLE may be retried."""
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4

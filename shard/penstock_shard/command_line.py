@@ -1,6 +1,6 @@
 """Command line -> one frozen `ShardConfig`. The only place that reads arguments and environment.
 
-Flags that mean the same as vLLM's are named the same: habits are an interface.
+Flags that mean the same as vLLM's have the same names, so that users' habits carry over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock_shard.adapter_flags import add_adapter_flags, check_adapter_flags
 from penstock_shard.config import ShardConfig
 from penstock_shard.parallel_flags import add_parallel_flags, check_parallel_flags
 
-# Drafts this far ahead are hardly ever right.
+# Draft tokens further ahead are hardly ever accepted.
 _MOST_DRAFTS = 64
 
 
@@ -37,7 +37,7 @@ def parse_config(argv: Sequence[str]) -> ShardConfig:
         "kv_memory_bytes": args.kv_memory,
         "tracing": tracing_of(parser, args.otlp_endpoint),
     }
-    # All others are called as their flags are.
+    # All other fields have the names of their flags.
     return ShardConfig(**{field.name: given[field.name] for field in fields(ShardConfig)})
 
 
@@ -398,7 +398,7 @@ def _check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 def _check_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Here, so that files that cannot be used end the start."""
+    """Check the TLS files before anything starts."""
     cert, key, client_ca = args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file
     if (cert is None) != (key is None):
         parser.error("--tls-cert-file and --tls-key-file: give both or neither")

@@ -1,4 +1,4 @@
-"""What a shard is told at its start, in one frozen object."""
+"""The configuration of a shard, in one frozen object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock_shard.request import ConstraintLimits
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """Everything a shard is told at its start. Sizes that are None are found at load."""
+    """Everything that is configured of a shard. Sizes that are None are determined at load."""
 
     # None: the built-in model.
     model: str | None = None
@@ -24,11 +24,12 @@ class ShardConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     api_key: str | None = None
-    # None: in the clear. With authorities for clients each must show a certificate of theirs.
+    # None: no TLS. With a client CA each client must present a certificate that it signed.
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     tls_client_ca_file: str | None = None
-    # Where Prometheus asks, on `host`; None: nowhere. Besides our own names those of these servers.
+    # Port for Prometheus on `host`; None: no metrics. `metrics_names`: servers whose metric names
+    # are used besides our own.
     metrics_port: int | None = None
     metrics_names: tuple[str, ...] = ()
 
@@ -42,20 +43,20 @@ class ShardConfig:
     enforce_eager: bool = False
     # The same bits in any batch, on a GPU too.
     exact: bool = False
-    # How prompts are pooled to embeddings: "auto" is as the model's files say, if they do.
+    # How prompts are pooled to embeddings; "auto": as the model's files say, if they do.
     embeddings: str = "auto"
     gpu_memory_utilization: float = 0.9
 
-    # Processes that share the model, with a device each, on so many machines; `node_rank` is which
-    # of these this one is, and on the first the others find rank 0.
+    # Processes that share the model, with a device each; on how many machines, and which of these
+    # this one is; the address and port of the first, where the others find rank 0.
     tensor_parallel_size: int = 1
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 29501
 
-    # Adapters that are loaded at the start, as (name, source); whether others may be later, how
-    # many there may be at once, and of what rank.
+    # Adapters loaded at the start, as (name, source); whether others may be loaded later; the most
+    # at once, and their highest rank.
     loras: tuple[tuple[str, str], ...] = ()
     enable_lora: bool = False
     max_loras: int = 8
@@ -65,9 +66,9 @@ class ShardConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     max_prefill_tokens: int | None = None
-    # Whoever has waited this long for its next token goes before all others.
+    # A request that has waited this long for its next token goes before all others.
     aging_s: float = 30.0
-    # Most tokens that are drafted at once for a sequence; 0: none ever.
+    # Most draft tokens at once for a sequence; 0: no speculation.
     speculative_tokens: int = 0
     block_size: int | None = None
     kv_blocks: int | None = None
@@ -77,27 +78,27 @@ class ShardConfig:
     max_queued_tokens: int = 4_000_000
     max_logprobs: int = 20
 
-    # What one constraint on an output may have: bytes, and to be compiled time and memory; and how
-    # many threads the engine compiles them with and fills their masks.
+    # Bounds of one constraint: its size, and the time and memory to compile it; and how many engine
+    # threads compile constraints and fill their masks.
     max_constraint_bytes: int = 262_144
     constraint_timeout_s: float = 2.0
     constraint_memory_bytes: int = 256 << 20
     constraint_threads: int = 1
 
-    # No beat of the engine for this long: it hangs, and is started anew.
+    # Without a beat for this long the engine counts as hung and is restarted.
     stall_timeout_s: float = 10.0
-    # Engine starts that fail one after another before the shard gives up.
+    # Failed engine starts in a row before the shard gives up.
     max_restarts: int = 5
-    # On SIGTERM: whether running requests are to be taken elsewhere ("migrate") or to finish here
+    # On SIGTERM: whether running requests move to other shards ("migrate") or finish here
     # ("finish"), and how long either may take.
     drain: str = "migrate"
     drain_timeout_s: float = 30.0
 
-    # Of penstock_proto.logs.FORMATS; and whether each request gets a line.
+    # `log_format` is one of penstock_proto.logs.FORMATS; `log_requests`: a line for each request.
     log_level: str = "info"
     log_format: str = "auto"
     log_requests: bool = False
-    # Where spans go; None: nowhere.
+    # Where trace spans are exported to; None: no tracing.
     tracing: TracingConfig | None = None
 
     step_ms: float = 20.0
@@ -107,14 +108,14 @@ class ShardConfig:
 
     @property
     def model_name(self) -> str:
-        """The name clients ask for: the first --served-model-name, or the model's own."""
+        """The name in requests: the first --served-model-name, or the model's own."""
         if self.served_model_names:
             return self.served_model_names[0]
         return self.model or "penstock-toy"
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether requests may have adapters."""
+        """Whether requests may use adapters."""
         return self.enable_lora or bool(self.loras)
 
     @property
@@ -124,7 +125,7 @@ class ShardConfig:
 
     @property
     def max_step_logits(self) -> int:
-        """Most rows of logits of a step: one a sequence, and one a drafted token."""
+        """Most rows of logits of a step: one for each sequence, one for each draft token."""
         drafts = max(self.max_num_seqs, self.speculative_tokens) if self.speculative_tokens else 0
         return self.max_num_seqs + drafts
 

@@ -1,8 +1,8 @@
 """Drafts of a request's next tokens, from its own tokens. Knows token ids and counts only.
 
-Where the last tokens of a sequence occurred in it before, what followed them then is drafted to
-follow again (prompt lookup decoding, Saxena 2023): answers quote their prompts, and repeat
-themselves. A draft costs computing, never exactness: whoever samples compares.
+Where the last tokens of a sequence occurred in it before, the tokens that followed them become the
+draft (prompt lookup decoding, Saxena 2023): answers quote their prompts, and repeat themselves. A
+wrong draft costs computing, never exactness: the sampler verifies each token.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from numpy.typing import NDArray
 
 from penstock_shard.request import Request
 
-# How many of the last tokens are looked for, the longest first.
+# The most trailing tokens that a match agrees in.
 _LONGEST_MATCH = 3
-# How far back: what a look-up costs has a bound, some 20 microseconds.
+# How many tokens back matches are looked for: this bounds a look-up to some 20 microseconds.
 _WINDOW = 32_768
-# Wrong drafts one after another that count: the next one waits for two to their power tokens.
+# After n wrong drafts in a row the next waits for 2 ** n tokens; n grows no larger than this.
 _MOST_MISSES = 6
 _SPARE = 256
 
 
 class _History:
-    """Tokens of one request, and how well they were drafted."""
+    """Tokens of one request, and how well its drafts did."""
 
     __slots__ = ("_ids", "limit", "misses", "quiet_until", "size", "waited")
 
     def __init__(self, limit: int) -> None:
         self._ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.size = 0
-        # The longest draft that its last ones call for.
+        # The longest draft worth trying, by how many tokens of the last ones were accepted.
         self.limit = limit
-        # Drafts one after another of which nothing was right.
+        # Drafts in a row of which no token was accepted.
         self.misses = 0
-        # No draft before it has this many tokens.
+        # No draft before the request has this many tokens.
         self.quiet_until = 0
-        # It has left out a step for the draft that comes next.
+        # Whether the request left out a step to wait for its next draft.
         self.waited = False
 
     def read(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """All of them; those that are new are copied."""
+        """All tokens, as an array; only new ones are copied."""
         count = len(token_ids)
         if count > len(self._ids):
             grown = np.empty(count + max(_SPARE, count // 4), dtype=np.int32)
@@ -57,12 +57,12 @@ class _History:
 
 
 class Drafter:
-    """Drafts up to `most` tokens; of a request whose drafts turn out wrong fewer, and later."""
+    """Drafts up to `most` tokens; fewer and less often for requests whose drafts were wrong."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._histories: dict[Request, _History] = {}
-        # Of all requests.
+        # Draft tokens of all requests.
         self.proposed_total = 0
         self.accepted_total = 0
 
@@ -75,7 +75,7 @@ class Drafter:
         return history.waited
 
     def propose(self, request: Request, most: int) -> list[int]:
-        """What may follow its tokens, all of which are known: `most` ids or fewer, often none."""
+        """Draft the next tokens of a request without pending ones: up to `most`, often none."""
         history = self._history(request)
         if most <= 0 or len(request.token_ids) < history.quiet_until:
             return []
@@ -86,7 +86,7 @@ class Drafter:
         return found
 
     def learn(self, request: Request, num_proposed: int, num_accepted: int) -> None:
-        """Of a draft of so many tokens these were right; the request may be over."""
+        """Note how many tokens of a draft were accepted; the request may have ended."""
         self.proposed_total += num_proposed
         self.accepted_total += num_accepted
         history = self._histories.get(request)
@@ -112,11 +112,10 @@ class Drafter:
 
 
 def look_up(token_ids: NDArray[np.int32], most: int) -> list[int]:
-    """What followed the last tokens where they occurred last: ids [most], or none.
+    """The tokens that followed the best earlier match of the last tokens: ids [most], or none.
 
-    Of all places those count that agree in most of the tokens before, up to three; of these the
-    last one. Where that is so late that less than `most` follow, what follows is a repetition, and
-    is taken to go on as one.
+    The best match agrees in the most trailing tokens, up to three; among equals it is the latest.
+    Where fewer than `most` tokens follow it, the draft repeats them.
     """
     ids = token_ids[-_WINDOW:]
     # Ends of the matches: places whose token is the last one, and which a token follows.

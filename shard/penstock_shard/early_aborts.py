@@ -1,4 +1,4 @@
-"""Aborts that overtook the submits they mean: two HTTP/2 streams have no order.
+"""Aborts that arrived before the request they abort: two HTTP/2 streams have no order.
 
 Knows ids and attempts, bounded in number and time; nothing of live requests.
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-# A submit may still be on the way for this long.
+# How long after an abort its request may still arrive.
 _MEMORY_S = 30.0
 _MEMORY_IDS = 200_000
 
 
 class EarlyAborts:
-    """Of each id the highest attempt that was aborted before it came."""
+    """For each request id, the highest attempt that was aborted before it arrived."""
 
     def __init__(self) -> None:
         # request id -> (until when it is remembered, the attempt)
         self._aborts: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def remember(self, request_id: str, attempt: int) -> None:
-        """The submit of this attempt, or of one before it, may still come."""
+        """Remember an abort: this attempt, or a lower one, may still arrive."""
         now_s = time.monotonic()
         attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])
         self._aborts[request_id] = (now_s + _MEMORY_S, attempt)
@@ -32,6 +32,6 @@ class EarlyAborts:
             self._aborts.popitem(last=False)
 
     def include(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt was aborted before it came."""
+        """Whether this attempt was aborted before it arrived."""
         until_s, last_aborted = self._aborts.get(request_id, (0.0, -1))
         return attempt <= last_aborted and time.monotonic() < until_s

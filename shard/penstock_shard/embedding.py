@@ -12,7 +12,7 @@ from penstock_shard.validation import Refusal
 
 
 async def embed(engine: EngineSupervisor, submits: Sequence[Submit]) -> list[bytes]:
-    """The vectors of these requests, in their order. Whoever is cancelled ends what has not ended.
+    """The vectors of these requests, in their order. Cancellation aborts those that are live.
 
     Raises:
         Refusal: one of the requests failed; the others are aborted.
@@ -31,7 +31,7 @@ async def embed(engine: EngineSupervisor, submits: Sequence[Submit]) -> list[byt
 
 
 class _Call:
-    """What has come of the requests of one call."""
+    """The progress of one call's requests."""
 
     def __init__(self, count: int) -> None:
         self.live: set[str] = set()

@@ -46,7 +46,7 @@ class Engine:
         tell_started: Callable[[list[str]], None] = lambda request_ids: None,
         matchers: PendingMatchers | None = None,
     ) -> None:
-        """`tell_started` gets the requests that are in a step for the first time, before it.
+        """`tell_started` gets the ids of requests in a step for the first time, before its launch.
         Without `matchers` no request may have a constraint.
         """
         self._runner = runner
@@ -64,12 +64,12 @@ class Engine:
         self._sequences_total = 0
         # When the step in progress began, by the clock; None between steps.
         self.step_started_s: float | None = None
-        # How long a step like that one takes at most; 0 where that is not known.
+        # Upper bound on the duration of the step in progress; 0 if unknown.
         self.step_expected_s = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Somebody waits for a step."""
+        """Whether there is a step to launch or to collect."""
         return len(self._requests) > self._num_compiling or bool(self._in_flight)
 
     @property
@@ -98,10 +98,10 @@ class Engine:
             self._end(request, finish=FinishReason.ABORTED)
 
     def step(self) -> list[Output]:
-        """Launch the next step, and take in the one before it; all outputs since the last call.
+        """Launch the next step, and collect the one before it; all outputs since the last call.
 
-        While a step runs the next is scheduled and handed over, so that the device never waits for
-        Python. Where the runner does not overlap, a step is taken in as soon as it was launched.
+        While a step runs the next is scheduled and launched, so that the device never waits for
+        Python. Where the runner does not overlap, a step is collected right after its launch.
         """
         if self._num_compiling:
             self._add_compiled()
@@ -113,7 +113,7 @@ class Engine:
         return outputs
 
     def adapter_indices(self) -> set[int]:
-        """Of requests that are live, or in a step that is not collected."""
+        """Adapter indices of requests that are live, or in a step that is not collected."""
         flying = (row.request for plan in self._in_flight for row in plan.rows)
         return {request.adapter_index for request in chain(self._requests.values(), flying)}
 
@@ -136,7 +136,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` when the accounts of requests and blocks disagree."""
+        """Raises `AssertionError` when the records of requests and blocks disagree."""
         requests = self._scheduler.requests
         assert len(requests) + self._num_compiling == len(self._requests), (
             f"{len(requests)} requests are scheduled, {len(self._requests)} are known"
@@ -147,7 +147,7 @@ class Engine:
     # ---- internals ----
 
     def _add_compiled(self) -> None:
-        """Schedule whoever has its constraint compiled by now."""
+        """Queue the requests whose constraints are compiled by now."""
         assert self._matchers is not None
         for request, refusal in self._matchers.take():
             if refusal is None:
@@ -175,20 +175,20 @@ class Engine:
         return True
 
     def _expect(self, now_s: float) -> None:
-        """The oldest step that is not collected begins."""
+        """Note that the oldest step that is not collected begins now."""
         self.step_started_s = now_s
         worst_s = self._runner.info.worst_step_s
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
     def _give_back(self, lacking: str = "KV blocks") -> None:
-        """End whoever was preempted and would rather go to another shard than wait."""
+        """End preempted requests that ask to go to another shard rather than wait."""
         for request in self._scheduler.take_preempted():
             if request.hand_back and request.state is RequestState.WAITING:
                 reason = f"the shard is out of {lacking}; the request is given back"
                 self._end(request, error=Error(Code.UNAVAILABLE, reason))
 
     def _collect(self) -> None:
-        """Wait for the oldest step in flight and take in what it gave."""
+        """Wait for the oldest step in flight and handle its results."""
         try:
             results = self._runner.collect()
         except StepOutOfMemory as error:
@@ -208,8 +208,8 @@ class Engine:
             self._expect(now_s)
 
     def _lose_steps(self, error: StepOutOfMemory) -> None:
-        """Memory did not hold the oldest step in flight: whoever has a part in one that was
-        launched is preempted, to be computed again in smaller steps.
+        """The oldest step in flight ran out of device memory: every request in a launched step is
+        preempted, to be computed again in smaller steps.
         """
         plans = list(self._in_flight)
         self._in_flight.clear()
@@ -236,7 +236,7 @@ class Engine:
         )
 
     def _take(self, plan: StepPlan, results: Sequence[RowResult], now_s: float) -> None:
-        """Runs for every token: what is here costs each of them."""
+        """Turn a step's results into outputs. Runs for every token: keep it cheap."""
         may_draft = self._scheduler.may_draft
         for row, result in zip(plan.rows, results, strict=True):
             request = row.request
@@ -244,7 +244,7 @@ class Engine:
                 request.num_pending -= 1
             else:
                 request.num_partial_steps += 1
-            # It ended while this step was in flight already.
+            # The request ended while this step was in flight.
             if request.state is _ENDED:
                 continue
             if result.error is not None:
@@ -262,7 +262,7 @@ class Engine:
                     output.finish = FinishReason.STOP
             if result.prompt_logprobs is not None:
                 self._add_prompt_logprobs(output, row, result.prompt_logprobs)
-            # Nothing new: the middle of a prompt.
+            # A chunk in the middle of a prompt gives nothing to report.
             if not (output.token_ids or output.prompt_logprobs or output.finish):
                 continue
             self._outputs.append(output)
@@ -273,7 +273,7 @@ class Engine:
     def _add_prompt_logprobs(
         self, output: Output, row: ScheduledRequest, logprobs: Logprobs
     ) -> None:
-        """Report what was not reported before the request was preempted and computed again."""
+        """Add prompt log-probabilities, but those sent before the request was preempted."""
         request = row.request
         if not request.needs_prompt_logprobs:
             return
@@ -316,8 +316,8 @@ def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) ->
 
 
 def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) -> None:
-    """Tokens that follow the first, as it and they were drafted; none follows one that ends it. The
-    output has the log-probabilities of all.
+    """Append the tokens after the row's first one: they follow accepted drafts, and none follows a
+    token that ends the sequence. `output` already has the log-probabilities of all of them.
     """
     for token_id in token_ids:
         output.merge(_token_output(request, token_id, None))
@@ -325,10 +325,10 @@ def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) ->
 
 
 def _failed(request: Request, result: RowResult) -> Error:
-    """Why it cannot go on here; what is its own doing would be so at any shard."""
+    """The error of a row that failed. What the request itself causes would fail at any shard."""
     if request.matcher is not None and request.matcher.is_error():
-        # By its own text, or by what others made of the constraint: whoever takes it up again finds
-        # that out.
+        # The request's own text broke the matcher, or other requests with the same constraint did:
+        # retrying it tells which.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
     kind = "" if request.constraint is None else request.constraint.kind
     code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
@@ -336,7 +336,7 @@ def _failed(request: Request, result: RowResult) -> Error:
 
 
 def _unmatched(request: Request, reason: BaseException) -> Error:
-    """Why it has no matcher."""
+    """The error of a request for which no matcher could be made."""
     assert request.constraint is not None
     kind = request.constraint.kind
     if isinstance(reason, OutputRefused):
@@ -350,13 +350,15 @@ def _unmatched(request: Request, reason: BaseException) -> Error:
 
 
 def _work(request: Request) -> Work:
-    """Each step that sampled gave a token, and those that were drafted besides."""
+    """Steps that computed it, and its preemptions. Each step that sampled gave one token besides
+    accepted drafts, which took no step of their own.
+    """
     num_sampled = request.num_output_tokens - request.num_delivered - request.num_accepted_drafts
     return Work(request.num_partial_steps + num_sampled, request.preemptions)
 
 
 def _output(request: Request) -> Output:
-    """Without a token."""
+    """An output without tokens."""
     return Output(request.request_id, request.attempt, request.num_output_tokens, [])
 
 

@@ -1,7 +1,7 @@
-"""The adapters of an engine: which there are, under which names and which index of the runner.
+"""The adapters of an engine: their names, and their indices in the runner.
 
-One is read in a thread while steps go on, and put in place between two of them. One that is
-unloaded has no name any more, but keeps its index until the last request that has it is over. Knows
+An adapter is read in a thread while steps go on, and placed between two steps. An unloaded adapter
+loses its name at once, but keeps its index until the last request that uses it has ended. Knows
 requests by their adapters' indices only.
 """
 
@@ -21,7 +21,7 @@ from penstock_shard.runner.base import Adapter, AdapterStore, ReadAdapter
 
 @dataclass(frozen=True, slots=True)
 class PlacedAdapter:
-    """One that requests may have."""
+    """An adapter that requests may use, and its index in the runner."""
 
     adapter: Adapter
     index: int
@@ -31,19 +31,19 @@ NO_ADAPTER = PlacedAdapter(Adapter("", "", "", 0), 0)
 
 
 class EngineAdapters:
-    """All but `on_read` happens in the thread that steps."""
+    """Used by the thread that steps; only `on_read` is called from another."""
 
     def __init__(
         self, store: AdapterStore | None, max_adapters: int, on_read: Callable[[], None]
     ) -> None:
-        """Without a `store` there are none. `on_read` is told, in another thread, that there is
-        something for `settle`.
+        """Without a `store` there are no adapters. `on_read` is called in another thread when
+        `settle` has something to do.
         """
         self._store = store
         self._on_read = on_read
         self._placed: dict[str, PlacedAdapter] = {}
         self._free = list(range(max_adapters, 0, -1))
-        # Unloaded, and maybe still with requests.
+        # Indices of unloaded adapters that requests may still use.
         self._leaving: set[int] = set()
         self._read: queue.SimpleQueue[tuple[AdapterChange, Future[ReadAdapter]]]
         self._read = queue.SimpleQueue()
@@ -55,11 +55,11 @@ class EngineAdapters:
         return tuple(placed.adapter for placed in self._placed.values())
 
     def find(self, name: str) -> PlacedAdapter:
-        """Of this name, which is loaded; none has the name ""."""
+        """The loaded adapter of this name; `NO_ADAPTER` for ""."""
         return self._placed[name] if name else NO_ADAPTER
 
     def load(self, name: str, source: str) -> None:
-        """Load one before there are requests. Raises ModelError."""
+        """Load an adapter before there are requests. Raises ModelError."""
         assert self._store is not None
         read = self._store.read(source)
         refused = self._refused(name, read)
@@ -68,7 +68,7 @@ class EngineAdapters:
         self._place(name, source, read)
 
     def change(self, change: AdapterChange) -> None:
-        """Begin what the server asks for; `settle` has the answer."""
+        """Begin a change that the server asks for; `settle` returns the answer."""
         if not change.source:
             self._leaving.add(self._placed.pop(change.name).index)
             self._answers.append(AdapterChanged(change.number))
@@ -82,8 +82,8 @@ class EngineAdapters:
         self._on_read()
 
     def settle(self, indices_in_use: Callable[[], set[int]]) -> list[AdapterChanged]:
-        """Between two steps: put in what has been read, and drop those that nobody has any more.
-        The answers that have become known.
+        """Between two steps, place adapters that have been read and drop those that no request uses
+        any more. Returns the answers that are due.
         """
         if self._leaving:
             self._drop(self._leaving - indices_in_use())
@@ -116,7 +116,7 @@ class EngineAdapters:
         return AdapterChanged(change.number, error=failed)
 
     def _refused(self, name: str, read: ReadAdapter) -> Error | None:
-        """Why it cannot be placed under this name; None where it can."""
+        """Why the adapter cannot be placed under this name; None if it can."""
         present = self._placed.get(name)
         if present is not None:
             if present.adapter.content_hash == read.content_hash:
@@ -132,8 +132,8 @@ class EngineAdapters:
         )
 
     def _place(self, name: str, source: str, read: ReadAdapter) -> Adapter:
-        """One that is not refused. What fails here ends the engine: nobody knows what is in its
-        place.
+        """Place an adapter that is not refused. An exception here ends the engine, because the
+        weights at its index may be half written.
         """
         assert self._store is not None
         present = self._placed.get(name)

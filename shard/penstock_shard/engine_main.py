@@ -51,13 +51,13 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
 _SWITCH_S = 0.0005
-# A beat that is later than this was held up by something that held up the step too.
+# A beat that is later than this means that the whole process was held up, its step included.
 _LATEST_BEAT_S = 1.0
 
 
 def run() -> NoReturn:
-    """`main`, and nothing after it. Python would wait for the threads that read adapters, and the
-    server would hear the beats of an engine that is dead.
+    """Run `main`, then end the process at once. Otherwise Python would wait for the threads that
+    read adapters, while the beats go on and tell the server that the engine lives.
     """
     status = 1
     try:
@@ -71,10 +71,11 @@ def run() -> NoReturn:
 
 def main() -> int:
     """Run until the server is gone; the exit status. The only argument is a socket's descriptor."""
-    # Service managers tell all processes at once; the server decides when we end, and drains.
+    # Service managers signal all processes at once; the server drains, and decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # While another thread reads a schema the one that steps waits no longer than this for its turn.
+    # The thread that steps waits no longer than this for the interpreter lock, say while another
+    # compiles a schema.
     sys.setswitchinterval(_SWITCH_S)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     start = link.receive()
@@ -106,11 +107,11 @@ def main() -> int:
         info = dataclasses.replace(info, capabilities=capabilities)
     engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
     threading.Thread(target=_beat, args=(link, engine), daemon=True).start()
-    # What was made so far lives for ever: keep the collector from walking it between steps.
+    # All objects so far live as long as the process: keep the garbage collector from walking them.
     gc.collect()
     gc.freeze()
     files = loaded.tokenizer_files
-    # The server may be gone at any time: nobody is left to tell of it.
+    # The server may be gone at any time; then there is nobody to report to.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
         return _run_or_say(link, engine, inbox, adapters)
@@ -118,7 +119,9 @@ def main() -> int:
 
 
 def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> None:
-    """Those that the shard starts with, or those there were. Raises ModelError."""
+    """Load the configured adapters, or after a restart those of the engine before. Raises
+    ModelError.
+    """
     for name, source in start.config.loras if start.adapters is None else start.adapters:
         try:
             adapters.load(name, source)
@@ -133,7 +136,7 @@ def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> N
 def _matchers(
     loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
 ) -> PendingMatchers | None:
-    """None where the model's tokenizer is of a kind that constraints cannot be told in."""
+    """None if the model's tokenizer is of a kind that constraints do not support."""
     info = loaded.runner.info
     try:
         compiler = Compiler(
@@ -180,7 +183,7 @@ def _build_engine(
 def _run_or_say(
     link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters
 ) -> int:
-    """`_run`; where the model cannot go on the last line says why, in the model's own words."""
+    """`_run`; if the model fails for good, the last line of the log is its error."""
     try:
         _run(link, engine, inbox, adapters)
     except ModelError as error:
@@ -206,7 +209,7 @@ def _run(
 def _take_inbox(
     engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters, *, wait: bool
 ) -> None:
-    """Everything that came in; waits for something when there is nothing to do."""
+    """Handle all messages in the inbox; with `wait`, wait for one first."""
     try:
         while True:
             message = inbox.get(block=wait)
@@ -244,28 +247,28 @@ def _request(submit: Submit, placed: PlacedAdapter = NO_ADAPTER) -> Request:
         constraint=submit.constraint,
         reluctant_stop_ids=frozenset(submit.reluctant_stop_ids),
         thinking_budget=submit.thinking_budget,
-        # The one that came was made anew from its bytes.
+        # Decoding makes a new object, but the scheduler compares with `NO_OBJECTIVE` by identity.
         hand_back=submit.hand_back,
         objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,
     )
 
 
 def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
-    """Queue what the server sends, which bounds the requests that are live."""
+    """Queue what the server sends; the server bounds the number of live requests."""
     while isinstance(message := link.receive(), Inbox):
         inbox.put(message)
-    # The server is gone, or a message made no sense: of that the log must have been written. The
-    # step in progress is worth nothing to anybody.
+    # The server is gone or a message was invalid: flush the log, and drop the step in progress, as
+    # nobody waits for its outputs.
     logging.shutdown()
     os._exit(0)
 
 
 def _beat(link: EngineEnd, engine: Engine) -> None:
-    """Outside the step, so that a long step and a hung process look different."""
+    """Send beats from a thread outside the step, so that a long step does not look like a hang."""
     step_s, stopped_s, late_s = None, 0.0, 0.0
     while True:
         started_s = engine.step_started_s
-        # While this process was stopped its step did not run.
+        # Time for which this process was stopped does not count as running time of the step.
         stopped_s = stopped_s + late_s if started_s == step_s else late_s
         step_s = started_s
         running_s = 0.0 if started_s is None else time.monotonic() - started_s - stopped_s

@@ -1,8 +1,8 @@
-"""Keeps one engine process alive and routes what it says to whoever asked.
+"""Keeps one engine process alive and routes its outputs to the callers.
 
-Lives in the server process, on its event loop. Starts the engine, starts it again with back-off
-when it dies, ends its requests as retryable meanwhile, and knows whether it is well. Never imports
-torch; never sees gRPC.
+Runs in the server process, on its event loop. Starts the engine, restarts it with back-off when it
+dies, ends its requests as retryable then, and knows whether it hangs. Never imports torch; never
+sees gRPC.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 _FIRST_BACK_OFF_S = 0.25
 _MAX_BACK_OFF_S = 10.0
 _WATCHDOG_S = 0.1
-# Whoever sleeps for so much longer than it asked for did not run meanwhile: stopped, suspended.
+# If a sleep lasts this much longer than asked for, this process was stopped or suspended.
 _STOPPED_S = 0.5
-# A step that takes so many times what was expected hangs.
+# A step that takes this many times the expected duration hangs.
 _HUNG_STEPS = 10
-# A suspect that gives so many tokens is none any more; clients count alike.
+# A suspect that has given this many tokens is cleared; the client's fleet uses the same number.
 _TRIAL_TOKENS = 8
 
 Deliver = Callable[[link.Output], None]
@@ -51,27 +51,27 @@ class EngineFailed(Exception):
 
 
 class ModelRefused(EngineFailed):
-    """The engine says that it cannot load what it was told to; trying again changes nothing."""
+    """The engine reports that it cannot load the model; trying again would not help."""
 
 
 @dataclass(eq=False, slots=True)
 class _Route:
-    """A live request: where its outputs go, and what it weighs."""
+    """A live request: where its outputs go, how many tokens it came with, and its progress."""
 
     request_id: str
     attempt: int
     deliver: Deliver
     num_tokens: int
-    # It was running in engines that died, and is tried now.
+    # It was running in engines that died, and has not been cleared yet.
     suspect: bool = False
     num_given: int = 0
     # When the engine began to compute it.
     started_s: float | None = None
     deadline: asyncio.TimerHandle | None = None
-    # While its constraint is tried out; the engine has not heard of it yet.
+    # Runs while its constraint is checked; the engine does not have the request yet.
     checking: asyncio.Task[None] | None = None
     arrived_s: float = field(default_factory=time.monotonic)
-    # How long it waited for its first step, until its first output says so.
+    # How long it waited for its first step; None before that step, and once an output carried it.
     queue_s: float | None = None
 
 
@@ -96,22 +96,22 @@ class EngineSupervisor:
         self._listeners: set[asyncio.Event] = set()
         self._beat = link.Beat(0.0, 0.0)
         self._beat_at_s = time.monotonic()
-        # It gave a token: its death is not a failed start.
+        # Whether the engine gave any output: if so, its death is not a failed start.
         self._worked = False
         # Why the last engine could not load; empty when it could.
         self._refusal = ""
-        # Of the last engine that was ready; empty before the first.
+        # Id of the last engine that became ready; empty before the first.
         self.instance_id = ""
         self.load = link.Load()
         self.draining = False
-        # Draining, and callers should take their requests elsewhere now.
+        # Draining, and clients should move their requests to other shards now.
         self.handing_over = False
 
     # ---- state ----
 
     @property
     def ready(self) -> link.Ready | None:
-        """What the engine said when it was ready; None while there is none."""
+        """The engine's Ready message; None while no engine is ready."""
         return self._ready
 
     @property
@@ -143,12 +143,12 @@ class EngineSupervisor:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run, those included that the engine has not looked at yet."""
+        """Requests that do not run, including those the engine has not scheduled or heard of."""
         return max(self.load.waiting, self.num_live - self.load.running)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of requests that do not run; an estimate while a step is in progress."""
+        """Tokens of requests that do not run; an estimate between load reports of the engine."""
         return max(self.load.queued_tokens, self._live_tokens - self.load.running_tokens)
 
     def listen(self) -> asyncio.Event:
@@ -170,9 +170,9 @@ class EngineSupervisor:
         deadline_s: float | None = None,
         suspect: bool = False,
     ) -> None:
-        """Hand a request to the engine. `deliver` gets its outputs, exactly one of them last.
+        """Hand a request to the engine. `deliver` gets its outputs, of which exactly one is last.
 
-        A suspect was running in engines that died; one runs at a time.
+        A suspect was running in engines that died; only one is accepted at a time.
         """
         key = (submit.request_id, submit.attempt)
         if self._early_aborts.include(*key):
@@ -203,12 +203,13 @@ class EngineSupervisor:
 
     def _supersede(self, present: _Route, submit: link.Submit) -> None:
         if present.checking is None and submit.constraint is not None:
-            # The engine would go on with it until it hears of the other, if it ever does.
+            # The engine only gets the new attempt once its constraint is checked, if at all: until
+            # then it would go on with the old one.
             self._abort_in_engine(present)
         self._end_route(present, finish=FinishReason.ABORTED)
 
     def _check(self, route: _Route, submit: link.Submit, constraint: Constraint) -> None:
-        """Hand it over when its constraint is known to be good."""
+        """Hand the request to the engine once its constraint is known to be valid."""
         verdict = self._checker.known(constraint)
         if verdict is None:
             route.checking = asyncio.create_task(self._await_verdict(route, submit, constraint))
@@ -238,7 +239,7 @@ class EngineSupervisor:
             self._end_route(route, error=error)
             return
         try:
-            # It may have been unloaded meanwhile: the engine must not hear of it then.
+            # If the adapter was unloaded meanwhile, the engine must not get the request.
             check_adapter(submit.adapter, submit.adapter_hash, self.adapters.loaded)
         except Refusal as refusal:
             self._end_route(route, error=refusal.error)
@@ -246,10 +247,10 @@ class EngineSupervisor:
             self._hand_over(submit)
 
     def _refusal_of(self, submit: link.Submit, suspect: bool) -> link.Error | None:
-        """Why nothing more is taken; None when it is."""
+        """Why the request is not accepted; None when it is."""
         if self.draining:
             return link.Error(Code.UNAVAILABLE, "the shard is draining")
-        # A hung engine takes nothing from the socket: what is sent to it would pile up here.
+        # A hung engine reads nothing from the socket: what is sent to it would pile up here.
         if not self.serving:
             return link.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
         others = (route for route in self._routes.values() if route.request_id != submit.request_id)
@@ -257,7 +258,7 @@ class EngineSupervisor:
             reason = "another request that engines died of is being tried"
             return link.Error(Code.RESOURCE_EXHAUSTED, reason)
         config = self._config
-        # Whoever takes over takes the place.
+        # A higher attempt takes the place of the one it ends.
         num_others = self.num_live - (submit.request_id in self._routes)
         if num_others >= config.max_num_seqs + config.max_queued_requests:
             return link.Error(
@@ -265,7 +266,7 @@ class EngineSupervisor:
                 f"{num_others} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
                 f"--max-queued-requests {config.max_queued_requests}",
             )
-        # One request always fits: it was checked against the context length.
+        # A request is always accepted while none waits: the context length bounds its tokens.
         if self.num_waiting and self.queued_tokens + submit.num_tokens > config.max_queued_tokens:
             return link.Error(
                 Code.RESOURCE_EXHAUSTED,
@@ -275,13 +276,13 @@ class EngineSupervisor:
         return None
 
     def live_attempt(self, request_id: str) -> int | None:
-        """The attempt of this id that has not ended; None when there is none."""
+        """The live attempt of this request id; None when there is none."""
         route = self._routes.get(request_id)
         return None if route is None else route.attempt
 
     def abort(self, request_id: str, attempt: int) -> None:
-        """End a request before the next step, if this attempt or one before it is live; remember
-        an attempt that is not known yet.
+        """End a request before the next step, if this attempt or a lower one is live. An abort of
+        an attempt that has not come yet is remembered.
         """
         route = self._routes.get(request_id)
         if (route is None or route.attempt < attempt) and len(request_id) <= MAX_ID_CHARACTERS:
@@ -315,7 +316,7 @@ class EngineSupervisor:
         finish: FinishReason | None = None,
         error: link.Error | None = None,
     ) -> None:
-        """Give a request its last output here; what the engine still says of it is dropped."""
+        """Give a request its last output here; later outputs of the engine for it are dropped."""
         last = _ending(route.request_id, route.attempt, finish=finish, error=error)
         last.queue_s, route.queue_s = route.queue_s, None
         self._forget(route, last)
@@ -331,7 +332,7 @@ class EngineSupervisor:
         self.metrics.ended(last, route.num_given, time.monotonic() - route.arrived_s)
 
     def _schedule_flush(self) -> None:
-        """Send once after everything of this turn of the event loop has been queued."""
+        """Send one message to the engine for all that this turn of the event loop queues."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -346,7 +347,7 @@ class EngineSupervisor:
     # ---- the process ----
 
     def drain(self, *, hand_over: bool) -> None:
-        """Take nothing new; with `hand_over` callers are asked to take their requests elsewhere."""
+        """Accept no more requests; with `hand_over` clients are asked to move theirs elsewhere."""
         self.draining = True
         self.handing_over = self.handing_over or hand_over
         self._notify()
@@ -360,7 +361,7 @@ class EngineSupervisor:
         """
         try:
             await self._keep_running()
-            # While the shard drains it admits nothing, and what was live ended with the engine.
+            # A draining shard admits nothing, and its live requests ended with the engine.
             logger.info("the engine is gone while the shard drains; none is needed any more")
             await asyncio.Event().wait()
         finally:
@@ -368,7 +369,7 @@ class EngineSupervisor:
             await self._stop()
 
     async def _keep_running(self) -> None:
-        """One engine after another, until one is gone while the shard drains."""
+        """Start one engine after another, until one ends while the shard drains."""
         failures = 0
         back_off_s = _FIRST_BACK_OFF_S
         while not self.draining:
@@ -388,12 +389,14 @@ class EngineSupervisor:
             back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
 
     async def _run_once(self) -> str:
-        """One life of an engine; how it ended, where it had no last words."""
+        """Run one engine to its end. Returns how it ended, for an error without a message of its
+        own.
+        """
         self._worked = False
         try:
             reader = await self._start()
         except OSError as error:
-            # No memory for a process, or no descriptor: there may be some later.
+            # No memory for a process or no file descriptor; retrying may succeed.
             logger.error("the engine cannot be started: %s", error)
             await self._stop()
             return f"it cannot be started: {error}"
@@ -406,7 +409,7 @@ class EngineSupervisor:
         return _manner_of(await self._stop())
 
     async def _kill_when_it_hangs(self) -> None:
-        """A hung engine is a dead one that holds its requests: it is killed, and started again."""
+        """Kill the engine when it hangs, so that its requests end and another is started."""
         while self._ready is None or not self.hangs:
             slept_at_s = time.monotonic()
             await asyncio.sleep(_WATCHDOG_S)
@@ -419,16 +422,17 @@ class EngineSupervisor:
         if self._process is not None:
             self._process.kill()
         if self._writer is not None:
-            # A process that waits for a device cannot be killed: its requests go on all the same.
+            # A process stuck in a device driver may not die when killed. Closing the link ends its
+            # requests all the same, so that callers retry them elsewhere.
             self._writer.transport.abort()
 
     def _excuse(self, late_s: float) -> None:
-        """While this process was stopped it heard nothing: that is no silence of the engine's."""
+        """Do not count the time that this process was stopped as silence of the engine."""
         if late_s > _STOPPED_S:
             self._beat_at_s = min(time.monotonic(), self._beat_at_s + late_s)
 
     async def _listen_to(self, reader: asyncio.StreamReader) -> None:
-        """Take what the engine says until it is gone."""
+        """Handle the engine's messages until it closes the link."""
         while (message := await link.receive_from_engine(reader)) is not None:
             self._beat_at_s = time.monotonic()
             match message:
@@ -448,7 +452,7 @@ class EngineSupervisor:
                     self._refusal = message.message
 
     async def _start(self) -> asyncio.StreamReader:
-        """Our end of the link to a new process. Raises OSError where the system has no room."""
+        """Start a process and return our end of its link. Raises OSError if the system refuses."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -463,7 +467,9 @@ class EngineSupervisor:
         return reader
 
     async def _stop(self) -> int | None:
-        """Close our end; the engine ends itself, and is killed if it hangs. Its exit status."""
+        """Close our end, upon which the engine ends itself; kill it if it has not after a second.
+        Returns its exit status.
+        """
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -530,7 +536,7 @@ class EngineSupervisor:
             self._notify()
 
     def _died(self) -> None:
-        """End what was live as retryable, and say whose fault it may be."""
+        """End the live requests as retryable, and mark those that may have killed the engine."""
         if self._ready is not None:
             self.metrics.engine_died()
             logger.error("the engine died; %d requests end as retryable", len(self._routes))
@@ -560,16 +566,16 @@ async def _engine_process(its_end: socket.socket) -> asyncio.subprocess.Process:
         str(its_end.fileno()),
         pass_fds=[its_end.fileno()],
         stdin=asyncio.subprocess.DEVNULL,
-        # What a terminal sends to its process group is for the server, which drains.
+        # A terminal's signals must reach the server only, which drains.
         start_new_session=True,
         env=_engine_environment(),
     )
 
 
 def _engine_environment() -> dict[str, str]:
-    """Ours without the API key, which the engine has no use for and must not be able to leak.
+    """Our environment without the API key, which the engine does not need and must not leak.
 
-    OpenMP threads that spin while they wait take the processor from everybody beside them.
+    OpenMP threads that spin while they wait would take the processor from other threads.
     """
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     environment.pop("PENSTOCK_API_KEY", None)
@@ -577,7 +583,7 @@ def _engine_environment() -> dict[str, str]:
 
 
 def _manner_of(status: int | None) -> str:
-    """How a process without last words ended."""
+    """How a process ended that reported no error itself."""
     if status is not None and status < 0:
         return f"killed by signal {-status}"
     return f"it exited with status {status} and without a word"

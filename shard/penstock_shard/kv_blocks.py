@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from penstock_proto.prefix_hash import block_hash, root_hash
 from penstock_shard.request import Request
 
-# Of what comes before the first block: what hashes start from.
+# What identifies a prefix: the serial of its last cached block, or the root hash when it is empty.
 _Serial = int | bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedBlock:
-    """What a cached block holds. Kept to compare: a hash alone proves nothing, and neither does
-    the hash of what comes before, so each has a serial of its own, which its children name.
+    """What a cached block holds, to compare with on a hit: hashes may collide or be forged.
+
+    The parent is known by its serial and not by its hash, for the same reason.
     """
 
     digest: bytes
@@ -62,7 +63,7 @@ class BlockManager:
 
     @property
     def num_insertions(self) -> int:
-        """How often a block was cached so far."""
+        """How many times a block has been cached so far."""
         return self._insertions
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -72,14 +73,14 @@ class BlockManager:
     # ---- a request's blocks ----
 
     def acquire_prefix(self, request: Request) -> int:
-        """Give a request without blocks those that hold its longest cached prefix.
+        """Give a request, which has no blocks yet, those that hold its longest cached prefix.
 
         Returns the number of tokens found, which becomes `request.num_computed`. The last known
         token is always left to be computed, because sampling needs its logits.
         """
         if not self._enable_prefix_caching:
             return 0
-        # One token short of the end, so that a block with the last known token is never found.
+        # All but the last known token, so that the block which holds it is never taken.
         self._hash_full_blocks(request, request.num_tokens - 1)
         request.cached_serial = self._root(request)
         for index in range((request.num_tokens - 1) // self.block_size):
@@ -94,7 +95,7 @@ class BlockManager:
         return request.num_computed
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Let the request's blocks cover `num_tokens`; False, and no change, when none are left."""
+        """Give the request blocks for `num_tokens`; False, and no change, if too few are free."""
         missing = self.blocks_for(num_tokens) - len(request.block_ids)
         if missing > len(self._free):
             return False
@@ -103,10 +104,10 @@ class BlockManager:
         return True
 
     def cache_full_blocks(self, request: Request) -> None:
-        """Cache the request's full blocks under their hashes, for others to find.
+        """Cache the request's full blocks under their hashes, for other requests to find.
 
-        Steps run in the order they are launched, and write keys and values before they read any:
-        a block may be found as soon as the step that fills it is sure to run.
+        Steps run in launch order, and each writes keys and values before it reads any: a block may
+        be cached as soon as the step that fills it is planned.
         """
         if not self._enable_prefix_caching:
             return
@@ -121,14 +122,14 @@ class BlockManager:
             request.num_cached_blocks = index + 1
 
     def uncache_since(self, since: int) -> None:
-        """Forget what was cached since `num_insertions` was `since`: it was never computed."""
+        """Uncache what was cached after `num_insertions` was `since`: it was never computed."""
         for block_id, cached in list(self._cached.items()):
             if cached.serial > since:
                 del self._cached[block_id]
                 del self._by_digest[cached.digest]
 
     def release(self, request: Request) -> None:
-        """Take all blocks back. The last ones are reused first: a prefix's start lives longest."""
+        """Take all blocks back. The last are reused first: a prefix's start lives longest."""
         for block_id in reversed(request.block_ids):
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
@@ -152,7 +153,9 @@ class BlockManager:
             hashes.append(block_hash(parent, self._tokens(request, index)))
 
     def _find(self, request: Request, index: int) -> int | None:
-        """The block with the request's tokens after those that `cached_serial` stands for."""
+        """The cached block with block `index` of the request's tokens, if it follows the prefix
+        that `cached_serial` identifies.
+        """
         block_id = self._by_digest.get(request.block_hashes[index])
         if block_id is None:
             return None
@@ -163,13 +166,13 @@ class BlockManager:
     def _cache_block(self, request: Request, index: int) -> None:
         found = self._find(request, index)
         if found is not None:
-            # Two requests computed the same block at once: the first stays the findable one, and
-            # what follows is cached behind it.
+            # Two requests computed the same block at once: the first stays cached, and becomes the
+            # parent of this request's next block.
             request.cached_serial = self._cached[found].serial
             return
         digest = request.block_hashes[index]
         block_id = request.block_ids[index]
-        # One of this hash that nobody finds: what came before it is gone, or it is forged.
+        # A block of the same hash that does not match: its parent was evicted, or it is forged.
         stale = self._by_digest.get(digest)
         if stale is not None:
             del self._cached[stale]
@@ -197,7 +200,7 @@ class BlockManager:
         """Recount everything from the requests that hold blocks.
 
         Raises:
-            AssertionError: the accounts do not agree; the text has the numbers.
+            AssertionError: the counts do not agree; the text has the numbers.
         """
         counted = [0] * self.num_blocks
         for request in requests:

@@ -1,8 +1,8 @@
-"""What the server process and the engine process say to each other, and how it is framed.
+"""Messages between the server process and the engine process, and their framing.
 
 One message a step each way over a local socket: its length twice, the second time with all bits
-turned, then msgpack of one of the types below. So no end ever waits for bytes that nobody sends.
-Prompts pass as bytes (little-endian unsigned 32-bit ids): the server never looks at them.
+inverted, then msgpack of one of the types below. A garbled length is thus noticed, and never waited
+for. Prompts pass as bytes (little-endian unsigned 32-bit ids): the server never looks at them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ _ALL_BITS = 2**32 - 1
 
 
 class Start(msgspec.Struct, array_like=True, tag="start"):
-    """The first message: what to load. `adapters`, names and sources, take the place of the
-    configuration's where an engine was there before: one that is not to be had any more is left
-    out then.
+    """The first message: what to load. After a restart `adapters` (names and sources) replace those
+    of the configuration; the engine then leaves out what it can no longer load.
     """
 
     config: ShardConfig
@@ -69,19 +68,19 @@ class Submit(msgspec.Struct, array_like=True):
     constraint: Constraint | None = None
     reluctant_stop_ids: list[int] = []
     thinking_budget: ThinkingBudget | None = None
-    # The name of one that the engine has, and the hash of its content; "" for none.
+    # Name and content hash of an adapter that the engine has; "" for none.
     adapter: str = ""
     adapter_hash: str = ""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output so far: four bytes each."""
+        """Tokens of the prompt and the output so far, at four bytes each."""
         return (len(self.prompt) + len(self.output)) // 4
 
 
 class AdapterChange(msgspec.Struct, array_like=True):
-    """Load the adapter of a source under a name; without a source, unload it. Nothing is submitted
-    with the name any more then, until another has it. `number` tells the answer.
+    """Load the adapter at `source` under a name; without a source, unload it. After an unload no
+    request is submitted with the name until it is loaded again. The answer has the same `number`.
     """
 
     number: int
@@ -90,8 +89,8 @@ class AdapterChange(msgspec.Struct, array_like=True):
 
 
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
-    """Everything that came in since the last one. Aborts act after the submits beside them; each
-    is a request id and the attempt that is meant. Changes of adapters act last.
+    """Everything for the engine since the last message. Submits are applied first, then aborts (a
+    request id and its attempt), then changes of adapters.
     """
 
     submits: list[Submit]
@@ -106,7 +105,7 @@ ToEngine = Start | Inbox
 
 
 class Progress(msgspec.Struct, array_like=True, tag="progress"):
-    """A line for a person while the model loads."""
+    """A line for the log while the model loads."""
 
     text: str
 
@@ -118,7 +117,7 @@ class LoadFailed(msgspec.Struct, array_like=True, tag="load_failed"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine takes requests."""
+    """The model is loaded; the engine accepts requests."""
 
     info: RunnerInfo
     tokenizer_files: dict[str, bytes]
@@ -139,16 +138,14 @@ class Error(msgspec.Struct, array_like=True):
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True):
-    """What a request took of the engine: steps that had a part of it, and how often it was put
-    down.
-    """
+    """What a request cost the engine: steps that computed it, and how often it was preempted."""
 
     steps: int
     preemptions: int
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What is new for one request; exactly one of a request has `finish` or `error`: the last."""
+    """What is new for one request. Only its last output has `finish` or `error`, one of the two."""
 
     request_id: str
     attempt: int
@@ -162,11 +159,11 @@ class Output(msgspec.Struct, array_like=True):
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: Error | None = None
-    # Of a request with `pooling`, beside its finish: float32, little-endian.
+    # The vector of a request with `pooling`, on its last output: float32, little-endian.
     embedding: bytes | None = None
-    # From arrival to the first step; the server adds it to what is first said of an attempt.
+    # Seconds from arrival to the first step; the server sets it on the first output of an attempt.
     queue_s: float | None = None
-    # On the last one, where the engine ended it.
+    # On the last output, if the engine made it.
     work: Work | None = None
 
     @property
@@ -174,7 +171,7 @@ class Output(msgspec.Struct, array_like=True):
         return self.finish is not None or self.error is not None
 
     def merge(self, later: Output) -> None:
-        """Append what came after this output, for a reader that was behind."""
+        """Append a later output to this one, for a reader that is behind."""
         self.token_ids += later.token_ids
         self.logprobs = _merged(self.logprobs, later.logprobs)
         if self.prompt_logprobs is None:
@@ -197,18 +194,18 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    # What is left of prompts that have begun.
+    # Tokens still to be computed of prompts that have begun.
     prefill_tokens_left: int = 0
     running_tokens: int = 0
     referenced_blocks: int = 0
     steps_total: int = 0
     preemptions_total: int = 0
-    # Of all steps so far: seconds, sequences in each, and tokens that were computed.
+    # Sums over all steps so far: seconds, sequences, computed tokens.
     steps_seconds_total: float = 0.0
     sequences_total: int = 0
     prompt_tokens_total: int = 0
     decode_tokens_total: int = 0
-    # Tokens that were drafted, and those of them that were right.
+    # Draft tokens that were verified, and how many of them were accepted.
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
 
@@ -225,8 +222,8 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
 
 
 class AdapterChanged(msgspec.Struct, array_like=True, tag="adapter"):
-    """What became of an `AdapterChange`: the adapter that was loaded, or why none was; neither for
-    one that was unloaded.
+    """The answer to an `AdapterChange`: the loaded adapter, or why loading failed; neither after an
+    unload.
     """
 
     number: int
@@ -235,14 +232,14 @@ class AdapterChanged(msgspec.Struct, array_like=True, tag="adapter"):
 
 
 class Started(msgspec.Struct, array_like=True, tag="started"):
-    """Requests that are in a step for the first time. Said before the step: it may be the last."""
+    """Requests in a step for the first time. Sent before the step, as it may kill the engine."""
 
     request_ids: list[str]
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat"):
-    """A sign of life from outside the step: how long it has run, 0 between steps, and how long such
-    a step takes, 0 where that is not known yet.
+    """A sign of life from a thread outside the step: how long the step has run (0 between steps),
+    and how long it takes at most (0 if unknown).
     """
 
     step_running_s: float
@@ -277,7 +274,7 @@ class EngineEnd:
             self._connection.sendall(frame)
 
     def receive(self) -> ToEngine | None:
-        """The next message; None when the server is gone, or makes no sense."""
+        """The next message; None when the server is gone, or what it sent is not a message."""
         header = self._receive_exactly(_HEADER.size)
         length = None if header is None else _length(header)
         if length is None:
@@ -299,7 +296,7 @@ class EngineEnd:
 
 
 async def receive_from_engine(reader: asyncio.StreamReader) -> FromEngine | None:
-    """The server's end: the next message; None when the engine is gone, or makes no sense."""
+    """The server's end: the next message; None when the engine is gone, or sent none of ours."""
     try:
         length = _length(await reader.readexactly(_HEADER.size))
         if length is None:
@@ -311,7 +308,7 @@ async def receive_from_engine(reader: asyncio.StreamReader) -> FromEngine | None
 
 
 def _length(header: bytes) -> int | None:
-    """None for what is no beginning of a message."""
+    """The length in a header; None if it is not one."""
     length, turned = _HEADER.unpack(header)
     if length ^ turned == _ALL_BITS:
         return int(length)
@@ -322,11 +319,11 @@ def _length(header: bytes) -> int | None:
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message | None:
-    """None for what is no message: nobody knows what was to be done, so the link is at its end."""
+    """The message; None, upon which the link ends, if it is none: skipping it could lose work."""
     try:
         return decoder.decode(body)
     except ValueError as error:
-        # Of msgspec, or of text that is not UTF-8.
+        # From msgspec, or from text that is not UTF-8.
         logger.error("a message between server and engine makes no sense: %s", error)
         return None
 

@@ -1,4 +1,4 @@
-"""From a configuration to a runner that is ready, with the files a router needs beside it.
+"""From a configuration to a loaded runner, and the tokenizer files that a router needs.
 
 Imports torch only when a real model is asked for.
 """
@@ -21,13 +21,13 @@ from penstock_shard.tokenizer_files import read_tokenizer_files
 __all__ = ["LoadedRunner", "ModelError", "load_runner"]
 
 _FAKE_BLOCK_SIZE = 16
-# Enough that the fake runner's default never preempts by accident.
+# Enough that the fake runner does not preempt by default.
 _FAKE_BLOCKS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A runner and what goes with it. `revision` is the commit of a hub model, else empty."""
+    """A runner and its tokenizer files. `revision` is the commit of a hub model, else empty."""
 
     runner: Runner
     tokenizer_files: dict[str, bytes]
@@ -48,7 +48,7 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
         raise ModelError(f"{error.filename}: {error.strerror}") from None
     if config.runner == "fake":
         return LoadedRunner(_fake_runner(config, source.path, files), files, source.revision)
-    # Here and not above: torch takes seconds and half a gigabyte.
+    # Imported here, because importing torch takes seconds and half a gigabyte.
     from penstock_shard.runner.create import create_runner
 
     if "tokenizer.json" not in files:
@@ -117,6 +117,6 @@ def _fake_adapters(config: ShardConfig) -> FakeAdapters | None:
 
 
 def _fake_embedding(config: ShardConfig) -> EmbeddingDefaults:
-    """Served whatever the model's files say."""
+    """The fake runner serves embeddings whatever the model's files say."""
     pooling = Pooling.LAST if config.embeddings == "auto" else Pooling(config.embeddings)
     return EmbeddingDefaults(pooling, normalize=True, size=EMBEDDING_SIZE)

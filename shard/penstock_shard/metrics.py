@@ -1,6 +1,5 @@
-"""What a shard counts, for Prometheus, and the port that tells it. Knows no gRPC calls and no
-engine process: the supervisor says what happened, and is asked how things stand when somebody
-looks.
+"""What a shard counts, for Prometheus, and the port that serves it. Knows no gRPC calls and no
+engine process: the supervisor reports events, and its state is read at each scrape.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _WAIT_BUCKETS_S = (
 )
 _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _POWERS_OF_TWO = tuple(float(2**power) for power in range(15))
-# Whoever connects and says nothing is let go.
+# A connection that sends nothing for this long is closed.
 _CALLER_TIMEOUT_S = 5.0
-# What a request gave was for nobody, unless a caller only had enough of it.
+# Outcomes whose tokens nobody may have wanted; a caller may also have had enough of them.
 _CUT_SHORT = ("aborted", "deadline_exceeded")
 
 
 class EngineState(Protocol):
-    """How an engine stands; see `EngineSupervisor`."""
+    """The state of an engine; see `EngineSupervisor`."""
 
     @property
     def load(self) -> Load: ...
@@ -75,7 +74,7 @@ class ShardMetrics:
     """The shard's counters."""
 
     def __init__(self) -> None:
-        # When each counter was made is of no use, and a third of all there is to read.
+        # The creation times of counters are of no use, and a third of the output.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._add_requests()
@@ -90,7 +89,7 @@ class ShardMetrics:
             registry=self.registry,
         )
         for finish in FinishReason:
-            # So that there is something to take a rate of before the first.
+            # Create the series now, so that a rate can be taken of the first request.
             self._requests.labels(finish.value)
         self._request_seconds = self._histogram(
             "request_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS_S
@@ -172,11 +171,11 @@ class ShardMetrics:
             self._aborted_tokens.inc(num_tokens)
 
     def refused(self, error: Error) -> None:
-        """A request was turned away."""
+        """A request was refused."""
         self._requests.labels(error.code.name.lower()).inc()
 
     def stepped(self, before: Load, after: Load, num_tokens: int) -> None:
-        """A step gave `num_tokens`; the engine counts them all, so what it did is a difference."""
+        """A step gave `num_tokens`. The engine's counters are totals, so take the differences."""
         if num_tokens:
             self._output_tokens.inc(num_tokens)
         if after.steps_total == before.steps_total:
@@ -203,8 +202,8 @@ def _outcome(last: Output) -> str:
 
 
 class EngineCollector(Collector):
-    """How the engine stands, when somebody looks. In another thread than the engine's messages are
-    taken in: it reads, and each number is of one moment or the next.
+    """The engine's state at each scrape. Runs in another thread than the one that handles the
+    engine's messages and only reads, so the values may be from different moments.
     """
 
     def __init__(self, engine: EngineState, config: ShardConfig) -> None:
@@ -247,7 +246,7 @@ class EngineCollector(Collector):
 
 
 class _Everything(Collector):
-    """What all collectors say, under our names and those of other servers."""
+    """The metrics of all collectors, under our names and those of other servers."""
 
     def __init__(
         self, registry: CollectorRegistry, engine: EngineCollector, config: ShardConfig
@@ -267,7 +266,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def serve_metrics(metrics: ShardMetrics, engine: EngineState, config: ShardConfig) -> None:
-    """Answer on `config.metrics_port` in a thread, for as long as the process runs.
+    """Serve metrics on `config.metrics_port` in a thread, for as long as the process runs.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -282,6 +281,6 @@ def serve_metrics(metrics: ShardMetrics, engine: EngineState, config: ShardConfi
 
 
 def _caller_failed(request: object, client_address: object) -> None:
-    """Within the handler of an exception: who left or said nothing is not worth a traceback."""
+    """Log an exception of the HTTP server, but not of callers that left or sent nothing."""
     if not isinstance(sys.exc_info()[1], OSError):
         logger.exception("a question for metrics failed")

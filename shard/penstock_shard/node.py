@@ -1,7 +1,7 @@
-"""A machine that has some ranks of a model and not the first: keeps their processes alive.
+"""Keeps the rank processes of a machine alive that has some ranks of a model but not rank 0.
 
-It answers nobody: the shard is where rank 0 is. When a rank ends all of this machine are started
-anew, and wait for rank 0, which needs all of them anew too. Knows processes; imports no torch.
+It serves no requests: the shard is where rank 0 is. When a rank ends, all ranks of this machine are
+restarted and wait for rank 0, which has to restart with them. Knows processes; imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def serve_node(config: ShardConfig) -> int:
 
 
 def _run_ranks(config: ShardConfig, stop: threading.Event) -> bool:
-    """Until one of them ends, or we are to stop; whether it was for no fault of its own."""
+    """Run this machine's ranks until one ends or `stop` is set; whether none of them failed."""
     places = places_here(config)
     names = ", ".join(str(place.rank) for place in places)
     logger.info("rank %s of %d, for rank 0 at %s", names, places[0].size, config.master_addr)

@@ -1,5 +1,5 @@
-"""The flags of a model over several devices, and how they go together. Knows argparse; knows
-nothing of devices, or of what can be divided.
+"""The flags of a model over several devices, and checks that they are consistent. Knows argparse;
+knows nothing of devices, or of what can be divided.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_parallel_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def check_parallel_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with one line where the flags do not go together."""
+    """Exits with one line if the flags contradict each other."""
     size, nodes = args.tensor_parallel_size, args.nnodes
     if args.runner == "fake" and size > 1:
         parser.error(f"--tensor-parallel-size {size}: the fake runner has nothing to divide")

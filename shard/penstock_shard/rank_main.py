@@ -1,7 +1,7 @@
 """The process of a rank other than 0: loads its part of a model, then does what rank 0 says.
 
 Started by rank 0's engine, or on other machines by `node`. It ends itself when rank 0 is gone, and
-takes that one with it when it ends. Two threads: this one computes, one receives.
+when it ends, rank 0's engine ends too. Two threads: this one computes, one receives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RETRY_S = 1.0
 
 def main() -> int:
     """Run until rank 0 is gone. Arguments: its address and port, and the numbers of a place."""
-    # Service managers tell all processes at once; rank 0 decides when we end.
+    # Service managers signal all processes at once; rank 0 decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address, port, *numbers = sys.argv[1:]
@@ -73,7 +73,7 @@ def _serve_or_say(
     place: RankPlace,
     address: str,
 ) -> int:
-    """`_serve`; where this rank cannot go on the last line of the log says why."""
+    """`_serve`; if this rank fails, the last line of the log says why."""
     try:
         return _serve(line, inbox, join, place, address)
     except ModelError as error:
@@ -91,14 +91,14 @@ def _serve(
     place: RankPlace,
     address: str,
 ) -> int:
-    # Here, so that rank 0 hears of us before torch is imported.
+    # Imported here, so that rank 0 hears of us before torch is imported.
     from penstock_shard.models.parallel.mirrored import follow
 
     try:
         loaded, ranks = _load(line, join, place, address)
     except ModelError as error:
-        # Rank 0 has to hear it before it hears that we are gone. It listens while it loads: an
-        # error after that has to look like the end that it is.
+        # Sent before the connection closes, so that rank 0 gets the reason. It reads this message
+        # only while loading; after that an error simply ends this process.
         with contextlib.suppress(OSError):
             line.send(Failed(str(error)))
         return 1
@@ -111,7 +111,7 @@ def _serve(
 def _load(
     line: Line[ToRank], join: Join, place: RankPlace, address: str
 ) -> tuple[LoadedModel, Ranks]:
-    """This rank's part of the model, of which rank 0 is told."""
+    """Load this rank's part of the model, and report to rank 0."""
     from penstock_shard.models.parallel.ranks import join as meet
     from penstock_shard.models.weights_hash import hash_weights
     from penstock_shard.runner.load import load_part, rank_device
@@ -131,17 +131,17 @@ def _load(
 
 
 def _model_dir(join: Join) -> Path:
-    """Rank 0's directory, which another machine may not have."""
+    """The model's directory: rank 0's, or on a machine without it one of its own."""
     path = Path(join.model_dir)
     return path if path.is_dir() else resolve_model(join.config, progress=_say_nothing).path
 
 
 def _say_nothing(text: str) -> None:
-    """Rank 0 says the same."""
+    """No progress: rank 0 reports the same."""
 
 
 def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | None:
-    """None where nobody listens; `patiently` tried until somebody does."""
+    """Connect; None if nobody listens. With `patiently`, retry until somebody does."""
     while True:
         try:
             connection = socket.create_connection((address, port), timeout=10)
@@ -157,7 +157,7 @@ def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | Non
 def _receive(line: Line[ToRank], inbox: queue.SimpleQueue[ToRank]) -> None:
     while (message := line.receive()) is not None:
         inbox.put(message)
-    # Rank 0 is gone. What is computed here is worth nothing to anybody.
+    # Rank 0 is gone, and nobody needs what is computed here.
     os._exit(0)
 
 

@@ -45,7 +45,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # (id, what is added to its logit); an id stands here once.
+    # (id, what is added to its logit); each id at most once.
     logit_bias: tuple[tuple[int, float], ...] = ()
     # Sequences of ids that the output must not contain.
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -59,8 +59,8 @@ CONSTRAINT_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output's text must be: `kind` is the language (a field of the wire's Constraint),
-    `value` the text in it; `options` are those of a choice.
+    """What an output's text must match: `value` in the language `kind` (a field of the wire's
+    Constraint); a choice has `options` instead.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintLimits:
-    """What one constraint may take of a processor's time and of memory to be compiled."""
+    """Processor time and memory that compiling one constraint may take."""
 
     timeout_s: float
     memory_bytes: int
@@ -78,8 +78,8 @@ class ConstraintLimits:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """At most `max_tokens` between the token that begins reasoning and the one that ends it, which
-    is drawn then whatever the logits say. `begun`: the prompt ends within reasoning.
+    """At most `max_tokens` between the token that begins reasoning and the one that ends it; after
+    that many the end token is forced. `begun`: the prompt ends within reasoning.
     """
 
     max_tokens: int
@@ -90,8 +90,8 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the scheduler should aim for. Classes of lower `priority` run first; durations count
-    from the request's arrival. None leaves a wish open.
+    """What the scheduler should aim for. Lower `priority` runs first. `deadline_s` and
+    `time_to_first_token_s` count from the request's arrival. None: no such objective.
     """
 
     priority: int = 0
@@ -105,7 +105,7 @@ NO_OBJECTIVE = Objective()
 
 
 class RequestState(enum.Enum):
-    """Where a request stands with the scheduler."""
+    """Whether the scheduler has a request queued, running or ended."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -122,8 +122,8 @@ class Request:
     `num_pending` counts tokens that launched steps will sample after those, and `num_computed`
     tokens have been handed to steps; their keys and values are, or are about to be, in `block_ids`.
 
-    With `pooling` it is a prompt whose vector is wanted: `max_tokens` is 1, and what comes back in
-    the place of that token is the vector.
+    With `pooling` it is an embedding request: `max_tokens` is 1, and the prompt's vector comes back
+    in place of that token.
     """
 
     request_id: str
@@ -133,30 +133,30 @@ class Request:
     # Output tokens that were delivered before this attempt began; never sent again.
     num_delivered: int
     sampling: SamplingParams
-    # Bound on the output, deliveries of earlier attempts included.
+    # Bound on the output tokens, those delivered by earlier attempts included.
     max_tokens: int
     # Ids that end the sequence: the request's own and, unless ignored, the model's eos ids.
     stop_token_ids: frozenset[int]
-    # While the output (deliveries included) is shorter, none of those ids is drawn.
+    # While the output (delivered tokens included) is shorter, no stop token is drawn.
     min_tokens: int = 0
     # Ids that end the sequence where its constraint leaves nothing else to draw.
     reluctant_stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
-    # Of the constraint, behind the tokens that were delivered; there once it is compiled.
+    # The constraint's matcher, once it is compiled, advanced past the delivered tokens.
     matcher: LLMatcher | None = None
     thinking_budget: ThinkingBudget | None = None
     # None: no log-probabilities; 0: the chosen token's; k: the k best besides.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Their log-probabilities are reported beside those of each output token.
+    # Ids whose log-probabilities are reported at every output token.
     logprob_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
-    # Of its adapter: the hash of its content and the runner's index; "" and 0 for none.
+    # The adapter's content hash and its index in the runner; "" and 0 without an adapter.
     adapter: str = ""
     adapter_index: int = 0
     pooling: Pooling | None = None
     objective: Objective = NO_OBJECTIVE
-    # To be preempted is to be given back: another shard has room.
+    # When preempted, end as retryable instead of waiting: another shard may have room.
     hand_back: bool = False
     # Order and time of arrival; a request that is preempted keeps its own.
     arrival: int = 0
@@ -175,26 +175,26 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     # How many of `block_ids` are cached under their hashes, or were found there.
     num_cached_blocks: int = 0
-    # What the last of these is known by among cached blocks; see `kv_blocks`.
+    # Serial of the last cached one, or the root hash before the first; see `kv_blocks`.
     cached_serial: int | bytes = b""
     # Tokens found in the prefix cache when the request was first scheduled; None before.
     cached_tokens: int | None = None
     # Prompt tokens whose log-probabilities have been sent; the first token has none.
     num_prompt_logprobs_sent: int = 0
     preemptions: int = 0
-    # Steps that computed a part of it and sampled nothing.
+    # Steps that computed a chunk of it and sampled nothing.
     num_partial_steps: int = 0
-    # Tokens that were drafted, so that they took no step of their own.
+    # Output tokens that took no step of their own, because drafts were accepted.
     num_accepted_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """All that are known or pending."""
+        """Known and pending tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that have come back."""
+        """Output tokens that have come back."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def ends_with(self, token_id: int) -> bool:
@@ -207,12 +207,12 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Some are still to be sent, so the prompt must be computed and not only found."""
+        """Some are still to be sent, so the prompt must be computed, not taken from the cache."""
         if self.prompt_logprobs is None:
             return False
         return self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """No token of it may be found in the prefix cache: each gives something."""
+        """Whether every prompt token must be computed, so that the prefix cache is not used."""
         return self.needs_prompt_logprobs or self.pooling is Pooling.MEAN

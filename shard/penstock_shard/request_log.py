@@ -1,6 +1,6 @@
-"""A line of the log for each request: its fields, and the same in words.
+"""A log line for each request: fields, and a short text.
 
-Texts never reach a shard; token ids never reach its log.
+Prompts and outputs as text never reach a shard; their token ids never reach its log.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ logger = logging.getLogger("penstock.requests")
 
 
 def log_request(record: ShardRecord) -> None:
-    """Told of each request that has ended."""
+    """Called for each request that has ended."""
     fields = fields_of(record)
     words = "request %(request_id)s %(outcome)s %(prompt_tokens)d+%(output_tokens)d tokens"
     logger.info(words, fields, extra=fields)
 
 
 def fields_of(record: ShardRecord) -> dict[str, str | int | float]:
-    """What there is to say; what is not known is left out."""
+    """The fields of the line, without those that are unknown."""
     given: dict[str, str | int | float | None] = {
         "request_id": record.request_id,
         "label": record.label or None,
         "attempt": record.attempt,
         "trace_id": None if record.context is None else record.context.trace_id,
         "outcome": _outcome(record),
-        # The field at fault.
+        # The request's field that is at fault.
         "error_field": (record.error and record.error.field) or None,
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,

@@ -1,7 +1,7 @@
-"""What became of each request at this shard: followed as its outputs pass, told when it is over.
+"""A record of each request at this shard: updated as its outputs pass, handed on when it ends.
 
-The log's lines and the spans of traces are made of it. A request that is in neither is not
-followed. Knows neither, and of tokens their number only.
+Log lines and trace spans are made from it; a request that is in neither is not recorded. Knows
+neither of them, and only counts tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ShardRecord:
-    """A request and what happened to it. Times with `_s` are `time.monotonic`'s; None: not yet."""
+    """A request and what happened to it. `queue_s` is a duration; other times in `_s` are those of
+    `time.monotonic`. None: not yet.
+    """
 
     request_id: str
     attempt: int
@@ -29,33 +31,33 @@ class ShardRecord:
     label: str
     instance_id: str
     prompt_tokens: int
-    # Of its output, tokens that had been made before.
+    # Output tokens generated before this attempt.
     given_tokens: int
-    # Of its span, and its parent's id; None where it is not traced.
+    # Its span's context and its parent span's id; None and "" without a trace.
     context: SpanContext | None = None
     parent_span_id: str = ""
 
     # Unix time in ns.
     arrived_ns: int = field(default_factory=time.time_ns)
     arrived_s: float = field(default_factory=time.monotonic)
-    # From its arrival to its first step.
+    # Seconds from its arrival to its first step.
     queue_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
     output_tokens: int = 0
     cached_tokens: int | None = None
-    # How busy the engine was when it gave the first and the last token.
+    # The engine's load at the first token, and at the request's end.
     first_load: Load | None = None
     last_load: Load | None = None
-    # How it ended: one of both; and what it took, where the engine ended it.
+    # How it ended: `finish` or `error`; and what it cost, if the engine ended it.
     finish: FinishReason | None = None
     error: Error | None = None
     work: Work | None = None
 
     @property
     def mean_batch(self) -> float | None:
-        """Sequences in a step while it decoded, on average."""
+        """Mean number of sequences in a step while it decoded."""
         if self.first_load is None or self.last_load is None:
             return None
         steps = self.last_load.steps_total - self.first_load.steps_total
@@ -68,13 +70,13 @@ OnEnd = Callable[[ShardRecord], None]
 
 
 class Follower:
-    """Follows requests for those who want to know how they ended."""
+    """Records requests for the log and for traces."""
 
     def __init__(
         self, log: OnEnd | None, trace: OnEnd | None, share: float, load: Callable[[], Load]
     ) -> None:
-        """`log` is told of every request, `trace` of those that are sampled: of those that belong
-        to no trace yet that `share`.
+        """`log` gets every request, `trace` those whose trace is sampled; of requests without a
+        trace, `share` start a sampled one.
         """
         self._log = log
         self._trace = trace
@@ -84,7 +86,7 @@ class Follower:
     def outlet(
         self, incoming: IncomingRequest, instance_id: str, deliver: Callable[[Output], None]
     ) -> Callable[[Output], None]:
-        """What is to take the request's outputs in the place of `deliver`."""
+        """The callback to give the request's outputs to instead of `deliver`, which it calls."""
         context, parent_span_id = SpanContext.parse(incoming.traceparent), ""
         if self._trace is not None:
             context, parent_span_id = begin(incoming.traceparent, self._share)
@@ -118,7 +120,7 @@ def _tell(listener: OnEnd, record: ShardRecord) -> None:
     try:
         listener(record)
     except Exception:
-        # What only tells of requests must not end what takes in the engine's messages.
+        # A failing log or exporter must not end the task that reads the engine's messages.
         logger.exception("request %s: its end could not be told", record.request_id)
 
 

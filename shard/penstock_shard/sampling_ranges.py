@@ -1,6 +1,6 @@
-"""Which values sampling parameters may have, whoever states them: a request, or a model's files.
+"""Which values sampling parameters may have, in a request or in a model's files.
 
-Knows numbers and how one that is out of bounds is told; nothing of requests or of files.
+Knows numbers and the text for one that is out of bounds; nothing of requests or of files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_TOP_K = 2**31 - 1
-# Of 32 bits, as on the wire and in the sampler.
+# The largest float32, the type on the wire and in the sampler.
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -35,7 +35,7 @@ class Range:
         return f"above {self.low:g}, {bound}"
 
 
-# Those that are floats.
+# The parameters that are floats.
 SAMPLING_RANGES: Mapping[str, Range] = {
     "temperature": Range(0, 100),
     "top_p": Range(0, 1, above_low=True),
@@ -48,8 +48,8 @@ SAMPLING_RANGES: Mapping[str, Range] = {
 
 
 def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], list[str]]:
-    """What a model's own configuration states, less what no request could be served with; and of
-    that a line each.
+    """The defaults in a model's own configuration that are in bounds, and a line about each that is
+    not.
     """
     usable: dict[str, float] = {}
     unusable = []
@@ -64,11 +64,11 @@ def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], lis
 
 
 def out_of_bounds(name: str, value: object, bound: object) -> str:
-    """What is said of a field with such a value."""
+    """The error text for a field with such a value."""
     return f"{name}: {short(value)} is out of bounds; allowed: {bound}"
 
 
 def short(value: object) -> str:
-    """A value as it is told, however long it is."""
+    """A value as text, cut to 80 characters."""
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -5,13 +5,13 @@ are computed, and each step gives out a budget of tokens to let the second catch
 requests that lack one token first, then chunks of longer ones, each in the order of `urgency`.
 Scheduling needs counts and no values, so it runs a step ahead of the results.
 
-What bounds a step: tokens and requests always; while requests decode, also prompt tokens, the share
-of a long prompt, and the time left to whoever has said how far apart its tokens may be. When blocks
-run out, whoever is least urgent is preempted: its blocks are freed once no launched step refers to
-them, and it is computed again later from its prompt and its output so far.
+A step is bounded by tokens and requests; while requests decode, also by prompt tokens, by the share
+of long prompts, and by the time left to requests that limit the seconds between their tokens. When
+blocks run out, the least urgent request is preempted: its blocks are freed once no launched step
+refers to them, and it is computed again later from its prompt and its output so far.
 
-With a drafter, rows that decode may compute drafts of their next tokens too, out of what the
-step's decodes leave of its budget; see `speculation`.
+With a drafter, decode rows may also compute draft tokens, out of the budget that the step's decodes
+leave; see `speculation`.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from penstock_shard.urgency import (
     urgency,
 )
 
-# Of the time that is left to an objective, how much is planned for: steps vary.
+# The share of the time left to an objective that a step is planned to take: step times vary.
 _MARGIN = 0.95
-# Every so many steps a long prompt gets a little more than is foreseen to fit: of chunks that are
-# all alike nothing is learned, and what was learned wrongly would last.
+# Every this many steps a long prompt's chunk is a little larger than is predicted to fit: chunks
+# that are all alike teach `StepTime` nothing, and would never correct a wrong prediction.
 _PROBE_STEPS = 8
-# Every so many steps whoever lacks blocks looks again how much of it others have computed since.
+# Every this many steps a request that lacked blocks looks in the prefix cache again, since other
+# requests may have cached more of its prompt.
 _LOOK_AGAIN_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step, and of patience."""
+    """Bounds of a step, and how long a request may wait before it goes first."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    # Prompt tokens of a step in which others decode. Prompts longer than this are long: their
-    # chunks then take no more time than the decodes beside them.
+    # Prompt tokens of a step in which other requests decode. Prompts longer than this count as
+    # long: their chunks take no more time than the decodes beside them.
     max_prefill_tokens: int = 2**31
-    # Whoever has waited this long for its next token goes before all others.
+    # A request that has waited this long for its next token goes before all others.
     aging_s: float = 30.0
 
 
@@ -65,37 +66,39 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, blocks: BlockManager, drafter: Drafter | None = None
     ) -> None:
-        """Without a drafter every row that decodes computes one token."""
+        """Without a drafter every decode row computes one token."""
         self._limits = limits
         self._blocks = blocks
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
-        # A request that was preempted stands before those of its class that never ran.
+        # A preempted request comes before those of its priority class that never ran.
         self._waiting = RequestGroup()
         self._running = RequestGroup()
-        # Neither running nor free of launched steps: they hold blocks until those are collected.
+        # Ended or preempted, but launched steps still use their blocks: those are released when
+        # the steps are collected.
         self._leaving: set[Request] = set()
         self._step_time = StepTime()
         self._speculation: Speculation | None = None
         if drafter is not None:
             self._speculation = Speculation(drafter, blocks, self._step_time, limits.max_num_seqs)
-        # Of each launched step that is not collected, the oldest first: its size, and how many
-        # blocks were cached before it.
+        # For each launched step that is not collected, the oldest first: its size, and
+        # `BlockManager.num_insertions` before it.
         self._sizes: deque[StepSize] = deque()
         self._insertions: deque[int] = deque()
         self._arrivals = 0
         self._steps = 0
-        # Whether the next place is given by age.
+        # Whether the next request is admitted by age; admissions alternate.
         self._by_age = True
-        # Since they were last taken: those in a step for the first time, and those preempted.
+        # What `take_started` and `take_preempted` return next.
         self._started: list[Request] = []
         self._preempted: list[Request] = []
-        # The arrival that found too few free blocks, and how many would have done.
+        # `arrival` of the request that last lacked blocks, and how many free ones it needs.
         self._turned_away = (-1, 0)
         self.preemptions_total = 0
-        # What the steps that were collected have computed.
+        # Tokens computed by collected steps.
         self.prompt_tokens_total = 0
         self.decode_tokens_total = 0
-        # Of running requests, tokens that the last step left to be computed before they decode.
+        # Tokens that running requests still have to compute, after the last step, before they
+        # decode.
         self.num_prefill_tokens_left = 0
 
     @property
@@ -108,7 +111,7 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of waiting requests."""
+        """Tokens of waiting requests, as counted when each joined the queue."""
         return self._waiting.num_tokens_joined
 
     @property
@@ -117,31 +120,31 @@ class Scheduler:
 
     @property
     def may_draft(self) -> bool:
-        """Whether rows may have drafts."""
+        """Whether rows may have draft tokens."""
         return self._speculation is not None
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens that were drafted, of steps that were collected."""
+        """Draft tokens of collected steps."""
         return 0 if self._speculation is None else self._speculation.drafter.proposed_total
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Those of them that were right."""
+        """Draft tokens of collected steps that were accepted."""
         return 0 if self._speculation is None else self._speculation.drafter.accepted_total
 
     @property
     def requests(self) -> list[Request]:
-        """All that have not ended, running ones first."""
+        """All requests that have not ended, running ones first."""
         return [*self._running, *self._waiting]
 
     @property
     def block_holders(self) -> set[Request]:
-        """Whoever has blocks: running requests, and those that launched steps still refer to."""
+        """Requests that have blocks: running ones, and those that launched steps still refer to."""
         return self._leaving.union(self._running)
 
     def add(self, request: Request, now_s: float = 0.0) -> None:
-        """Queue a request. Whoever submits bounds the queue."""
+        """Queue a request. The caller bounds the queue."""
         request.arrival = self._arrivals
         request.arrived_s = now_s
         self._arrivals += 1
@@ -159,7 +162,7 @@ class Scheduler:
         return request.num_steps_in_flight == 0
 
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> StepPlan:
-        """The next step, which will start at `starts_s`. Empty when there is nothing to do."""
+        """Plan the next step, which will start at `starts_s`; empty if there is nothing to do."""
         preemptions_before = self.preemptions_total
         self._steps += 1
         self._preempt_for_priority(now_s)
@@ -170,7 +173,7 @@ class Scheduler:
                 prefilling.append(request)
             elif num_tokens - request.num_prompt_tokens < request.max_tokens:
                 decodes.append(request)
-        # A draft is worth no memory.
+        # No drafts while the bounds are reduced after an out-of-memory step.
         speculation = None if self.bounds.reduced else self._speculation
         if speculation is not None:
             ready = speculation.ready(decodes)
@@ -182,14 +185,14 @@ class Scheduler:
         rows = self._decode_rows(decodes, budget, now_s)
         if speculation is not None:
             rows = self._with_drafts(speculation, rows, budget)
-        # Whoever was preempted would only come back in the same step to be preempted again.
+        # A request preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
         size = step_size(rows)
         budget.bound_prompts(size, self._limits.max_prefill_tokens)
         prompt_rows = list(self._prompt_rows(prefilling, admits, budget, now_s))
         self.num_prefill_tokens_left = _num_left(prefilling, prompt_rows)
         for row in prompt_rows:
-            # A prompt that was found in the cache but for its last token is a decode row too.
+            # A prompt whose every token but the last is cached is a decode row too.
             rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
         for row in rows:
             request = row.request
@@ -201,9 +204,10 @@ class Scheduler:
         return StepPlan(tuple(rows))
 
     def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Request]:
-        """A step is over, and what it sampled is with its requests; it took `seconds` if known.
+        """The oldest step is over, and its tokens have been appended to its requests.
 
-        Returns the requests that have ended and that no launched step refers to any more.
+        `seconds` is how long it took, if known. Returns its requests that have ended and that no
+        launched step refers to any more.
         """
         size = self._sizes.popleft()
         self._insertions.popleft()
@@ -220,12 +224,12 @@ class Scheduler:
         return self._gone(row.request for row in plan.rows) if self._leaving else []
 
     def lost(self, plans: Sequence[StepPlan]) -> list[Request]:
-        """Memory did not hold the oldest of the launched steps; these are all that were launched,
-        and none counts. Whoever has a part in one is preempted, and steps are smaller for a while.
+        """The oldest launched step ran out of device memory. `plans` are all launched steps; none
+        counts. Every running request in them is preempted, and steps are smaller for a while.
 
-        Returns requests as `collected` does.
+        Returns the requests that have ended and that no launched step refers to any more.
         """
-        # What was cached as theirs holds nothing, or what was computed from nothing.
+        # Blocks cached since the failed step was planned were never filled with valid keys.
         self._blocks.uncache_since(self._insertions[0])
         self._sizes.clear()
         self._insertions.clear()
@@ -237,14 +241,15 @@ class Scheduler:
             row.request.num_steps_in_flight -= 1
             row.request.num_pending -= row.samples
         parts = dict.fromkeys(row.request for row in rows)
-        # The last first, so that they stand in the order they ran in.
+        # In reverse: each goes to the front of the queue, so they end up in the order they ran in.
         for request in [request for request in self._running if request in parts][::-1]:
             self._preempt(request)
         return self._gone(parts)
 
     def _gone(self, requests: Iterable[Request]) -> list[Request]:
-        """Of these, whoever left and no launched step refers to any more gives its blocks back;
-        those that have ended.
+        """Release the blocks of requests that left and that no launched step refers to any more.
+
+        Returns those of them that have ended (the others were preempted).
         """
         gone = [request for request in requests if self._has_left(request)]
         for request in gone:
@@ -253,11 +258,11 @@ class Scheduler:
         return [request for request in gone if request.state is RequestState.ENDED]
 
     def predict_s(self) -> float:
-        """How long the oldest step that is not collected will take."""
+        """Predicted seconds of the oldest launched step that is not collected."""
         return self._step_time.predict(self._sizes[0])
 
     def take_started(self) -> list[Request]:
-        """Requests that are in a step for the first time, since the last call."""
+        """Requests that were scheduled for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
@@ -280,7 +285,7 @@ class Scheduler:
         return sorted(requests, key=lambda request: self._urgency(request, now_s))
 
     def _place(self, request: Request, now_s: float) -> tuple[bool, int, bool, float, int]:
-        """Among those who wait: its urgency, but behind whoever of its class was preempted."""
+        """Its rank among waiting requests: by urgency, but within a class preempted ones first."""
         not_aged, priority, due_s, arrival = self._urgency(request, now_s)
         return not_aged, priority, request.preemptions == 0, due_s, arrival
 
@@ -294,10 +299,11 @@ class Scheduler:
         return StepBudget(self.bounds.tokens, time_s, self._step_time)
 
     def _time_s(self, decodes: Sequence[Request], starts_s: float) -> float:
-        """How long the step's rows may take for all who said how far apart their tokens may be.
+        """Seconds that the step's rows may take so that every request that limits the seconds
+        between its tokens is in time.
 
-        However little that is, it is never less than twice what their own rows take: whoever asks
-        for too much leaves half of the device to the others.
+        Never less than twice what the rows of those requests take: objectives that cannot be met
+        still leave half of the device to the others.
         """
         fixed_s = self._step_time.fixed_s
         time_s = UNBOUNDED_S
@@ -313,7 +319,7 @@ class Scheduler:
     def _decode_rows(
         self, decodes: Sequence[Request], budget: StepBudget, now_s: float
     ) -> list[ScheduledRequest]:
-        """A row for each request that lacks one token; fewer where blocks or time run out."""
+        """A row for each decoding request; fewer where tokens, blocks or time run out."""
         rows: list[ScheduledRequest] = []
         block_size = self._blocks.block_size
         bounded = budget.time_s != UNBOUNDED_S
@@ -345,7 +351,7 @@ class Scheduler:
         return rows
 
     def _in_time(self, request: Request, budget: StepBudget, now_s: float) -> bool:
-        """Whether a decode row may be added; whoever the time was counted for always is."""
+        """Whether the time allows a decode row; always for requests that the time was set for."""
         seconds = self._step_time.decode_s(request.num_tokens)
         must = seconds_between_tokens(request.objective) is not None
         if not must and seconds > budget.time_s and not self._is_aged(request, now_s):
@@ -354,12 +360,15 @@ class Scheduler:
         return True
 
     def _grow_or_preempt(self, request: Request) -> bool:
-        """A block for one more token, preempting whoever is least urgent; False: not now."""
-        # It may have been preempted itself for a request before it in this step.
+        """Get a block for one more token, preempting the least urgent requests for it.
+
+        False if there is none in this step.
+        """
+        # A request before it in this step may have preempted it.
         if request.state is not RequestState.RUNNING:
             return False
         while not self._blocks.grow(request, request.num_computed + 1):
-            # Blocks of whoever was preempted already come free when a step is collected.
+            # A preempted request's blocks come free when a launched step is collected: wait.
             if self._leaving:
                 return False
             victim = max(self._running, key=expendable)
@@ -373,9 +382,9 @@ class Scheduler:
     def _prompt_rows(
         self, prefilling: list[Request], admits: bool, budget: StepBudget, now_s: float
     ) -> Iterator[ScheduledRequest]:
-        """Chunks of running requests by urgency, then of waiting ones that are let in.
+        """Chunks of running requests by urgency, then of waiting requests that are admitted.
 
-        None of these needs a block that it does not have or get here: nobody is preempted any more.
+        Nothing is preempted here: a request got the blocks for its whole prompt when admitted.
         """
         free_seqs = max(0, self.bounds.sequences - len(self._running))
         others = chain(prefilling, self._waiting if free_seqs else ())
@@ -383,7 +392,7 @@ class Scheduler:
             budget.leave_half_to_short()
         for request in prefilling:
             limit = self._chunk_limit(request, budget, now_s)
-            # Those that were preempted for a decode of this step are still in the list.
+            # The list still has requests that were preempted for a decode of this step.
             if limit and request.state is RequestState.RUNNING:
                 yield self._prompt_row(request, limit, budget)
         if admits and free_seqs and budget.prompt_tokens:
@@ -392,8 +401,8 @@ class Scheduler:
     def _admitted_rows(
         self, free_seqs: int, budget: StepBudget, now_s: float
     ) -> Iterator[ScheduledRequest]:
-        """Lets in waiting requests, every other one by age. Nobody overtakes who finds no place,
-        but short prompts get past long ones whose share of the step is used up.
+        """Admit waiting requests, every other one by age. When one lacks blocks, none behind it is
+        admitted; but short prompts overtake long ones once the step's share of those is used up.
         """
         by_age, in_order = self._queues(now_s)
         while free_seqs and (by_age or in_order):
@@ -403,14 +412,14 @@ class Scheduler:
             if self._is_long(request) and budget.long_tokens == 0:
                 continue
             if self._chunk_limit(request, budget, now_s) == 0:
-                # Nor is there anything for those behind it.
+                # The budget has nothing for the requests behind it either.
                 queue.clear()
                 continue
             if not self._admit(request):
                 return
             free_seqs -= 1
             self._by_age = not aged
-            # Again, as part of it may have been found in the cache: keys are read all the same.
+            # Computed again: with a cached prefix the chunk starts later, and attends to more keys.
             limit = max(1, self._chunk_limit(request, budget, now_s))
             yield self._prompt_row(request, limit, budget)
 
@@ -433,8 +442,8 @@ class Scheduler:
     def _prompt_row(self, request: Request, limit: int, budget: StepBudget) -> ScheduledRequest:
         row = self._row(request, min(request.num_uncomputed, limit))
         budget.take_chunk(row, is_long=self._is_long(request))
-        # Scores may be computed in several passes, so that rows beside this one in its step would
-        # read what is not there yet.
+        # Prompt log-probabilities may take several forward passes: another row of this step that
+        # found these blocks in the cache would read them before they are written.
         if not row.num_prompt_logprobs:
             self._blocks.cache_full_blocks(request)
         return row
@@ -443,16 +452,16 @@ class Scheduler:
         return request.num_tokens > self._limits.max_prefill_tokens
 
     def _admit(self, request: Request) -> bool:
-        """Start a waiting request; False when there is no room for it.
+        """Move a waiting request to the running ones; False when blocks are lacking.
 
-        It gets blocks for all it knows at once: one that was let in with less would be preempted
-        again half-way.
+        It gets the blocks for all its known tokens at once: with fewer it could be preempted in the
+        middle of its prompt.
         """
         if request.num_steps_in_flight:
             return False
         arrival, enough_blocks = self._turned_away
         hopeless = arrival == request.arrival and self._blocks.num_free < enough_blocks
-        # What a long prompt finds in the cache takes milliseconds to look up.
+        # Looking up a long prompt in the prefix cache takes milliseconds.
         if hopeless and self._steps % _LOOK_AGAIN_STEPS:
             return False
         if not request.needs_whole_prompt:
@@ -483,13 +492,13 @@ class Scheduler:
     # ---- places ----
 
     def _preempt_for_priority(self, now_s: float) -> None:
-        """Preempt one request for one of a higher class that finds no place."""
+        """Preempt one request for a waiting one of a higher class that cannot be admitted."""
         if not self._waiting or not self._running or self._leaving:
             return
         if self._waiting.highest_class >= self._running.lowest_class:
             return
         best = self._waiting.highest_class
-        # Whoever came in by its age would at once be preempted again, for ever.
+        # Aged requests are spared: admitted by age, they would be preempted at once, for ever.
         lower = [
             request
             for request in self._running
@@ -503,7 +512,7 @@ class Scheduler:
         has_free_seq = len(self._running) < self.bounds.sequences
         if has_free_seq and missing <= 0:
             return
-        # Nobody is preempted where all of them would not do.
+        # Preempt only if preempting all of them would free enough blocks.
         if sum(len(request.block_ids) for request in lower) >= missing:
             self._preempt(max(lower, key=expendable))
 
@@ -527,7 +536,7 @@ class Scheduler:
 
 
 def _num_left(prefilling: Iterable[Request], rows: Iterable[ScheduledRequest]) -> int:
-    """Tokens that are left of prompts which have begun."""
+    """Tokens still to be computed of prompts that have begun, without the last one of each."""
     begun = {*prefilling, *(row.request for row in rows)}
     return sum(
         max(0, request.num_uncomputed - 1)

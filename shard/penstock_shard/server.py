@@ -1,7 +1,7 @@
 """The server process: a gRPC server in front of an engine process. Never imports torch.
 
-Owns the port, health, signals and the way down. The port is open while the model loads, so that
-probes see NOT_SERVING and not a refused connection.
+Owns the port, health, signals and shutdown. The port is open while the model loads, so that probes
+see NOT_SERVING and not a refused connection.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
 _LIVE = "live"
-# In traces.
+# The service's name in traces.
 _SERVICE = "penstock-shard"
-# What we were told is impossible: starting again with the same words changes nothing.
+# Exit status when the configuration cannot work: restarting with it would not help.
 _USAGE_STATUS = 2
 
 
@@ -85,7 +85,7 @@ async def serve(config: ShardConfig) -> int:
 def _follower(
     config: ShardConfig, engine: EngineSupervisor, sink: SpanSink | None
 ) -> Follower | None:
-    """None where nobody wants to know how requests end."""
+    """None if requests are neither logged nor traced."""
     if sink is None and not config.log_requests:
         return None
     return Follower(
@@ -97,7 +97,7 @@ def _follower(
 
 
 def _open_port(server: grpc.aio.Server, config: ShardConfig) -> int:
-    """The port's number. Raises `TlsFilesUnusable`, and `RuntimeError` where it cannot be had."""
+    """The port's number. Raises `TlsFilesUnusable`, and `RuntimeError` if it cannot be opened."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
     if config.tls_cert_file is None or config.tls_key_file is None:
@@ -146,8 +146,8 @@ async def _run_until_stopped(
 
 
 class _FaultsOfCallers(logging.Filter):
-    """Drops gRPC's tracebacks of what is no defect here: a write to a caller that left meanwhile,
-    and a message that cannot be read, of which its caller is told.
+    """Drops gRPC's tracebacks of what is not our fault: a write to a caller that has left, and a
+    message that cannot be read, which its caller gets an error for.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -169,7 +169,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthServicer) -> None:
     """NOT_SERVING while loading, draining, or when the engine gives no sign of life."""
-    # For liveness probes: while the engine restarts or drains, this process must not be killed.
+    # For liveness probes: the process must not be killed while it drains or restarts the engine.
     await servicer.set(_LIVE, health_pb2.HealthCheckResponse.SERVING)
     reported = None
     changed = engine.listen()
@@ -185,13 +185,13 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
             await servicer.set("", status)
             await servicer.set(wire.SERVICE_NAME, status)
             reported = serving
-        # A hang is no event: it is looked for.
+        # A hang sets no event, so check at intervals.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(changed.wait(), _HEALTH_INTERVAL_S)
 
 
 async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) -> None:
-    """A line whenever an engine has become ready."""
+    """Log a line whenever an engine has become ready."""
     announced = ""
     changed = engine.listen()
     while True:
@@ -214,7 +214,7 @@ async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) ->
 
 
 async def _drain(engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig) -> None:
-    """Admit nothing more; let running requests be taken elsewhere, or finish and be read."""
+    """Admit nothing more; wait until running requests have moved, or ended and been read."""
     engine.drain(hand_over=config.drain == "migrate")
     if engine.num_live:
         limit_s = config.drain_timeout_s

@@ -1,7 +1,8 @@
-"""Adapters as the server sees them: which the engine has, and changes that it is asked for.
+"""Adapters as the server sees them: which ones the engine has, and the changes it was asked for.
 
-Requests are checked against this and handed over in the same order as changes, so that the engine
-never gets one whose adapter it has no more. Knows no gRPC, and nothing of how the engine has them.
+Requests are checked against this, and sent to the engine in order with the changes, so that it
+never gets a request whose adapter it has unloaded. Knows no gRPC, and not how the engine keeps
+adapters.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from penstock_shard.link import AdapterChange, AdapterChanged, Error
 from penstock_shard.runner.base import Adapter
 from penstock_shard.validation import Refusal
 
-# Changes that the engine has not answered: it reads one adapter after the other.
+# Most changes that the engine has not answered: it reads one adapter at a time.
 _MAX_ASKED = 64
 
 Loaded = tuple[Adapter, ...]
 
 
 class ServerAdapters:
-    """Lives as long as the server; engines come and go."""
+    """Lives as long as the server, through restarts of the engine."""
 
     def __init__(
         self,
@@ -33,8 +34,8 @@ class ServerAdapters:
         send: Callable[[AdapterChange], None],
         changed: Callable[[Loaded], None],
     ) -> None:
-        """`send` hands a change over behind the requests before it; `changed` is told of what is
-        loaded now.
+        """`send` queues a change for the engine behind earlier requests; `changed` gets the loaded
+        adapters whenever they change.
         """
         self._config = config
         self._send = send
@@ -42,32 +43,32 @@ class ServerAdapters:
         self._loaded: Loaded = ()
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AdapterChanged]] = {}
-        # Names by the numbers of changes that the engine has not answered yet.
+        # Unloads that the engine has not answered yet: names by the numbers of the changes.
         self._unloading: dict[int, str] = {}
         self._begun = False
-        # Rises with every change, also with those that a new engine brings.
+        # Incremented with every change of what is loaded, a new engine's start included.
         self.revision = 0
 
     @property
     def loaded(self) -> Loaded:
-        """Those that requests may have."""
+        """The adapters that requests may use."""
         return self._loaded
 
     @property
     def to_start_with(self) -> list[tuple[str, str]] | None:
-        """Names and sources for the next engine; None where there was none before it."""
+        """Names and sources for the next engine to load; None for the first engine."""
         if not self._begun:
             return None
         return [(adapter.name, adapter.source) for adapter in self._loaded]
 
     def became_ready(self, loaded: Loaded) -> None:
-        """An engine has begun with these."""
+        """An engine has started with these adapters."""
         self._begun = True
         self._loaded = loaded
         self.revision += 1
 
     def died(self) -> None:
-        """The engine is gone, and with it what it was asked for."""
+        """The engine died: refuse the changes that it has not answered."""
         asked, self._asked = self._asked, {}
         self._unloading.clear()
         for future in asked.values():
@@ -90,7 +91,7 @@ class ServerAdapters:
         return answer.adapter
 
     async def unload(self, name: str) -> None:
-        """No further request gets it. Raises `Refusal`."""
+        """Stop accepting requests for it, and have the engine drop it. Raises `Refusal`."""
         self._check_served()
         left = tuple(adapter for adapter in self._loaded if adapter.name != name)
         if len(left) == len(self._loaded):
@@ -105,14 +106,14 @@ class ServerAdapters:
         await self._ask(name, "")
 
     def answered(self, answer: AdapterChanged) -> None:
-        """The engine has done what it was asked for, or says why not."""
+        """Handle the engine's answer to a change."""
         self._unloading.pop(answer.number, None)
-        # What is said to be loaded before its unloading is answered is gone again by then.
+        # An adapter that is reported loaded while its unload is pending will be unloaded again.
         if answer.adapter is not None and answer.adapter.name not in self._unloading.values():
             others = (each for each in self._loaded if each.name != answer.adapter.name)
             self._now_loaded((*others, answer.adapter))
         future = self._asked.pop(answer.number, None)
-        # Whoever asked may have left.
+        # The caller may be gone.
         if future is not None and not future.done():
             future.set_result(answer)
 

@@ -1,7 +1,7 @@
-"""The RPCs of a shard: checks requests, hands them to the engine, writes what it says.
+"""The RPCs of a shard: checks requests, hands them to the engine, writes its outputs.
 
 Each Generate call has one reader task and one writer (the handler itself), and an outbox between
-the engine and the writer: a caller that reads slowly gets its outputs merged and holds up nobody.
+the engine and the writer: a caller that reads slowly gets its outputs merged and delays no other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from penstock_shard.request_record import Follower
 from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check, check_embedding
 
 if TYPE_CHECKING:
-    # Generic in its type stubs only.
+    # The class is generic in its type stubs only.
     Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
-# A caller that reads nothing gets no more refusals than this: its requests wait unread.
+# A call with this many outputs waiting has no more requests read: otherwise a caller that reads
+# nothing would pile up refusals.
 _MAX_UNREAD_OUTPUTS = 4096
 _MAX_ABORTS_IN_RPC = 65_536
 
@@ -42,7 +43,7 @@ _MAX_ABORTS_IN_RPC = 65_536
 class Outbox:
     """Outputs that wait to be written to one call, merged per request.
 
-    Bounded by the requests of the call and their own bounds: each holds at most its own tokens.
+    Its size is bounded: one output per request of the call, with at most that request's tokens.
     """
 
     def __init__(self) -> None:
@@ -51,11 +52,11 @@ class Outbox:
         self._taken = asyncio.Event()
         self._closed = False
         self._num_being_written = 0
-        # What went wrong with the call itself.
+        # The error that ends the call itself.
         self.broken: Error | None = None
         # Request ids and attempts of this call that have not ended.
         self.live: set[tuple[str, int]] = set()
-        # What the caller calls them.
+        # The numbers that the caller gave them, to name them in columns.
         self.numbers: dict[tuple[str, int], int] = {}
         self.requests_total = 0
         self.last_error: Error | None = None
@@ -74,7 +75,7 @@ class Outbox:
         self._changed.set()
 
     def close(self, broken: Error | None = None) -> None:
-        """No more requests will come: the call ends when the live ones have, or at once if it is
+        """No more requests will come: the call ends once the live ones have ended, or at once with
         `broken`.
         """
         self._closed = True
@@ -82,7 +83,7 @@ class Outbox:
         self._changed.set()
 
     async def wait_for_room(self) -> None:
-        """Return when the caller has read enough to be given more."""
+        """Wait until fewer than `_MAX_UNREAD_OUTPUTS` outputs wait."""
         while len(self._outputs) >= _MAX_UNREAD_OUTPUTS:
             self._taken.clear()
             await self._taken.wait()
@@ -107,7 +108,9 @@ class Outbox:
 
 
 def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
-    """The call has no more requests, or they cannot be read: nobody would hear of those."""
+    """The reader task is done: no more requests come. If it failed, end the call with its error,
+    which would otherwise reach nobody.
+    """
     error = None if reader.cancelled() else reader.exception()
     if error is None:
         outbox.close()
@@ -126,11 +129,11 @@ class ShardServicer(wire.Servicer):
     def __init__(
         self, engine: EngineSupervisor, config: ShardConfig, follower: Follower | None = None
     ) -> None:
-        """With a `follower` it is known of each request how it ended."""
+        """A `follower` records how each request ended."""
         self._engine = engine
         self._follower = follower
         self._config = config
-        # Of the Generate calls that are open.
+        # The outboxes of open Generate calls.
         self._outboxes: set[Outbox] = set()
 
     @property
@@ -159,7 +162,7 @@ class ShardServicer(wire.Servicer):
         finally:
             self._outboxes.discard(outbox)
             reader.cancel()
-            # Those that the engine has not got yet end at once, and leave the outbox.
+            # A copy: requests that the engine does not have yet end at once, and leave `live`.
             for request_id, attempt in list(outbox.live):
                 self._engine.abort(request_id, attempt)
 
@@ -173,7 +176,7 @@ class ShardServicer(wire.Servicer):
         incoming = wire.incoming(message)
         request_id, attempt = incoming.request_id[:MAX_ID_CHARACTERS], incoming.attempt
         if (request_id, attempt) in outbox.live:
-            # Sent twice on one call. A refusal would read as the end of the one that runs.
+            # Sent twice on one call: a refusal would read as the end of the running one.
             logger.warning("attempt %d of request %r came twice", attempt, request_id)
             return
         ready = self._engine.ready
@@ -229,7 +232,7 @@ class ShardServicer(wire.Servicer):
             wire.add_embedding(
                 response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
             )
-            # Many long vectors take a tenth of a second, for which no other call must wait.
+            # Many long vectors take a tenth of a second; let other calls run in between.
             await asyncio.sleep(0)
         return response
 
@@ -315,7 +318,7 @@ class ShardServicer(wire.Servicer):
     # ---- internals ----
 
     def _check_engine(self, instance_id: str) -> None:
-        """Raises `Refusal` if another engine than this is meant; "" means any."""
+        """Raises `Refusal` if the request names another engine instance; "" names any."""
         if instance_id and instance_id != self._engine.instance_id:
             raise Refusal(Code.UNAVAILABLE, "the engine that was meant is gone; this is another")
 
@@ -328,7 +331,7 @@ class ShardServicer(wire.Servicer):
 
 
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
-    """As `_abort`, and names the field at fault: a status of its own has no place for it."""
+    """As `_abort`, with the field at fault in metadata: a gRPC status has no place for it."""
     error = refusal.error
     await context.abort(wire.status(error), error.message, ((FIELD_METADATA, error.field),))
     raise AssertionError("abort raises")

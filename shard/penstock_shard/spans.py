@@ -1,7 +1,7 @@
-"""A request's record to the spans of its trace: its part of the call, and within that its time in
+"""A request's record -> the spans of its trace: one for the request, with children for its time in
 the queue, its prefill and its decode.
 
-Names are OpenTelemetry's where it has one. Never token ids.
+Attribute names are OpenTelemetry's where it has one. Spans never hold token ids.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _NS = 1_000_000_000
 
 
 def trace_request(sink: SpanSink, record: ShardRecord) -> None:
-    """Told of each sampled request that has ended."""
+    """Called for each sampled request that has ended."""
     sink.add(spans_of(record))
 
 
 def spans_of(record: ShardRecord) -> list[Span]:
-    """The request's span, and its children as far as it came."""
+    """The request's span, and a child for each phase that it reached."""
     assert record.context is not None
     assert record.ended_s is not None
     whole = Span(
@@ -44,7 +44,7 @@ def spans_of(record: ShardRecord) -> list[Span]:
 
 
 def _child(record: ShardRecord, name: str, begin_s: float, end_s: float | None) -> Span:
-    """Something that lasted until then, or until the request's end."""
+    """A child span; with `end_s` None it lasts until the request's end."""
     assert record.context is not None
     assert record.ended_s is not None
     return Span(
@@ -83,5 +83,5 @@ def _attributes(record: ShardRecord) -> dict[str, Value]:
 
 
 def _error(record: ShardRecord) -> str:
-    """A gRPC status; "" for none. What its message says may be the request's."""
+    """The error's gRPC status; "" without one. Not its message, which may quote the request."""
     return "" if record.error is None else wire.status(record.error).name

@@ -1,8 +1,9 @@
-"""Which rows of a step compute drafts, and what came of them. Knows counts, and whom to ask for
-drafts; knows neither how they are made nor how they are checked.
+"""Which rows of a step get draft tokens, and how many were accepted. Knows counts and the drafter;
+knows neither how drafts are made nor how they are verified.
 
-How many drafts were right is known when their step is collected. Until then its request has no
-part in another step, so where many wait for theirs nobody runs ahead.
+How many drafts were accepted is known when their step is collected. Until then their request is in
+no other step. Where many requests wait for that, the next step is scheduled only after it, so that
+all stay in the same steps.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.step_time import StepTime
 from penstock_shard.urgency import seconds_between_tokens
 
-# Of requests that decode, one in so many that wait for a draft: the others wait with them.
+# If at least one in this many decoding requests waits for launched steps, all of them do.
 _WAITING_SHARE = 4
 
 
 class Speculation:
-    """The scheduler's part for drafts. Of `blocks` they take what is free: nobody is preempted for
-    a draft. A step has `most_drafts` at most, which bounds its logits.
+    """The scheduler's part that handles drafts. They take free blocks only: nothing is preempted
+    for a draft. A step has at most `most_drafts`, which bounds its logits.
     """
 
     def __init__(
@@ -32,12 +33,12 @@ class Speculation:
         self._blocks = blocks
         self._step_time = step_time
         self._most_drafts = max(most_drafts, drafter.most)
-        # Those whose drafts are being computed.
+        # Requests with drafts in a launched step that is not collected.
         self._drafted: set[Request] = set()
 
     def ready(self, decodes: list[Request]) -> list[Request] | None:
-        """Those that may have a row now; None: all wait for the launched steps, as many must know
-        what these give, or had better.
+        """The requests that may have a row now. None: all wait for the launched steps, because many
+        need their tokens, to go on or to draft from.
         """
         drafter, drafted = self.drafter, self._drafted
         waiting = {
@@ -47,7 +48,7 @@ class Speculation:
         }
         if not waiting:
             return decodes
-        # Whoever is left out gets its next token two steps later, not one.
+        # A request that is left out gets its next token two steps later instead of one.
         hurried = any(seconds_between_tokens(request.objective) is not None for request in waiting)
         if hurried or _WAITING_SHARE * len(waiting) >= len(decodes):
             return None
@@ -56,9 +57,7 @@ class Speculation:
     def add_drafts(
         self, rows: Sequence[ScheduledRequest], tokens: int, time_s: float
     ) -> list[ScheduledRequest]:
-        """The same rows, some with drafts and behind the others; these add `tokens` and `time_s`
-        at most.
-        """
+        """The same rows, those that got drafts last. Drafts add at most `tokens` and `time_s`."""
         plain, with_drafts = [], []
         tokens = min(tokens, self._most_drafts)
         for row in rows:
@@ -77,7 +76,7 @@ class Speculation:
         return plain + with_drafts
 
     def learn(self, plan: StepPlan) -> None:
-        """That step was collected: drafts that were right are computed tokens."""
+        """Count the accepted drafts of a collected step; their tokens are computed already."""
         if not self._drafted:
             return
         for row in plan.rows:
@@ -91,13 +90,13 @@ class Speculation:
                 request.num_computed += accepted
 
     def drop(self) -> None:
-        """No launched step counts."""
+        """Forget the launched steps: none of them counts."""
         self._drafted.clear()
 
     def _most(self, row: ScheduledRequest, tokens: int, time_s: float) -> int:
-        """How many drafts the row may have: by the step, and its request's end."""
+        """How many drafts the row may have, by the step's budget and its request's `max_tokens`."""
         request = row.request
-        # Whoever runs ahead of its own tokens has none to draft from.
+        # With pending tokens there is nothing to draft from: the last ones are not known.
         if tokens <= 0 or request.num_pending:
             return 0
         most = min(tokens, self.drafter.most, request.max_tokens - request.num_output_tokens - 1)
@@ -106,7 +105,7 @@ class Speculation:
         return most
 
     def _held(self, row: ScheduledRequest, count: int) -> int:
-        """How many of so many drafts there are blocks for."""
+        """How many of `count` drafts there are blocks for."""
         request = row.request
         if self._blocks.grow(request, row.start + 1 + count):
             return count

@@ -1,29 +1,30 @@
-"""How much a step may compute: as much as the limits say, and less after one that memory did not
-hold. Knows plans and numbers only.
+"""How much a step may compute: as much as the limits say, and less after one that ran out of device
+memory. Knows plans and numbers only.
 
-A step that fails halves what steps may have, of sequences and, where it computed more than one
-token of any, of tokens. When a while has gone by without another, both grow again; each time that
-was too soon, the next while is twice as long, so that a prompt which begins anew whenever a step
-fails comes to its end.
+A step that fails halves the sequences that a step may have and, where it computed more than one
+token of any sequence, the tokens too. After some steps without another failure both grow again.
+When a step fails after that, twice as many must pass before they grow the next time, so that a
+prompt which starts over at every failure still gets done.
 """
 
 from __future__ import annotations
 
 from penstock_shard.runner.base import StepPlan
 
-# Chunks are not made smaller than this: what does not hold so few would not hold one.
+# Chunks are not made smaller than this: memory that lacks room for so few lacks it for one.
 _LEAST_TOKENS = 16
-# So many steps go by before the bounds grow, at first and at most; in so many parts of the whole.
+# Good steps before the bounds begin to grow, at first and at most; and in how many steps a bound
+# would grow from nothing to its limit.
 _CAREFUL_STEPS = 64
 _MOST_CAREFUL_STEPS = 4096
 _GROWING_STEPS = 64
 
-# How far a request has come: its id, the attempt, tokens known.
+# How far a request has got: its id, its attempt, how many tokens are known.
 _Place = tuple[str, int, int]
 
 
 class StepBounds:
-    """`tokens` and `sequences` of a step; `reduced` while they are less than they may be."""
+    """The most `tokens` and `sequences` of a step; `reduced` while they are below the limits."""
 
     def __init__(self, max_tokens: int, max_sequences: int) -> None:
         self._max_tokens = max_tokens
@@ -33,17 +34,17 @@ class StepBounds:
         self.reduced = False
         self._good_steps = 0
         self._careful_steps = _CAREFUL_STEPS
-        # Failed steps of the smallest kind, since the bounds were last what they may be.
+        # Failed steps that could not be smaller, since the bounds were last at the limits.
         self._failed_alone: set[_Place] = set()
 
     def is_hopeless(self, plan: StepPlan) -> bool:
-        """Whether memory will never hold what this failed step computed: it had one request only
-        and few tokens, and one like it has failed since that request last got any further.
+        """Whether memory will never suffice for this failed step: it had one request and few
+        tokens, and has failed before with the request at the same token.
         """
         return _place_alone(plan) in self._failed_alone
 
     def shrink(self, plan: StepPlan) -> None:
-        """Memory did not hold this step."""
+        """Halve the bounds: this step ran out of memory."""
         self.sequences = max(1, min(self.sequences, len(plan.rows)) // 2)
         num_tokens = plan.num_tokens
         if num_tokens > len(plan.rows):
@@ -57,7 +58,7 @@ class StepBounds:
         self._good_steps = 0
 
     def recover(self) -> None:
-        """Memory held a step, while bounds are reduced."""
+        """Count a step that had enough memory while the bounds are reduced; grow them in time."""
         self._good_steps += 1
         if self._good_steps < self._careful_steps:
             return
@@ -70,7 +71,7 @@ class StepBounds:
 
 
 def _place_alone(plan: StepPlan) -> _Place | None:
-    """Where the only request of a step stands; None if the step could have been a smaller one."""
+    """How far the only request of a step has got; None if the step could have been smaller."""
     first, *others = plan.rows
     if others or first.drafts or first.count > _LEAST_TOKENS:
         return None

@@ -1,7 +1,8 @@
-"""What is left of a step while it is filled: tokens and seconds. Knows counts; no request's place.
+"""What is left of a step while it is filled: tokens and seconds. Knows counts, and not the order of
+requests.
 
-Prompts have less of a step than decodes, and long prompts less than short ones; what bounds them is
-counted here as rows are added, and asked for before each chunk.
+Prompts may take less of a step than decodes, and long prompts less than short ones. Each row that
+is added is subtracted here, and each chunk is bounded by what is left.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from dataclasses import dataclass
 from penstock_shard.runner.base import ScheduledRequest
 from penstock_shard.step_time import StepSize, StepTime
 
-# What prompts that have waited for too long get of a step at least.
+# Tokens of a step that prompts which have waited too long get at least, whatever time is left.
 _AGED_TOKENS = 16
-# What long prompts may take beside decodes, of the time that these take alone.
+# Time that long prompts may take beside decodes, relative to the time of the decodes alone.
 _LONG_SHARE = 0.8
-# Of the tokens and the time that a step's decodes leave of it, drafts may take one in so many.
+# Drafts may take one part in this many of the tokens and the time that a step's decodes leave.
 _DRAFTS_SHARE = 2
 UNBOUNDED_S = float("inf")
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens and seconds that rows may still take; each that is added takes its part."""
+    """Tokens and seconds that rows may still take; each row that is added takes its part."""
 
     tokens: int
-    # By what steps took before; unbounded where nobody has said how long it may be.
+    # Predicted with `step_time`; unbounded where no request limits the seconds between tokens.
     time_s: float
     step_time: StepTime
-    # Of the tokens, those that prompts may take, and those that long ones may.
+    # How many of `tokens` prompts may take, and how many long prompts may.
     prompt_tokens: int = 0
     long_tokens: int = 0
     long_s: float = UNBOUNDED_S
-    # For prompts that have waited for too long, whatever the time.
+    # Tokens for prompts that have waited too long, whatever `time_s` is.
     aged_tokens: int = _AGED_TOKENS
 
     def bound_prompts(self, decodes: StepSize, max_prefill_tokens: int) -> None:
-        """Decode rows are added: the rest is for prompts, less of it where there are such rows."""
+        """Set what prompts may take, once all decode rows are added: less if there are any."""
         self.prompt_tokens = self.tokens
         if decodes.num_decodes:
             self.prompt_tokens = min(self.tokens, max_prefill_tokens)
@@ -45,20 +46,20 @@ class StepBudget:
         self.long_tokens = self.prompt_tokens
 
     def leave_half_to_short(self) -> None:
-        """Short prompts get past long ones."""
+        """Leave half of the prompt tokens to short prompts, so that they overtake long ones."""
         self.long_tokens = max(1, self.prompt_tokens // 2)
 
     def for_drafts(self) -> tuple[int, float]:
-        """Tokens and seconds that drafts may take of what decodes have left."""
+        """The tokens and seconds, left by the decodes, that drafts may take."""
         return self.tokens // _DRAFTS_SHARE, self.time_s / _DRAFTS_SHARE
 
     def chunk_limit(
         self, start: int, *, is_long: bool, is_aged: Callable[[], bool], probes: bool
     ) -> int:
-        """The most tokens that there are for a chunk which begins at index `start` of its sequence.
+        """The most tokens for a chunk that begins at index `start` of its sequence.
 
-        `is_aged` says whether the request has waited for too long; it is asked where it matters. A
-        long prompt that `probes` gets a little more than is foreseen to fit.
+        `is_aged` tells whether the request has waited too long; it is called only where that
+        matters. With `probes` a long prompt gets a little more than is predicted to fit.
         """
         limit = min(self.tokens, self.prompt_tokens)
         if self.time_s != UNBOUNDED_S:
@@ -76,13 +77,13 @@ class StepBudget:
         return limit
 
     def take_drafts(self, rows: Iterable[ScheduledRequest]) -> None:
-        """These were given drafts."""
+        """Subtract the drafts of these rows."""
         for row in rows:
             self.tokens -= len(row.drafts)
             self.time_s -= self.step_time.prompt_s(row.start, len(row.drafts))
 
     def take_chunk(self, row: ScheduledRequest, *, is_long: bool) -> None:
-        """This row of a prompt was added."""
+        """Subtract this chunk of a prompt."""
         seconds = self.step_time.prompt_s(row.start, row.count)
         self.tokens -= row.count
         self.prompt_tokens -= row.count

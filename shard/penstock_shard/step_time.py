@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 from penstock_shard.runner.base import ScheduledRequest
 
-# Weight of a step against the one after it.
+# Weight of a step relative to the one after it.
 _DECAY = 0.98
 _SWEEPS = 2
-# Prompt tokens first, then decode rows: what the first steps take is put down to what they compute.
+# Coefficients in the order they are fitted: prompt tokens and decode rows come before the fixed
+# part, so that the time of the first steps is put down to what they compute.
 _ORDER = (2, 1, 0, 3)
-# What a step may take of what was foreseen, or of what steps take on average where that is more,
-# before it counts as disturbed, and how much of it is believed then: a pause of the machine says
-# little about the next step.
+# A step is taken to have lasted at most this many times its prediction, or the average step if that
+# is more: a pause of the machine says little about the next step.
 _DISTURBED = 3.0
-# Sums below this hold nothing that was seen lately; their coefficient stays as it is.
+# A coefficient whose decayed sum is below this has not been seen lately and stays as it is.
 _FORGOTTEN = 1e-6
 # No chunk is longer than this.
 _MOST_TOKENS = 2**31
@@ -35,7 +35,7 @@ _KEYS = 1e-3
 @dataclass(frozen=True, slots=True)
 class StepSize:
     """What a step computes. `num_keys` counts every pair of a query and a key it attends to.
-    `num_drafts` are tokens that were drafted: they take what tokens of a prompt take.
+    `num_drafts` counts draft tokens, each taken to cost as much as a prompt token.
     """
 
     num_decodes: int
@@ -44,7 +44,7 @@ class StepSize:
     num_drafts: int = 0
 
     def plus(self, other: StepSize) -> StepSize:
-        """That of a step which computes both."""
+        """The size of a step that computes both."""
         return StepSize(
             self.num_decodes + other.num_decodes,
             self.num_prompt_tokens + other.num_prompt_tokens,
@@ -71,20 +71,20 @@ def step_size(rows: Iterable[ScheduledRequest]) -> StepSize:
 
 
 class StepTime:
-    """Predicts seconds from sizes. Foresees 0 until it has seen a step."""
+    """Predicts seconds from sizes; 0 until it has seen a step."""
 
     def __init__(self) -> None:
         self._products = [[0.0] * 4 for _ in range(4)]
         self._targets = [0.0] * 4
-        # Seconds: a step, a decode row, a prompt token, a thousand keys.
+        # Seconds for: any step, a decode row, a prompt token, a thousand keys.
         self._seconds = [0.0] * 4
         self._num_seen = 0
 
     def learn(self, size: StepSize, seconds: float) -> None:
-        """Take in one step that took `seconds`."""
+        """Refit with one more step, which took `seconds`."""
         features = _features(size)
         if self._num_seen > 16:
-            # Of what comes for the first time nothing is foreseen.
+            # The average too: the prediction is near 0 for a kind of step not seen before.
             average_s = self._targets[0] / self._products[0][0]
             seconds = min(seconds, _DISTURBED * max(self._dot(features), average_s))
         self._num_seen += 1

@@ -1,4 +1,4 @@
-"""Collects what a router needs of a model's directory: tokenizer and template. No torch here."""
+"""Collects the files of a model that a router needs: tokenizer and chat template. No torch here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FILES = (
 
 
 def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> dict[str, bytes]:
-    """The files that are there, by name. `chat_template` replaces the model's own.
+    """The files that exist, by name. `chat_template` replaces the model's own.
 
     Raises:
-        OSError: a file is there and cannot be read.
+        OSError: a file exists and cannot be read.
     """
     files = {
         name: (model_dir / name).read_bytes() for name in _FILES if (model_dir / name).exists()

@@ -1,10 +1,10 @@
-"""In which order requests are served. Knows a request's wishes and the time, nothing of steps.
+"""In which order requests are served. Knows a request's objective and the time, nothing of steps.
 
-Inside a class of priority, whoever has the least slack goes first: the time until its next token is
-due, less what it still has to compute by then. A request that states no wish is due when it has
-waited `aging_s`, so that such requests keep the order of their arrival. Whoever has waited that
-long for its next token is aged and goes before its betters; so that a long queue does not make
-everybody aged and classes mean nothing, only every other place is given by age.
+Inside a priority class the request with the least slack goes first: the time until its next token
+must begin for its objective to be met. A request without an objective is due when it has waited
+`aging_s`, so that such requests keep their order of arrival. A request that has waited that long
+for its next token is aged and goes before higher classes. In a long queue all requests are aged and
+classes would mean nothing, so only every other request is admitted by age.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from collections.abc import Iterator
 
 from penstock_shard.request import NO_OBJECTIVE, Objective, Request
 
-# What latency_sensitive means where nothing more exact is said.
+# What `latency_sensitive` means where the objective gives no seconds.
 _SENSITIVE_FIRST_TOKEN_S = 0.5
 _SENSITIVE_BETWEEN_TOKENS_S = 0.1
 
-# Compared as a tuple: aged first, then class, when the next token is due, arrival.
+# Compared as a tuple: aged requests first, then by class, by when the next token is due, by arrival
+# number.
 Urgency = tuple[bool, int, float, int]
 
 
 def seconds_between_tokens(objective: Objective) -> float | None:
-    """How far apart the tokens may be; None: as it comes."""
+    """The most seconds wanted between two tokens; None: no limit."""
     if objective.seconds_between_tokens is not None:
         return objective.seconds_between_tokens
     return _SENSITIVE_BETWEEN_TOKENS_S if objective.latency_sensitive else None
 
 
 def urgency(request: Request, now_s: float, aging_s: float, token_s: float) -> Urgency:
-    """Smaller is served first. `token_s`: what a token takes; matters only with a deadline."""
+    """The smallest is served first. `token_s`: seconds a token takes; used with a deadline only."""
     since_s = request.last_token_s or request.arrived_s
     aged = now_s - since_s >= aging_s
     objective = request.objective
@@ -41,7 +42,7 @@ def urgency(request: Request, now_s: float, aging_s: float, token_s: float) -> U
 
 
 def _due_s(request: Request, latest_s: float, now_s: float, token_s: float) -> float:
-    """When the next token must begin for every wish to be met."""
+    """When the next token must begin for the whole objective to be met."""
     objective = request.objective
     if request.last_token_s:
         between_s = seconds_between_tokens(objective)
@@ -54,15 +55,15 @@ def _due_s(request: Request, latest_s: float, now_s: float, token_s: float) -> f
     if objective.deadline_s is not None:
         left = request.max_tokens - (request.num_tokens - request.num_prompt_tokens)
         begin_s = request.arrived_s + objective.deadline_s - left * token_s
-        # Nobody is served first for a deadline that all its tokens cannot meet anyway: most
-        # generous ones come with a max_tokens that is never reached.
+        # A deadline too near for `max_tokens` tokens does not count: most are generous, and come
+        # with a max_tokens that is never reached.
         if begin_s > now_s:
             latest_s = min(latest_s, begin_s)
     return latest_s
 
 
 def expendable(request: Request) -> tuple[int, bool, int]:
-    """The largest is preempted first: the lowest class, no objective, the latest arrival."""
+    """The largest is preempted first: by lowest class, then no objective, then latest arrival."""
     return request.objective.priority, _is_indifferent(request.objective), request.arrival
 
 
@@ -71,10 +72,10 @@ def _is_indifferent(objective: Objective) -> bool:
 
 
 class RequestGroup:
-    """Requests that wait, or that run, in the order they joined; and what kinds are among them."""
+    """Waiting or running requests in the order they joined, with counts of their kinds."""
 
     def __init__(self) -> None:
-        # With the number of tokens each had when it joined.
+        # Values: the number of tokens that the request had when it joined.
         self._requests: OrderedDict[Request, int] = OrderedDict()
         self._classes: Counter[int] = Counter()
         self.num_objectives = 0
@@ -95,7 +96,7 @@ class RequestGroup:
         self._classes[request.objective.priority] += 1
 
     def remove(self, request: Request) -> None:
-        # What was added, not what it has now: pending tokens may have come to nothing.
+        # The number that was added, and not the current one: pending tokens may have been dropped.
         self.num_tokens_joined -= self._requests.pop(request)
         self.num_objectives -= request.objective is not NO_OBJECTIVE
         self._classes[request.objective.priority] -= 1
@@ -104,7 +105,7 @@ class RequestGroup:
 
     @property
     def highest_class(self) -> int:
-        """Of a group that is not empty; the highest class has the lowest number."""
+        """The highest class (lowest number) in the group, which must not be empty."""
         return min(self._classes)
 
     @property

@@ -1,6 +1,6 @@
 """Checks a request against what the shard serves, and fills in the model's defaults.
 
-Pure: an incoming request and the shard's facts in, a complete `Submit` or a `Refusal` out.
+Pure: an incoming request, `RunnerInfo` and configuration in, a `Submit` or a `Refusal` out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock_shard.sampling_ranges import SAMPLING_RANGES, Range, out_of_bounds
 
 TokenIds = npt.NDArray[np.uint32]
 
-# Of one embedding request; callers split larger ones.
+# Bounds of one Embed call; callers split larger ones.
 MAX_EMBEDDING_INPUTS = 1024
 _MAX_EMBEDDING_BYTES = 32 * 2**20
 
@@ -38,8 +38,8 @@ _OBJECTIVE_RANGES: Mapping[str, Range] = {
     "seconds_between_tokens": Range(0, above_low=True),
 }
 
-# Fields that need a capability of the same name unless they have the value that asks for nothing.
-# The filters that every shard has are not among them.
+# Fields that need a capability of the same name unless they have this value, which changes nothing.
+# Filters that every shard has (temperature, top-k and the like) are not listed.
 _NEUTRAL: Mapping[str, object] = {
     "typical_p": 1.0,
     "repetition_penalty": 1.0,
@@ -81,13 +81,13 @@ def _no_ids() -> TokenIds:
 
 @dataclass(slots=True)
 class IncomingRequest:
-    """A GenerateRequest as it came: None where a field was absent that 0 means something for."""
+    """A GenerateRequest as it came. An absent field for which 0 has a meaning is None."""
 
     request_id: str
     attempt: int
     prompt: TokenIds
     output: TokenIds
-    # What the caller calls this attempt in answers of one token; 0: nothing.
+    # The number that stands for this attempt in responses of one token; 0: none.
     number: int = 0
     model: str = ""
     temperature: float | None = None
@@ -111,7 +111,7 @@ class IncomingRequest:
     logprob_token_ids: TokenIds = field(default_factory=_no_ids)
     cache_salt: str = ""
     adapter: str = ""
-    # The content that it must have; empty: any.
+    # The content hash that the adapter must have; empty: any.
     adapter_hash: str = ""
     priority: int = 0
     deadline_ms: int | None = None
@@ -123,13 +123,13 @@ class IncomingRequest:
     instance_id: str = ""
     hand_back: bool = False
     suspect: bool = False
-    # For logs and traces; whatever stands there, the request is served.
+    # For logs and traces only; not checked.
     label: str = ""
     traceparent: str = ""
 
 
 def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> Submit:
-    """The complete request.
+    """The request to submit, with all defaults filled in.
 
     Raises:
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model is another or the
@@ -162,7 +162,7 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         logprobs=0 if only_requested else incoming.logprobs,
-        # Those of a continued request were delivered before its first token was.
+        # A continued request had its prompt log-probabilities delivered before its first token.
         prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
         cache_salt=incoming.cache_salt,
         adapter=incoming.adapter,
@@ -190,8 +190,7 @@ class IncomingEmbedding:
 
 
 def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Submit]:
-    """A complete request for each of the inputs; `call_id`, which no other call has, begins their
-    ids.
+    """One request to submit for each input. Their ids begin with `call_id`, which must be unique.
 
     Raises:
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), or the shard serves no embeddings
@@ -273,9 +272,9 @@ def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> 
 
 
 def check_adapter(name: str, content_hash: str, loaded: Sequence[Adapter]) -> str:
-    """The hash of the content that this adapter, "" for none, has here.
+    """The content hash of the loaded adapter `name`; "" for the name "".
 
-    Raises `Refusal` where it is not loaded, or of other content than `content_hash`, "" for any.
+    Raises `Refusal` if it is not loaded, or if its content is not `content_hash` ("" allows any).
     """
     if not name:
         return ""
@@ -356,7 +355,7 @@ def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
 
 
 def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
-    """Its size; whether it can be honoured takes longer to find out."""
+    """Check a constraint's size only; whether it compiles takes longer to find out."""
     kind, options = constraint.kind, constraint.options
     if kind == "choice" and not 1 <= len(options) <= MAX_CHOICE_OPTIONS:
         _refuse(kind, f"{len(options)} options", f"1..{MAX_CHOICE_OPTIONS} options")
@@ -366,7 +365,7 @@ def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
 
 
 def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> list[int]:
-    """What the request ignores ends it all the same where its constraint is complete."""
+    """Eos ids that the request ignores, which still end it when its constraint is complete."""
     if incoming.constraint is None or not incoming.ignore_eos:
         return []
     return list(info.eos_token_ids)
@@ -375,7 +374,7 @@ def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> list[int
 def _check_something_is_left(
     incoming: IncomingRequest, stop_token_ids: Sequence[int], vocab_size: int
 ) -> None:
-    """Of the allowed ids, once what is never drawn is gone."""
+    """Refuse a request whose bans leave none of its allowed ids at its next position."""
     allowed: Sequence[int] = incoming.allowed_token_ids.tolist() or range(vocab_size)
     never = {int(word[0]) for word in incoming.bad_words if word.size == 1}
     if incoming.output.size < incoming.min_tokens:
@@ -404,7 +403,7 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         if not bias.holds(value):
             _refuse("logit_bias", f"{value} for id {token_id}", str(bias))
     if values["temperature"] < GREEDY_TEMPERATURE:
-        # Nothing is drawn: requests that differ only in how are the same.
+        # Greedy: these parameters have no effect, so requests that differ only in them are equal.
         values |= {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         top_k, seed = 0, 0
     else:
@@ -413,7 +412,7 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         **values,
         top_k=max(0, top_k),
         seed=seed,
-        # In one order, as on the wire they have none.
+        # Sorted, as a protobuf map has no order.
         logit_bias=tuple(sorted(incoming.logit_bias.items())),
         bad_words=tuple(tuple(word.tolist()) for word in incoming.bad_words),
         allowed_token_ids=tuple(incoming.allowed_token_ids.tolist()),

@@ -1,4 +1,6 @@
-"""Between the protobuf stubs and the shard's own types. The only module here that touches them."""
+"""Translates between protobuf messages and the shard's own types. The only module here that imports
+the stubs.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ from penstock_shard.request import Constraint, FinishReason, Pooling, ThinkingBu
 from penstock_shard.runner.base import Adapter, EmbeddingDefaults, Logprobs, RunnerInfo
 from penstock_shard.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
-# What `server.py` needs of the generated code, so that it need not touch it.
+# What other modules need from the generated code, so that they need not import it.
 Servicer = ShardServicer
 add_servicer: Callable[[ShardServicer, grpc.aio.Server], None] = add_ShardServicer_to_server
-# What reading a call raises for bytes that are no message of ours.
+# Raised by reading a call whose bytes are not a valid message.
 UnreadableMessage = DecodeError
 SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["Shard"].full_name
 
 _EVERY_ATTEMPT = 2**32
 
 _FILE_CHUNK_BYTES = 64 * 1024
-# A response is cut where it would outgrow this, so that one slow frame delays no other request.
+# A response that exceeds this is sent and another begun, so that no large one delays the others.
 _RESPONSE_BYTES = 256 * 1024
-# Of 12 bytes each.
+# Most tokens in the columns of one response, at 12 bytes each.
 _MAX_COLUMN = 16_384
 _NO_NUMBERS: Mapping[tuple[str, int], int] = {}
 
@@ -147,7 +149,7 @@ def embed_response() -> pb.EmbedResponse:
 def add_embedding(
     response: pb.EmbedResponse, vector: bytes, *, dimensions: int | None, normalize: bool
 ) -> None:
-    """A vector as the engine gives it -> as it was asked for: cut, then scaled to length 1."""
+    """Add an engine's vector as the request asks: cut to `dimensions`, then scaled to length 1."""
     values = np.frombuffer(vector, dtype="<f4")[:dimensions]
     if normalize:
         length = float(np.linalg.norm(values.astype(np.float64)))
@@ -158,9 +160,9 @@ def add_embedding(
 def responses(
     outputs: Iterable[Output], numbers: Mapping[tuple[str, int], int] = _NO_NUMBERS
 ) -> Iterator[pb.GenerateResponse]:
-    """Outputs as responses of bounded size; an output that was merged for long is cut again.
+    """Outputs as responses of bounded size; a large merged output is split again.
 
-    `numbers` has those of the call's attempts that have one, by request id and attempt.
+    `numbers` maps (request id, attempt) to the attempt's number, if its caller gave it one.
     """
     response = pb.GenerateResponse()
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -194,14 +196,14 @@ def responses(
 
 
 def _number_of(output: Output, numbers: Mapping[tuple[str, int], int]) -> int | None:
-    """Under which it can be a row of the columns."""
+    """The number under which the output goes into the columns; None if it cannot."""
     if not _is_one_token(output):
         return None
     return numbers.get((output.request_id, output.attempt))
 
 
 def _is_one_token(output: Output) -> bool:
-    """It is a token, and says nothing else."""
+    """Whether the output is one token and nothing else."""
     return (
         len(output.token_ids) == 1
         and output.finish is None
@@ -214,7 +216,7 @@ def _is_one_token(output: Output) -> bool:
 
 
 def _pieces(output: Output) -> Iterator[Output]:
-    """The output in pieces of few enough tokens; its end is on the last one."""
+    """The output in pieces of bounded size; the last has its finish or error."""
     scores, prompt_scores = output.logprobs, output.prompt_logprobs
     while prompt_scores is not None and len(prompt_scores.chosen) > (rows := _rows(prompt_scores)):
         head = Output(output.request_id, output.attempt, output.first_position, [])
@@ -242,7 +244,7 @@ def _pieces(output: Output) -> Iterator[Output]:
 
 
 def _rows(logprobs: Logprobs | None) -> int:
-    """How many tokens go into one piece: one at least, however large it is."""
+    """How many tokens go into one piece: at least one, however large."""
     bytes_each = 12
     if logprobs is not None:
         bytes_each += 8 * logprobs.top_n + 4 * logprobs.num_requested
@@ -371,7 +373,7 @@ def _default_sampling(defaults: Mapping[str, float]) -> pb.SamplingParams:
 
 
 def file_chunks(files: Mapping[str, bytes]) -> Iterator[pb.FileChunk]:
-    """The files in pieces, the last of each with the sha256 of the whole."""
+    """The files in chunks; the last chunk of each has the sha256 of the whole file."""
     for name, data in files.items():
         last = max(0, len(data) - 1) // _FILE_CHUNK_BYTES * _FILE_CHUNK_BYTES
         for start in range(0, last + 1, _FILE_CHUNK_BYTES):
@@ -417,7 +419,7 @@ def load_report(
 
 
 def aborts(message: pb.AbortRequest) -> Iterator[tuple[str, int]]:
-    """Request ids, each with the highest attempt that is meant."""
+    """Request ids, each with the highest attempt to abort."""
     attempts = chain(message.attempts, repeat(_EVERY_ATTEMPT))
     return zip(message.request_ids, attempts, strict=False)
 

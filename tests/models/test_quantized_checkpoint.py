@@ -111,8 +111,8 @@ def test_loading_says_how_weights_are_stored_and_computed(
     lines: list[str] = []
     tokens_of(quantized, lines)
     expected = (
-        "weights are stored as gptq, 4 bits in groups of 16; each matrix is turned into numbers "
-        "again and kept in float32"
+        "weights are stored as gptq, 4 bits in groups of 16; each matrix is dequantized and kept "
+        "in float32"
     )
     assert expected in lines
 

@@ -1,4 +1,4 @@
-"""What a policy sees and what it says. Knows no policy."""
+"""The interface of policies: what one sees, and what it decides. Knows no policy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import ClassVar, Literal, Protocol
 
 from penstock_client.types import GenerationRequest
 
-# What one request in a shard's batch costs the others, in tokens of prompt still to be computed.
+# What one request in a shard's batch costs the others, in prompt tokens of equal cost.
 # A decode row adds one token to each step; over the life of a typical answer that is a few hundred.
 _TOKENS_OF_A_REQUEST = 256
 
 # Why a shard was chosen, for metrics. "only": there was no other. "imbalance": another one was
-# preferred, and had too much to do.
+# preferred, but had too much load.
 Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imbalance"]
 
 
@@ -22,12 +22,12 @@ class Candidate:
     """A shard as a policy sees it: what it last reported, and what was sent since."""
 
     address: str
-    # New at each start of its engine, whose prefix cache is empty then.
+    # New at each start of its engine, when its prefix cache is empty.
     instance_id: str
     running: int
     waiting: int
     queued_prompt_tokens: int
-    # Credit for what the report cannot know yet, or many requests of one moment pick one shard.
+    # Sent since the report. Without these, requests of one moment would all pick one shard.
     sent_requests: int
     sent_prompt_tokens: int
     weights_hash: str
@@ -65,7 +65,7 @@ class Policy(Protocol):
     def learned(
         self, address: str, instance_id: str, request: GenerationRequest, cached_tokens: int
     ) -> None:
-        """The first output of a request that was sent there: so much of its prompt was cached."""
+        """Called with a request's first output: how many tokens of its prompt were cached there."""
         return
 
 

@@ -1,6 +1,7 @@
-"""The shard that should have most of the prompt in its cache, unless it has too much to do.
+"""Chooses the shard that should have most of the prompt in its prefix cache, unless its load is too
+high.
 
-Where requests meet is remembered in `prefix_memory`; what follows from that is decided here.
+`prefix_memory` remembers which prompts were sent where; the choice is made here.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from penstock_client.policies.base import Candidate, Decision, Policy, least_loa
 from penstock_client.policies.prefix_memory import PIECE_TOKENS, PrefixMemory, prompt_pieces
 from penstock_client.types import GenerationRequest
 
-# A token that need not be computed again outweighs so many of a shard's load: a shard that computes
-# it anew takes that time from all who wait there, and the next turn of the session follows it.
-# Less spreads sessions over shards, and more lets first turns crowd where their system prompt is.
+# A cached token outweighs this many tokens of a shard's load: computing it anew delays all requests
+# of that shard, and the session's next turn goes there too. A smaller weight spreads sessions over
+# shards; a larger one crowds first turns onto the shard that has their system prompt.
 _WORTH_OF_HELD = 4
-# A shard that has more to do than the least loaded by this, in tokens or as a ratio, whichever is
-# more, is not chosen whatever it holds.
+# A shard whose load exceeds the lowest load by more than this, in tokens or as a ratio, whichever
+# allows more, is not chosen, whatever it has cached.
 _MAX_TOKENS_MORE = 8192
 _MAX_TIMES = 2.0
 

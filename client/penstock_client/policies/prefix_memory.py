@@ -20,19 +20,19 @@ PIECE_TOKENS = 128
 # count as equal.
 MAX_HASHED_TOKENS = 16_384
 
-# A million tokens a shard, and some 1.1 MB of memory.
+# Pieces remembered for each shard: a million tokens, in some 1.1 MB of memory.
 _MAX_PIECES = 8192
 _MAX_SHARDS = 1024
-# At most so many are forgotten at once, which takes less than a millisecond.
+# At most this many pieces are forgotten at once, which takes less than a millisecond.
 _MAX_FORGOTTEN = 1024
-# Requests whose first output has not come.
+# The most requests that are remembered while they have no output yet.
 _MAX_UNANSWERED = 4096
 
 
 def prompt_pieces(request: GenerationRequest) -> list[bytes]:
-    """The names of the prompt's pieces that a shard could find: never the one with its last token.
+    """Hashes of the prompt's pieces that a shard could find cached: never that with its last token.
 
-    None where scores of the prompt are asked for, which are computed and not found.
+    Empty if the prompt's log-probabilities are asked for: those are computed, whatever is cached.
     """
     if request.prompt_logprobs is not None:
         return []
@@ -45,18 +45,18 @@ def prompt_pieces(request: GenerationRequest) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Cache:
-    """One engine's cache: pieces, the longest unused first, and the turn at which each was there;
-    0 for those that were sent and not heard of.
+    """One engine's cache: its pieces, least recently used first, and the turn at which each was
+    last known to be there; 0 for pieces that were sent and not confirmed yet.
 
-    Whoever uses a piece uses all before it, the first of them last: a piece is never forgotten
-    before those that follow it.
+    A prompt uses a piece and all pieces before it, marked in reverse order: so a piece is never
+    forgotten before those that follow it.
     """
 
     instance_id: str
     pieces: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
 
     def num_held(self, pieces: Sequence[bytes]) -> int:
-        """How many of a prompt's pieces are held, from its first."""
+        """How many of a prompt's pieces are held, counted from the first."""
         low, high = 0, len(pieces)
         while low < high:
             middle = (low + high) // 2
@@ -79,7 +79,7 @@ class _Cache:
                 self.pieces[piece] = turn
 
     def forget_until(self, turn: int) -> None:
-        """A piece that was there at `turn`, and not used since, is gone: so are the older ones."""
+        """A piece last seen at `turn` has been evicted: forget it and all older ones."""
         for _ in range(min(len(self.pieces), _MAX_FORGOTTEN)):
             piece, seen = self.pieces.popitem(last=False)
             if seen > turn:
@@ -90,8 +90,8 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A request without an answer yet, and when those of its pieces that the shard should have
-    were last there.
+    """A request without an output yet, and the turns at which its pieces that the shard should
+    have were last seen there.
     """
 
     cache: _Cache
@@ -100,30 +100,33 @@ class _Sent:
 
 
 class PrefixMemory:
-    """What was sent where, corrected by what shards found. Bounded; the oldest is forgotten."""
+    """Which pieces were sent to which shard, corrected by the cache hits that shards report.
+
+    Bounded; the oldest are forgotten.
+    """
 
     def __init__(self, max_pieces: int = _MAX_PIECES) -> None:
-        """`max_pieces` bounds what is remembered of one shard."""
+        """`max_pieces` bounds the pieces remembered for one shard."""
         self._max_pieces = max_pieces
         self._caches: OrderedDict[str, _Cache] = OrderedDict()
-        # By the identity of the request, which the fleet holds until its answer is over.
+        # By the request's `id`; the fleet keeps the request alive until its answer is over.
         self._unanswered: OrderedDict[int, _Sent] = OrderedDict()
         self._turn = 0
 
     def num_held(self, candidate: Candidate, pieces: Sequence[bytes]) -> int:
-        """How many of a prompt's pieces, from its first, the shard should have."""
+        """How many of a prompt's pieces, counted from the first, the shard should have cached."""
         cache = self._caches.get(candidate.address)
         if cache is None or cache.instance_id != candidate.instance_id:
             return 0
         return cache.num_held(pieces)
 
     def sent(self, candidate: Candidate, request: GenerationRequest, pieces: list[bytes]) -> None:
-        """The request goes there, so its pieces will be."""
+        """The request was sent there, so its pieces will be in that cache."""
         cache = self._caches.get(candidate.address)
         if cache is None or cache.instance_id != candidate.instance_id:
             cache = self._caches[candidate.address] = _Cache(candidate.instance_id)
         self._caches.move_to_end(candidate.address)
-        # Of a block that is larger than a piece, the shard finds all or nothing.
+        # If KV blocks are larger than pieces, the shard finds whole blocks only.
         held = cache.num_held(pieces) * PIECE_TOKENS
         held = held // candidate.block_size * candidate.block_size // PIECE_TOKENS
         seen = [cache.pieces[piece] for piece in pieces[:held]]
@@ -134,7 +137,7 @@ class PrefixMemory:
         _trim(self._unanswered, _MAX_UNANSWERED)
 
     def answered(self, instance_id: str, request: GenerationRequest, cached_tokens: int) -> None:
-        """The shard has computed the prompt, of which it found so many tokens in its cache."""
+        """The shard has computed the prompt, and found `cached_tokens` of it in its cache."""
         sent = self._unanswered.pop(id(request), None)
         if sent is None or sent.cache.instance_id != instance_id:
             return

@@ -22,7 +22,7 @@ from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 
 AnyRequest = TypeVar("AnyRequest", bound=Options)
 
-# Ours, on all routes that generate, and on that of embeddings.
+# penstock's own field, on all routes that generate and on /v1/embeddings.
 TIMEOUT = Field(
     "timeout",
     number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
@@ -32,18 +32,18 @@ TIMEOUT = Field(
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What an answer says of itself. `usage` fills up while the answer is made."""
+    """The metadata of an answer. `usage` is updated while the answer is generated."""
 
     response_id: str
     # Unix time, whole seconds.
     created: int
-    # As `time.perf_counter` has it.
+    # When the request arrived, on the clock of `time.perf_counter`.
     received_s: float
     usage: Usage
 
 
 class Shape(Protocol):
-    """One answer's form, made of deltas. A frame is a server-sent event, framed."""
+    """Renders the deltas of one answer as JSON. A frame is an encoded server-sent event."""
 
     def opening(self) -> Sequence[bytes]:
         """The frames before the first delta's."""
@@ -58,10 +58,10 @@ class Shape(Protocol):
         """The last frames of a stream that fails."""
 
     def whole(self, deltas: Sequence[Delta]) -> Any:
-        """The JSON of an answer that is no stream."""
+        """The JSON of an answer that is not streamed."""
 
     def headers(self) -> Mapping[str, str]:
-        """What goes with an answer that is no stream."""
+        """The HTTP headers of an answer that is not streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ErrorForm:
     """How an API's errors look."""
 
     body: Callable[[ApiError], JsonObject]
-    # Of a TypedDict: what `body` gives.
+    # The TypedDict of what `body` returns.
     schema: type
     # The last frames of a stream that fails.
     frames: Callable[[ApiError], bytes]
@@ -78,46 +78,46 @@ class ErrorForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api(Generic[AnyRequest]):
-    """One way to ask for tokens and to be answered."""
+    """One HTTP API that generates tokens: how its bodies are read and its answers rendered."""
 
-    # By which another process is told which one is meant.
+    # Identifies the API in messages to other processes.
     name: str
-    # What `parse` gives.
+    # What `parse` returns.
     request_type: type[AnyRequest]
-    # What its bodies may hold: checked, and documented.
+    # The fields of its bodies: what is checked and what is documented.
     fields: Table
     # Raises `BadRequest`.
     parse: Callable[[JsonObject], AnyRequest]
     make_shape: Callable[[Job, Envelope], Shape]
-    # The answer's id; of the request's, and whether the client chose that one.
+    # (the request's id, whether the client chose it) -> the answer's id.
     name_answer: Callable[[str, bool], str]
     errors: ErrorForm
-    # TypedDicts: an answer, and an event of a stream.
+    # The types of an answer and of a stream's event: TypedDicts, or None.
     answer: Any
     event: Any
-    # Whether a stream of it can be taken up again.
+    # Whether its streams can be resumed (header x-penstock-resumable).
     resumable: bool = False
-    # Whether the end of a stream has all of the answer once more.
+    # Whether the last event of a stream repeats the whole answer.
     repeats_answer: bool = False
 
 
 def call_id(response_id: str, choice: int, call: int, prefix: str = "call_") -> str:
-    """The id of a call that an answer makes: the same whenever that answer is made again."""
+    """The id of a tool call: the same whenever the same answer is generated again."""
     data = f"{response_id} {choice} {call}".encode()
     return prefix + hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def data_frame(payload: bytes) -> bytes:
-    """An event without a name."""
+    """A server-sent event without a name."""
     return b"data: %b\n\n" % payload
 
 
 def event_frame(name: str, payload: object) -> bytes:
-    """An event with a name."""
+    """A server-sent event with a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
 
 
-# ---- Errors in the form of OpenAI's API, which is everybody's who has none of their own ---------
+# ---- Errors in the form of OpenAI's API, for all APIs without a form of their own --------------
 
 
 DONE = data_frame(b"[DONE]")
@@ -144,7 +144,7 @@ def error_answer(error: ApiError) -> JsonObject:
         "message": error.message,
         "type": error.type,
         "param": error.param,
-        # The one code that clients look at: langchain tells by it what to cut and ask again.
+        # The one code that clients check: by it langchain recognizes a prompt that is too long.
         "code": "context_length_exceeded" if isinstance(error, ContextExceeded) else error.status,
     }
     return {"error": shown}

@@ -27,9 +27,10 @@ from penstock_router.fields import (
 from penstock_router.request import Message
 
 MAX_ROLE_CHARS = 64
-# Each takes a microsecond or more to read, while nothing else runs.
+# Messages, parts and tool calls of a body. Each takes a microsecond or more to read, while nothing
+# else runs.
 MAX_PIECES = 16_384
-# Of a message; templates read a handful.
+# Keys of one message; templates read a handful.
 MAX_KEYS = 64
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -63,7 +64,7 @@ def _message(name: str, value: Any) -> JsonObject:
     """A message as templates expect it: no nulls, text content as one string."""
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
-    # Templates tell "no content" from its being missing, not from null.
+    # Templates recognize "no content" by the missing key, not by null.
     message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
     if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
@@ -122,8 +123,8 @@ def _called_function(name: str, value: Any) -> JsonObject:
 
 
 def _arguments_object(arguments: str) -> JsonObject | str:
-    """On the wire they are JSON in a string; templates expect the object. What a model wrote that
-    is none stays as it is.
+    """Clients send arguments as JSON in a string; templates expect the object. A string that is not
+    the JSON of an object is returned as it is.
     """
     try:
         parsed = decode_json(arguments or "{}")
@@ -132,12 +133,12 @@ def _arguments_object(arguments: str) -> JsonObject | str:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-# ---- Messages made of what other APIs say ------------------------------------------------------
+# ---- Messages built from other APIs' forms -----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call that an answer made: of which function, and its arguments, as JSON or the object."""
+    """A function call in an earlier answer; `arguments` are JSON text or the object."""
 
     call_id: str
     name: str
@@ -147,8 +148,8 @@ class Called:
 def assistant_message(
     text: str | None, reasoning: str | None = None, calls: Sequence[Called] = ()
 ) -> Message:
-    """An answer, as templates expect it: they tell "no content", which may be only beside calls,
-    from an empty one.
+    """The assistant's message as templates expect it. Only a message with calls may lack content:
+    templates distinguish missing content from empty content.
     """
     message: Message = {"role": "assistant"}
     if text is not None or not calls:
@@ -169,7 +170,7 @@ def _shown_call(call: Called) -> JsonObject:
 
 
 def tool_message(call_id: str, content: str, name: str = "") -> Message:
-    """What a function gave back; its name where that is known, as some templates show it."""
+    """A function's result, with the function's name if known, as some templates show it."""
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**message, "name": name} if name else message
 
@@ -201,7 +202,7 @@ def _read_text(name: str, value: Any) -> str:
     return value
 
 
-# A text, or parts that join to one.
+# A string, or an array of text parts, which are joined.
 TEXT = Kind(_read_text, _PARTS_SCHEMA)
 _ROLE_SCHEMA: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARS}
 _CALLED_SCHEMA: JsonObject = {

@@ -73,7 +73,7 @@ class EmbeddingAnswer(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest(CompletionRequest):
-    """Texts to make vectors of. None: as the model has it."""
+    """Texts to embed. An option that is None has the model's default."""
 
     pooling: str | None = None
     dimensions: int | None = None

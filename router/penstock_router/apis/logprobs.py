@@ -1,7 +1,7 @@
 """Log-probabilities as OpenAI's answers show them: of completions, of chats, of prompts.
 
-Values end at -9999: minus infinity is not JSON. What is said of one token is JSON at once: objects
-of many tokens would take long to be thrown away again, and all others wait for that.
+Values below -9999 are shown as -9999: minus infinity is not JSON. Each token's entry is encoded at
+once: freeing the objects of many tokens would take long and hold up all other requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TokenText = Callable[[int], str]
 
 
 class CompletionColumns(TypedDict):
-    """One entry of each for each token; nothing predicts the first of a prompt."""
+    """Parallel arrays, one entry per token. A prompt's first token has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -31,7 +31,7 @@ class CompletionColumns(TypedDict):
 
 
 class ChatLogprob(TypedDict):
-    """One token; `bytes` are of its UTF-8."""
+    """A token; `bytes` is its UTF-8."""
 
     token: str
     logprob: float
@@ -46,7 +46,7 @@ class ChatLogprobs(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """Of a prompt's token, or one that might have stood in its place; rank 1 is the likeliest."""
+    """A token of the prompt, or an alternative at its position; rank 1 is the likeliest."""
 
     logprob: float
     rank: int
@@ -59,7 +59,7 @@ def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
 
 
 class CompletionLogprobs:
-    """One choice's columns; `text_offset` goes on from one chunk to the next."""
+    """Builds one choice's columns; `text_offset` continues from one chunk to the next."""
 
     def __init__(self, text_of: TokenText, top_n: int, requested_ids: Sequence[int]) -> None:
         self._text_of = text_of
@@ -82,7 +82,7 @@ class CompletionLogprobs:
     def add_prompt(
         self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs | None
     ) -> None:
-        """One row for each token of the prompt; nothing predicts the first."""
+        """One row for each token of the prompt; the first has no log-probability."""
         self._add_token(result, token_ids[0])
         result["token_logprobs"].append(None)
         result["top_logprobs"].append(None)
@@ -90,7 +90,7 @@ class CompletionLogprobs:
             self.add(result, token_ids[1:], columns)
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """Tokens whose rows were shown before."""
+        """Advance `text_offset` past tokens whose rows were shown before."""
         self._offset += sum(len(self._text_of(token_id)) for token_id in token_ids)
 
     def _add_token(self, result: CompletionColumns, token_id: int) -> None:
@@ -100,7 +100,7 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def _top(self, token_id: int, row: int, columns: Logprobs) -> msgspec.Raw:
-        """The chosen token and the best, by text. Of two tokens with one text the later is
+        """The chosen token and the likeliest, by text. If two have the same text, the later is
         named by its id, so that the chosen one's value is always found under its own text."""
         top = {self._text_of(token_id): _finite(columns.chosen[row])}
         for other, value in _top_row(columns, row, self._top_n, self._requested_ids):
@@ -118,8 +118,8 @@ def chat_logprobs(
     requested_ids: Sequence[int],
     as_ids: bool,
 ) -> list[msgspec.Raw]:
-    """`ChatLogprob`s: each token with exactly the `top_n` best, and the requested ones that are not
-    among them.
+    """A `ChatLogprob` for each token, with exactly the `top_n` likeliest and those of
+    `requested_ids` that are not among them.
     """
     text_of = token_text(tokenizer, as_ids=as_ids)
 
@@ -139,8 +139,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """For each token of a prompt `PromptLogprob`s by id: the token itself and the `top_n` best in
-    its place.
+    """For each token of a prompt, `PromptLogprob`s by token id: the token itself and the `top_n`
+    likeliest at its position. None for the first token.
     """
 
     def entry(token_id: int, value: float, rank: int) -> PromptLogprob:
@@ -160,7 +160,7 @@ def prompt_logprobs(
 def _top_row(
     columns: Logprobs, row: int, top_n: int, requested_ids: Sequence[int] = ()
 ) -> Iterable[tuple[int, float]]:
-    """The best of a row, and of the requested ids those that are not among them."""
+    """The `top_n` likeliest of a row, and the requested ids that are not among them."""
     start = row * columns.top_n
     end = start + min(top_n, columns.top_n)
     ids, values = columns.top_token_ids[start:end], columns.top_logprobs[start:end]

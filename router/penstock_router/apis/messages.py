@@ -1,6 +1,4 @@
-"""Anthropic's Messages: a chat by other names. Bodies -> requests; turns and answers have files of
-their own.
-"""
+"""Anthropic's Messages API: bodies -> requests. Turns and answers have modules of their own."""
 
 from __future__ import annotations
 
@@ -54,12 +52,12 @@ _MAX_STOPS = 16
 
 _THINKING_TYPE = one_of("enabled", "disabled", "adaptive")
 _DISPLAY = one_of("summarized", "omitted")
-# Whether a model reasons is up to its template; these are the names that templates read it under.
+# Templates decide whether a model reasons, by a variable with one of these names.
 _THINKING_KWARGS = ("enable_thinking", "thinking")
 
 
 def _read_thinking(name: str, value: Any) -> JsonObject:
-    """As `ChatRequest` takes it, but for the variables of the template."""
+    """Options of `ChatRequest`, and `thinks`, which becomes template variables."""
     thinking = read_object(name, value)
     kind = _THINKING_TYPE.read(f"{name}.type", thinking.get("type"))
     budget, display = thinking.get("budget_tokens"), thinking.get("display")
@@ -95,7 +93,7 @@ _THINKING = Kind(
 
 
 def _read_output(name: str, value: Any) -> JsonObject:
-    """The two that work, read."""
+    """The two entries that have an effect, read."""
     given = read_object(name, value)
     kinds = {"format": FORMAT, "effort": STRING}
     return {
@@ -176,9 +174,9 @@ def parse_count(body: JsonObject) -> ChatRequest:
 
 
 def _prompt(values: JsonObject) -> JsonObject:
-    """What the prompt depends on, and how its answer is read."""
+    """The options that the prompt and the parsing of its answer depend on."""
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-    # An answer goes on with a last message of its own role.
+    # If the last message is the assistant's, the answer continues it.
     continues = values["messages"][-1]["role"] == "assistant"
     return {
         "model": values["model"],
@@ -205,7 +203,7 @@ def _thinking(values: JsonObject) -> JsonObject:
 
 
 def _template_kwargs(values: JsonObject) -> JsonObject:
-    """Whether to reason, and how hard, under the names that templates have for it."""
+    """Whether to reason, and how hard, under the variable names that templates use."""
     kwargs: JsonObject = {}
     if "thinking" in values:
         kwargs = dict.fromkeys(_THINKING_KWARGS, values["thinking"]["thinks"])
@@ -214,7 +212,7 @@ def _template_kwargs(values: JsonObject) -> JsonObject:
 
 
 class TokenCount(TypedDict):
-    """Of a prompt."""
+    """The number of tokens in a prompt."""
 
     input_tokens: int
 

@@ -1,7 +1,7 @@
 """Deltas -> answers of Anthropic's Messages: thinking, text and calls, in blocks or in events.
 
-A block ends where another kind begins, and each call has one of its own. An answer of no block at
-all is shown as one empty text.
+A block ends where another kind begins, and each call is a block of its own. An answer without any
+block is shown as one empty text block.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock_router.fields import JsonObject, decode_json
 from penstock_router.job import Job
 from penstock_router.pieces import Piece, PieceKind, joined
 
-# Under which arguments that are no JSON object, as those of a call that was cut off, stand in a
-# whole answer. It is the name by which this API's documentation has them sent back.
+# The key under which a whole answer shows arguments that are not a JSON object, as of a call that
+# was cut off. This API's documentation asks clients to send such arguments back under it.
 INVALID_INPUT = "INVALID_JSON"
 
 
@@ -27,7 +27,7 @@ INVALID_INPUT = "INVALID_JSON"
 
 
 class ThinkingBlock(TypedDict):
-    """Reasoning. The signature is empty: what is sent back is taken as it is."""
+    """Reasoning. The signature is empty: reasoning that is sent back is accepted unchecked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -35,14 +35,14 @@ class ThinkingBlock(TypedDict):
 
 
 class TextBlock(TypedDict):
-    """A piece of an answer."""
+    """Text of an answer."""
 
     type: Literal["text"]
     text: str
 
 
 class ToolUseBlock(TypedDict):
-    """A call of a tool. Arguments that are no JSON object stand as text under INVALID_JSON."""
+    """A tool call. Arguments that are not a JSON object are shown as text under INVALID_JSON."""
 
     type: Literal["tool_use"]
     id: str
@@ -54,13 +54,13 @@ Block = ThinkingBlock | TextBlock | ToolUseBlock
 
 
 class ThinkingTokens(TypedDict):
-    """Of an answer's tokens, those of its thinking."""
+    """How many of the answer's tokens are thinking."""
 
     thinking_tokens: int
 
 
 class MessageUsage(TypedDict):
-    """Tokens of a request: those of the prompt that no cache had, and those that one had."""
+    """Token counts; `input_tokens` leaves out those found in the prefix cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -93,7 +93,7 @@ class MessageAnswer(TypedDict):
 
 
 class MessageEvent(TypedDict):
-    """An event of a stream; what else it has depends on its type."""
+    """An event of a stream; which fields it has depends on its type."""
 
     type: Literal[
         "message_start",
@@ -127,7 +127,7 @@ class MessageShape:
         self._usage_so_far = envelope.usage
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
         self._calls_tools = False
-        # Of a stream: what the block is of that is not ended yet, and how many were before it.
+        # In a stream: the kind of the open block, and its index.
         self._open: PieceKind | None = None
         self._index = -1
 
@@ -157,7 +157,7 @@ class MessageShape:
         }
 
     def headers(self) -> Mapping[str, str]:
-        """None of its own."""
+        """No headers of its own."""
         return {}
 
     def _note_end(self, delta: Delta) -> None:
@@ -168,7 +168,7 @@ class MessageShape:
         elif isinstance(delta.stop_reason, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
-            # Also where the request named the tool, which other APIs do not call a reason.
+            # Also if tool_choice named the tool, which other APIs report as an ordinary stop.
             reason: StopReason = "tool_use" if self._calls_tools else "end_turn"
             self._end = {"stop_reason": reason, "stop_sequence": None}
 
@@ -179,7 +179,7 @@ class MessageShape:
     # ---- whole ----
 
     def whole(self, deltas: Sequence[Delta]) -> MessageAnswer:
-        """The answer that is no stream."""
+        """The answer that is not streamed."""
         [delta] = deltas
         self._note_end(delta)
         if delta.pieces is None:
@@ -204,11 +204,11 @@ class MessageShape:
     # ---- in events ----
 
     def opening(self) -> list[bytes]:
-        """The message, empty."""
+        """The message, still empty."""
         return [_event("message_start", message=self._message([]))]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A piece of a block; where another begins, the end of the one before as well."""
+        """Events for the delta's pieces; where a block begins, also the end of the one before."""
         self._note_end(delta)
         if delta.pieces is None:
             return self._gain(Piece(PieceKind.CONTENT, delta.text)) if delta.text else None
@@ -228,7 +228,7 @@ class MessageShape:
         return _error_frames(error)
 
     def _gain(self, piece: Piece) -> bytes:
-        # Arguments follow the beginning of their call.
+        # Arguments extend the open block of their call.
         kind = PieceKind.CALL if piece.kind is PieceKind.ARGUMENTS else piece.kind
         if kind is self._open and piece.kind is not PieceKind.CALL:
             return self._delta(piece)
@@ -245,7 +245,7 @@ class MessageShape:
         return _event("content_block_delta", index=self._index, delta=gained)
 
     def _begin(self, piece: Piece) -> bytes:
-        """The beginning of a block that this piece is the first of."""
+        """The events that begin a block, of which this piece is the first."""
         block: Block = {"type": "text", "text": ""}
         if piece.kind is PieceKind.REASONING:
             block = {"type": "thinking", "thinking": "", "signature": ""}
@@ -254,7 +254,7 @@ class MessageShape:
         self._index += 1
         self._open = piece.kind
         begun = _event("content_block_start", index=self._index, content_block=block)
-        # As the API that this is after has it: one, behind the first beginning.
+        # As in Anthropic's API: one ping, after the first content_block_start.
         return begun + _event("ping") if self._index == 0 else begun
 
     def _end_block(self) -> bytes:
@@ -269,7 +269,7 @@ class MessageShape:
 
 
 def _read_input(arguments: str) -> JsonObject:
-    """Arguments as the object that they are; what is none is shown as it came."""
+    """Arguments as an object; text that is not one is shown under `INVALID_INPUT`."""
     try:
         parsed = decode_json(arguments)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

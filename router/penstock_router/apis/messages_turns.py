@@ -1,7 +1,7 @@
 """Turns of Anthropic's Messages, made of content blocks -> messages of a chat.
 
-A turn may become several messages: results of tools are messages of their own there, in the order
-in which the turn has them. Knows no other field, and nothing of answers.
+A turn may become several messages: each tool result is a message of its own in a chat, in the
+turn's order. Knows no other field, and nothing of answers.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from penstock_router.fields import (
 from penstock_router.request import Message
 
 _ROLES = ("user", "assistant")
-# Of tools and of their calls.
+# Names of tools and ids of calls.
 _NAME = string(1, 256)
-# Chats have no flag for it: the model is told in words.
+# Chat messages have no flag for a failed tool call: the text says it.
 _ERROR_PREFIX = "Error: "
 
 
 def read_turns(name: str, value: Any) -> list[Message]:
-    """A chat; every block checked. Its last message may be an answer to go on with."""
+    """A chat; every block checked. Its last message may be an answer to continue."""
     turns = read_array(name, value)
     if not turns:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
     check_size(name, turns)
     check_size(name, list(_blocks_of(turns)))
-    # Templates want to be told which tool a result is of: the id says it here.
+    # Templates expect a result to name its tool; here it has only the id of the call.
     tools_by_id: dict[str, str] = {}
     messages: list[Message] = []
     for index, turn in enumerate(turns):
@@ -113,7 +113,7 @@ def _read_result(name: str, block: JsonObject, tools_by_id: dict[str, str]) -> M
 
 @dataclass(slots=True)
 class _Said:
-    """What the blocks of one turn of the assistant add up to."""
+    """The content of one assistant turn, collected from its blocks."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -147,7 +147,7 @@ def _read_thinking(name: str, block: JsonObject, said: _Said) -> None:
 
 
 def _read_redacted(name: str, block: JsonObject, said: _Said) -> None:
-    """Nobody but who wrote it can read it, and that was no model of ours."""
+    """Checked and dropped: only the service that encrypted it can read it."""
     STRING.read(f"{name}.data", block.get("data"))
 
 

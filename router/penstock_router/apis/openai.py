@@ -102,8 +102,8 @@ def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 def prompts(at_most: int, empty: str) -> Kind:
-    """The four forms of a prompt, as a tuple of strings and of lists of ids; `empty` refuses one
-    that has nothing in it.
+    """The four forms of a prompt, as a tuple of strings and of lists of ids; `empty` is the refusal
+    of a prompt with nothing in it.
     """
     forms = "a string, an array of token ids, or an array of either"
 
@@ -112,7 +112,7 @@ def prompts(at_most: int, empty: str) -> Kind:
             raise refusal(name, forms, value)
         single = isinstance(value, str) or (bool(value) and _is_integer(value[0]))
         given = [value] if single else value
-        # First, as there may be millions of them to look at.
+        # Checked first: there may be millions of prompts to look at.
         if len(given) > at_most:
             text = f"{name}: at most {at_most} prompts; given: {len(given)}"
             raise BadRequest(text, param=name)
@@ -185,7 +185,7 @@ _STREAM_OPTIONS = Kind(
 
 # ---- The tables --------------------------------------------------------------------------------
 
-# Of completions, chats and responses alike.
+# Fields of completions, chats and responses alike.
 SAMPLING = (
     Field("temperature", number(0, 2), "Randomness; below 1e-5 always the likeliest token."),
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
@@ -254,8 +254,8 @@ _COMMON = (
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("stream_options", _STREAM_OPTIONS, "Only in streams: whether events contain the usage."),
     Field("stream_interval", POSITIVE, "Least number of tokens in an event of a stream."),
-    # Lower runs first, and who speaks HTTP may only stand back: else anybody could put all others
-    # down.
+    # Lower values run first. HTTP clients cannot go below the default of 0: otherwise anybody could
+    # overtake all others.
     Field("priority", integer(0, 1000), "Lower runs first."),
     Field("slo", number(1e-6, 86_400), "Seconds between tokens to aim for."),
     Field("is_latency_sensitive", WORD_OR_BOOLEAN, "Prefer it to requests that are not."),
@@ -300,7 +300,7 @@ COMPLETION_FIELDS = table(
         ),
         not_served("suffix", STRING, ""),
         not_served("prompt_embeds", ANYTHING),
-        # Of the other route, and would change the answer: to ignore them would be a lie.
+        # Fields of chats that would change the answer: refused, as ignoring them would mislead.
         not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
         not_served("top_logprobs", integer(0, MAX_LOGPROBS), help=OF_CHATS),
         not_served("tools", ARRAY, help=OF_CHATS),
@@ -349,7 +349,7 @@ CHAT_FIELDS = table(
     ]
 )
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
-# Fields that have another name here.
+# Fields that `Options` names differently.
 _RENAMED = {
     "slo": "seconds_between_tokens",
     "is_latency_sensitive": "latency_sensitive",
@@ -423,7 +423,7 @@ def common_options(values: JsonObject) -> JsonObject:
     if requested := common.get("logprob_token_ids"):
         if common.get("logprobs") is None:
             raise BadRequest("logprob_token_ids: needs logprobs", param="logprob_token_ids")
-        # A position shows each id once.
+        # Each position reports an id once.
         common["logprob_token_ids"] = tuple(dict.fromkeys(requested))
     return common
 
@@ -453,7 +453,7 @@ def template_options(values: JsonObject) -> JsonObject:
     }
 
 
-# Set by the router itself; a template must not see a request's idea of them.
+# Template variables that the router sets itself; a request must not override them.
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 )
@@ -475,7 +475,7 @@ def _template_kwargs(values: JsonObject) -> JsonObject:
 
 
 def _name_completion(request_id: str, named_by_client: bool) -> str:
-    # One choice of a completion is a request of its own; clients expect the first one's id.
+    # Each choice of a completion is a numbered request; clients expect the id of the first.
     return f"cmpl-{request_id}-0" if named_by_client else f"cmpl-{request_id}"
 
 

@@ -2,8 +2,8 @@
 
 A chunk of a stream is nearly always the same JSON around one escaped piece of text, so that JSON
 is rendered once for each choice; only chunks that carry more are built as objects. One delta is one
-chunk, with all kinds of pieces that it has side by side: clients keep each kind apart, and an
-event's id must name one place in the answer.
+chunk, with its pieces of all kinds side by side: clients read each kind from its own key, and an
+event's id must identify one position in the answer.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _encode = msgspec.json.encode
 
 
 class PromptTokensDetails(TypedDict):
-    """Of a prompt's tokens, those found in a cache."""
+    """How many of the prompt's tokens were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """Of an answer's tokens, those of its reasoning."""
+    """How many of the answer's tokens are reasoning."""
 
     reasoning_tokens: int
 
 
 class UsageObject(TypedDict):
-    """Tokens of a whole request. A prompt counts once, however many choices it has."""
+    """Token counts of a request. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -61,7 +61,7 @@ class UsageObject(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One choice, or what it has gained."""
+    """A choice; in a stream, what the event adds to it."""
 
     index: int
     text: str
@@ -74,7 +74,7 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionAnswer(TypedDict):
-    """An answer of /v1/completions, or one of its chunks."""
+    """An answer of /v1/completions, or an event of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -86,14 +86,14 @@ class CompletionAnswer(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """Of a call: `arguments` is JSON, as far as it was said."""
+    """The function of a call; `arguments` is JSON, incomplete if the answer was cut off."""
 
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -101,7 +101,7 @@ class ToolCall(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """What the assistant says. `content` is null where it makes calls and says nothing else."""
+    """The assistant's message. `content` is null if there are calls and no text."""
 
     role: Literal["assistant"]
     content: str | None
@@ -136,14 +136,14 @@ class ChatAnswer(TypedDict):
 
 
 class CalledFunctionDelta(TypedDict):
-    """The name at the beginning of a call; more of its arguments at any time."""
+    """The name comes with the first delta of a call; `arguments` is a piece to append."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """What call number `index` has gained; its id and type are said at its beginning."""
+    """What is added to call number `index`; its first delta has the id and type."""
 
     index: int
     id: NotRequired[str]
@@ -152,7 +152,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """What a choice has gained."""
+    """What an event adds to a choice's message."""
 
     role: NotRequired[Literal["assistant"]]
     reasoning_content: NotRequired[str]
@@ -161,7 +161,7 @@ class ChatDelta(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """What one choice has gained, and its end."""
+    """What an event adds to one choice, and why the choice ended."""
 
     index: int
     delta: ChatDelta
@@ -205,11 +205,11 @@ def usage_object(usage: Usage) -> UsageObject:
 
 
 class _OpenAIShape(ABC):
-    """What both forms share: the envelope, and chunks around a piece of text."""
+    """What completions and chats share: the envelope, and chunks around a piece of text."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
-    # What stands around a piece of text in a chunk's choice, after its index.
+    # The JSON around a piece of text in a chunk's choice, after the choice's index.
     _text_opens: ClassVar[bytes]
     _text_closes: ClassVar[bytes]
 
@@ -243,11 +243,11 @@ class _OpenAIShape(ABC):
         return self._text_chunk(self._heads[delta.index], delta.text) if delta.text else None
 
     def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
-        """Of a delta that has nothing but these."""
+        """The chunk of a delta that carries nothing but pieces."""
         return self._full_chunk([self._chunk_choice(delta)]) if pieces else None
 
     def _heads_for(self, opens: bytes) -> list[bytes]:
-        """For each choice what stands before a piece of text that follows on `opens`."""
+        """For each choice the JSON before a piece of text; it ends with `opens`."""
         head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
 
@@ -266,17 +266,17 @@ class _OpenAIShape(ABC):
         return data_frame(_encode(body))
 
     def closing(self) -> list[bytes]:
-        """The usage where it was asked for, and the end."""
+        """The usage if it was asked for, and [DONE]."""
         if not self._options.include_usage:
             return [DONE]
         return [self._full_chunk([], usage=usage_object(self._usage)), DONE]
 
     def failed(self, error: ApiError) -> bytes:
-        """The error and the end."""
+        """The error and [DONE]."""
         return error_frames(error)
 
     def headers(self) -> Mapping[str, str]:
-        """None of its own."""
+        """No headers of its own."""
         return {}
 
     def _answer(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -314,23 +314,23 @@ class CompletionShape(_OpenAIShape):
             CompletionLogprobs(text_of, options.logprobs or 0, options.logprob_token_ids)
             for _ in job.requests
         ]
-        # Those that have shown something, also before they were taken up again.
+        # Choices that have shown something, be it before the stream was resumed.
         self._begun = {index for index, known in enumerate(job.delivered) if known.begun}
         for index in self._begun if options.echo else ():
             self._logprobs[index].skip(job.prompt_of(index).token_ids)
 
     def opening(self) -> list[bytes]:
-        """Completions begin with their text."""
+        """Nothing: completions begin with their text."""
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta as a frame; the first of each choice has the scores of its prompt."""
+        """A delta as a frame; the first of each choice has its prompt's log-probabilities."""
         if self._options.prompt_logprobs is not None and delta.index not in self._begun:
             return self._full_chunk([self._choice(delta)])
         return super().chunk(delta)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The answer that is no stream."""
+        """The answer that is not streamed."""
         return self._answer([self._choice(delta) for delta in deltas])
 
     def _chunk_choice(self, delta: Delta) -> CompletionChoice:
@@ -355,7 +355,7 @@ class CompletionShape(_OpenAIShape):
         return choice
 
     def _prompt_ids(self, delta: Delta) -> Sequence[int]:
-        # The n answers stand in order of their prompts, whatever was generated for them.
+        # Answers are in the order of their prompts, n for each, even if best_of generated more.
         options = self._options
         return self._job.prompts[delta.index // options.n].token_ids
 
@@ -387,7 +387,7 @@ class ChatShape(_OpenAIShape):
         self._reasoning_heads = self._heads_for(self._reasoning_opens)
 
     def opening(self) -> list[bytes]:
-        """The role of each choice, said once."""
+        """One chunk for each choice, with its role."""
         prompt_ids = self._job.prompts[0].token_ids
         more = {"prompt_token_ids": list(prompt_ids)} if self._has_ids else {}
         first: ChatDelta = {"role": "assistant", "content": ""}
@@ -405,7 +405,7 @@ class ChatShape(_OpenAIShape):
         return frames
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The answer that is no stream."""
+        """The answer that is not streamed."""
         answer = self._answer([self._choice(delta) for delta in deltas])
         if self._has_ids:
             answer["prompt_token_ids"] = list(self._job.prompts[0].token_ids)
@@ -426,14 +426,14 @@ class ChatShape(_OpenAIShape):
 
     def _calls(self, choice: int, pieces: Sequence[Piece]) -> list[ToolCall]:
         calls: list[ToolCall] = []
-        # Once over all of them: an answer may make thousands of calls.
+        # One pass over all pieces: an answer may make thousands of calls.
         for piece in pieces:
             if piece.kind is PieceKind.CALL:
                 id_ = call_id(self._response_id, choice, piece.call)
                 function: CalledFunction = {"name": piece.text, "arguments": ""}
                 calls.append({"id": id_, "type": "function", "function": function})
             elif piece.kind is PieceKind.ARGUMENTS:
-                # Of the latest call: arguments follow their beginning.
+                # Arguments belong to the latest call.
                 calls[-1]["function"]["arguments"] += piece.text
         return calls
 
@@ -450,7 +450,7 @@ class ChatShape(_OpenAIShape):
         return choice
 
     def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
-        # Nearly always there is one, of text.
+        # Nearly always there is one piece, of text.
         if len(pieces) == 1 and pieces[0].text:
             [piece] = pieces
             if piece.kind is PieceKind.CONTENT:
@@ -461,7 +461,7 @@ class ChatShape(_OpenAIShape):
         return self._full_chunk([self._chunk_choice(delta)]) if has_text else None
 
     def _gained(self, delta: Delta) -> ChatDelta:
-        """Each kind under its own key."""
+        """The delta's pieces, each kind under its own key."""
         if delta.pieces is None:
             return {"content": delta.text} if delta.text else {}
         gained: ChatDelta = {}
@@ -474,7 +474,7 @@ class ChatShape(_OpenAIShape):
         return gained
 
     def _gained_calls(self, choice: int, pieces: Sequence[Piece]) -> list[ToolCallDelta]:
-        """One entry a call: clients add up what they find under its index in the next chunk."""
+        """One entry per call: clients append the entries of an index from chunk to chunk."""
         calls: dict[int, ToolCallDelta] = {}
         for piece in pieces:
             if piece.kind is PieceKind.CALL:
@@ -485,7 +485,7 @@ class ChatShape(_OpenAIShape):
                     "function": {"name": piece.text, "arguments": ""},
                 }
             elif piece.kind is PieceKind.ARGUMENTS and piece.text:
-                # Of a call that was begun in an earlier chunk, maybe one of another connection.
+                # The call may have begun in an earlier chunk, maybe on an earlier connection.
                 known = calls.setdefault(
                     piece.call, {"index": piece.call, "function": {"arguments": ""}}
                 )

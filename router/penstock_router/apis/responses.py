@@ -1,7 +1,7 @@
 """OpenAI's Responses API: bodies -> requests. The shapes are in `responses_answers`.
 
-What a previous response said is added where the store is known. Of tools there are functions only,
-which clients call themselves.
+The previous response's conversation is added later, where the store is known. The only tools are
+functions, which clients call themselves.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_CHARS = 512
 MAX_FORMAT_NAME_CHARS = 64
 LOGPROBS = "message.output_text.logprobs"
-# Of tools that servers run, pictures, and reasoning that only they can read.
+# Details of hosted tools, images and encrypted reasoning: this server has none of them.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -120,7 +120,7 @@ def _parts_of(**fields: Kind) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class _AskedFormat:
-    """How the answer's text is to be written: as answers repeat it, and as shards are told."""
+    """The format asked for: as answers repeat it, and as the constraint for shards."""
 
     shown: TextFormat
     constraint: Constraint | None = None
@@ -178,7 +178,7 @@ _NO_OBFUSCATION = Kind(_read_obfuscation, {"enum": [False]})
 
 # ---- The table ---------------------------------------------------------------------------------
 
-# Of chats, with the same names and the same meaning.
+# Fields of chats, with the same names and the same meaning.
 _AS_IN_CHATS = (
     *("model", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
@@ -262,7 +262,7 @@ RESPONSES_FIELDS = table(
         not_served("context_management", ARRAY, []),
         not_served("moderation", OBJECT),
         not_served("n", integer(1, MAX_CHOICES), 1),
-        # Of chats, and would change the answer: to ignore them would be a lie.
+        # Fields of chats that would change the answer: refused, as ignoring them would mislead.
         not_served("max_tokens", POSITIVE, help=OF_CHATS),
         not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
         not_served("messages", ARRAY, help=OF_CHATS),
@@ -275,7 +275,7 @@ RESPONSES_FIELDS = table(
 
 
 def parse_response(body: JsonObject) -> ResponsesRequest:
-    """A body of /v1/responses, without what a previous response said."""
+    """A body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
     effort = values.get("reasoning", {}).get("effort")
     if effort is not None:
@@ -287,7 +287,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         "logprobs": _logprobs(values),
         "session_id": values.get("session_id", values.get("prompt_cache_key", "")),
         "truncate_prompt_tokens": -1 if truncates else None,
-        # The last turns are what is to be answered.
+        # Keep the last turns: they are what is to be answered.
         "truncation_side": "left",
     }
     common = common_options({**values, **renamed})
@@ -311,7 +311,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
 
 
 def _constraint(values: JsonObject, common: JsonObject) -> JsonObject:
-    """What text.format adds to what other fields ask for: nothing, or all."""
+    """The constraint of text.format, if any; refused if another field asks for one too."""
     asked: _AskedFormat = values.get("text", {}).get("format", _ANY_TEXT)
     if asked.constraint is None:
         return {}
@@ -331,12 +331,12 @@ def _logprobs(values: JsonObject) -> int | None:
 
 
 def _check(request: ResponsesRequest) -> None:
-    """What one field may be beside another."""
+    """Refuse fields that cannot be combined."""
     check_one_form(request)
-    # With one before it, calls may be there.
+    # A previous response may hold the calls; `ResponsesRequest.after` checks then.
     if request.previous_response_id is None:
         check_outputs(request.items)
-    # Which tokens are the text's and which are a call's is not known.
+    # It is not known which tokens are the text's and which are a call's.
     if request.logprobs is not None and request.tools and request.tool_choice.mode != "none":
         text = f"include: {LOGPROBS} is not served beside tools; leave one of them out"
         raise BadRequest(text, param="include")
@@ -389,7 +389,7 @@ def _shown_choice(asked: AskedChoice) -> str | JsonObject:
 
 
 def _shown_tool(tool: JsonObject) -> JsonObject:
-    """What is known of it, defaults filled in."""
+    """The known fields of a tool, defaults filled in."""
     shown = {key: tool.get(key) for key in ("name", "description", "parameters")}
     return {"type": "function", **shown, "strict": bool(tool.get("strict"))}
 
@@ -400,7 +400,7 @@ RESPONSES = Api(
     fields=RESPONSES_FIELDS,
     parse=parse_response,
     make_shape=ResponseShape,
-    # Not of the request's id: a client that sends one twice would overwrite what is stored.
+    # Not derived from the request's id: a client that reuses one would overwrite what is stored.
     name_answer=lambda request_id, named_by_client: f"resp_{uuid.uuid4().hex}",
     errors=ERRORS,
     answer=ResponseAnswer,

@@ -1,7 +1,7 @@
 """Deltas -> the JSON of the Responses API: a response whole, and the events of its stream.
 
 An answer that is text only is one message. In others each run of pieces of one kind is an item, in
-the order in which they were said. Every event is numbered.
+the order in which they were generated. Every event is numbered.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 IN_PROGRESS: Final = "in_progress"
 
-# Of a response that this server makes.
+# The statuses that this server gives a response.
 ResponseStatus = Literal["completed", "incomplete", "failed", "cancelled", "in_progress"]
 _ErrorCode = Literal["invalid_prompt", "rate_limit_exceeded", "server_error"]
 
 _ERROR_CODES: dict[int, _ErrorCode] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 _DEFAULT_ERROR_CODE: Final = "server_error"
 
-# Looked up for each delta.
+# A name of its own because each delta looks it up.
 _CONTENT = PieceKind.CONTENT
 
 
@@ -51,20 +51,20 @@ _CONTENT = PieceKind.CONTENT
 
 
 class InputTokensDetails(TypedDict):
-    """Of the prompt's tokens."""
+    """How many of the prompt's tokens the prefix cache had; `cache_write_tokens` is always 0."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
-    """Of the answer's tokens."""
+    """How many of the answer's tokens are reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(TypedDict):
-    """Tokens of a response."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -88,7 +88,7 @@ class IncompleteDetails(TypedDict):
 
 
 class ResponseAnswer(Repeated):
-    """A response, in whatever state it is."""
+    """A response, finished or not."""
 
     id: str
     object: Literal["response"]
@@ -105,7 +105,7 @@ class ResponseAnswer(Repeated):
 
 
 class ResponseEvent(TypedDict):
-    """An event of a stream; what it has besides its number depends on its type."""
+    """An event of a stream; which fields it has depends on its type."""
 
     type: str
     sequence_number: int
@@ -131,7 +131,7 @@ class DeletedAnswer(TypedDict):
 
 
 class ItemList(TypedDict):
-    """Items of a conversation, a page of them."""
+    """A page of the items of a conversation."""
 
     object: Literal["list"]
     data: list[Item]
@@ -167,9 +167,9 @@ def error_object(error: ApiError) -> ResponseError:
 
 
 class ResponseShape:
-    """One response: `answer` is in progress until one of the methods that end it.
+    """One response: `answer` is in progress until `finish`, `fail` or `cancel`.
 
-    It may be long, and all that shows it whole is for a thread then.
+    It may be long; whatever encodes all of it then belongs in a thread.
     """
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
@@ -180,13 +180,13 @@ class ResponseShape:
         self.usage = envelope.usage
         self._id_stem = envelope.response_id.removeprefix("resp_")
         self._items: list[Growing] = []
-        # The last of them, which grows.
+        # The last item, which grows.
         self._growing: Growing | None = None
         self._num_calls = 0
-        # Of tokens whose text is none of a message so far.
+        # Log-probabilities of tokens whose text no message has shown yet.
         self._logprobs: list[msgspec.Raw] = []
         self._finish_reason: EndReason | None = None
-        # Frames that nobody has taken, where frames are wanted; and the number of the next event.
+        # Frames not sent yet, whether this is a stream, and the number of the next event.
         self._frames: list[bytes] = []
         self._streams = False
         self._number = 0
@@ -210,18 +210,18 @@ class ResponseShape:
     # ---- whole ----
 
     def whole(self, deltas: Sequence[Delta]) -> ResponseAnswer:
-        """The answer that is no stream."""
+        """The answer that is not streamed."""
         for delta in deltas:
             self.take(delta)
         self.finish()
         return self.answer
 
     def headers(self) -> Mapping[str, str]:
-        """None of its own."""
+        """No headers of its own."""
         return {}
 
     def take(self, delta: Delta) -> None:
-        """Let the output grow."""
+        """Add a delta to the output."""
         self._finish_reason = delta.finish_reason
         if self._asked.logprobs is not None and delta.logprobs is not None:
             self._note_logprobs(delta)
@@ -254,7 +254,7 @@ class ResponseShape:
             self._number += 1
 
     def _begin(self, kind: PieceKind, text: str) -> Growing:
-        """Another item, the one before it being complete."""
+        """Complete the item before and begin another."""
         if self._growing is not None and self._streams:
             self._close(self._growing, self._growing.shown(COMPLETED))
         stem, index = self._id_stem, len(self._items)
@@ -278,12 +278,12 @@ class ResponseShape:
     # ---- ends ----
 
     def finish(self) -> None:
-        """After the last delta, or later; once only."""
+        """Complete the response after its last delta; nothing if it has ended already."""
         answer = self.answer
         if answer["status"] != IN_PROGRESS:
             return
         if not self._items:
-            # There is something that it says, be it nothing.
+            # An answer has at least one message, if only an empty one.
             self._say(_CONTENT, "")
         answer["usage"] = usage_object(self.usage)
         if self._finish_reason == "length":
@@ -294,14 +294,14 @@ class ResponseShape:
             answer["completed_at"] = int(time.time())
 
     def fail(self, error: ApiError, *, show_output: bool = True) -> None:
-        """What was said so far stays."""
+        """End the response with an error; without `show_output` its output so far is dropped."""
         self._end(FAILED)
         self.answer["error"] = error_object(error)
         if not show_output:
             self.answer["output"] = []
 
     def cancel(self) -> None:
-        """On request."""
+        """End the response because a client asked for it; its output so far stays."""
         self._end(CANCELLED)
 
     def _end(self, status: Literal["completed", "incomplete", "failed", "cancelled"]) -> None:
@@ -312,7 +312,7 @@ class ResponseShape:
         self.answer["output"] = before + [item.shown(last) for item in self._items[-1:]]
 
     def stored(self) -> tuple[bytes, bytes]:
-        """As JSON: the answer, and the items up to and with its own, which are gone on from."""
+        """As JSON: the answer, and the conversation including it, for later responses."""
         return long_json.encoded(self.answer), long_json.joined(self._all_items())
 
     def _all_items(self) -> Iterator[bytes]:
@@ -329,7 +329,7 @@ class ResponseShape:
     # ---- a stream ----
 
     def opening(self) -> list[bytes]:
-        """A response, empty yet."""
+        """The response, still empty."""
         self._streams = True
         return [
             self._event("response.created", response=self.answer),
@@ -346,7 +346,7 @@ class ResponseShape:
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def closing(self) -> list[bytes]:
-        """The last item and the response, whole."""
+        """The end of the last item, and the whole response."""
         self.finish()
         self._close(self._items[-1], self.answer["output"][-1])
         frames, self._frames = self._frames, []
@@ -374,12 +374,12 @@ def _without_logprobs(item: Item) -> Item:
 
 
 def _first_of(given: float | None, default: float | None) -> float:
-    """What temperature and top_p were: neither changes anything at 1."""
+    """The temperature or top_p in use; 1, which changes nothing, if neither value is set."""
     return next((value for value in (given, default) if value is not None), 1.0)
 
 
 def lost(answer: dict[str, Any]) -> None:
-    """A stored response whose maker is gone."""
+    """Mark a stored response failed: the process that made it is gone."""
     answer["status"] = FAILED
     answer["error"] = {
         "code": _DEFAULT_ERROR_CODE,

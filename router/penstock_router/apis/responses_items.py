@@ -1,7 +1,7 @@
-"""Items of OpenAI's Responses API: what a conversation is made of, read, and told to a template.
+"""Items of OpenAI's Responses API, which make up a conversation: read, and turned into messages.
 
-Items are kept in one form, that in which they are listed, stored and gone on from: each with an id
-and a type, text in arrays of parts. Knows no other field and no answer that is being made.
+Items are kept in one form, in which they are also listed, stored and continued: each with an id and
+a type, text in arrays of parts. Knows no other field and no answer that is being generated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock_router.request import Message
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_TYPES = ("text", "input_text", "output_text")
-# Arrays of an item that chats do not have.
+# Arrays of parts in items that chat messages do not have.
 _MORE_PARTS = ("output", "summary")
 _NOT_EMPTY = string(1)
 
@@ -45,7 +45,7 @@ ItemStatus = Literal["completed", "incomplete", "in_progress"]
 
 
 class Part(TypedDict):
-    """A piece of an item; which of the texts it has depends on its type."""
+    """A part of an item; which fields it has depends on its type."""
 
     type: Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"]
     text: NotRequired[str]
@@ -55,7 +55,7 @@ class Part(TypedDict):
 
 
 class MessageItem(TypedDict):
-    """A message, given or answered."""
+    """A message of the input or of an answer."""
 
     type: Literal["message"]
     id: str
@@ -65,7 +65,7 @@ class MessageItem(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What the model thought before what comes next."""
+    """The model's reasoning before the next item."""
 
     type: Literal["reasoning"]
     id: str
@@ -75,19 +75,19 @@ class ReasoningItem(TypedDict):
 
 
 class CallItem(TypedDict):
-    """A call of a function."""
+    """A function call."""
 
     type: Literal["function_call"]
     id: str
     call_id: str
     name: str
-    # JSON; of a call that was cut off the beginning of it.
+    # JSON; incomplete if the call was cut off.
     arguments: str
     status: ItemStatus
 
 
 class CallOutputItem(TypedDict):
-    """What a function that was called has given."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     id: str
@@ -104,16 +104,17 @@ Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
 
 @dataclass(slots=True)
 class _Said:
-    """A message of the assistant: what it thought, said and called in a run of items."""
+    """A message of the assistant, collected from a run of reasoning, message and call items."""
 
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
 
     def takes(self, item: Item) -> bool:
-        """Whether the item is of this message; else it begins another.
+        """Whether the item belongs to this message; else it begins another.
 
-        Outputs follow upon the message with their calls, so that one holds all that is between.
+        Outputs must follow the message with their calls, so a message with calls takes all items
+        up to the outputs.
         """
         return item["type"] == "function_call" or bool(self.calls) or not self.texts
 
@@ -127,7 +128,7 @@ class _Said:
             self.texts.append(_text_of(item["content"]))
 
     def message(self) -> list[Message]:
-        """It, in the words of a chat; none of reasoning that nobody can read."""
+        """The chat message; none if there was only reasoning without readable text."""
         if not (self.reasoning or self.texts or self.calls):
             return []
         text = "\n".join(self.texts) if self.texts else None
@@ -135,7 +136,7 @@ class _Said:
 
 
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[Message]:
-    """What the chat template is given: runs of what the assistant said as one message each."""
+    """The messages for the chat template; items of one assistant message are joined."""
     messages: list[Message] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -157,7 +158,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[Message
 
 
 def _is_given(item: Item) -> bool:
-    """Not said by the assistant."""
+    """Whether the item comes from the client, not from the assistant."""
     if item["type"] == "message":
         return item["role"] != "assistant"
     return item["type"] == "function_call_output"
@@ -173,12 +174,12 @@ def _given(item: Item, names: dict[str, str]) -> Message:
 
 
 def _text_of(parts: list[Part]) -> str:
-    # Joined as a chat's parts are.
+    # Joined like the parts of a chat message.
     return "\n".join(part.get("text", part.get("refusal", "")) for part in parts)
 
 
 def check_outputs(items: Sequence[Item], num_earlier: int = 0) -> None:
-    """Refuse what a function gave without being called; `input` is what comes after the earlier."""
+    """Refuse an output without a call before it; `input` is the items after `num_earlier`."""
     called: set[str] = set()
     for index, item in enumerate(items):
         if item["type"] == "function_call":
@@ -190,7 +191,7 @@ def check_outputs(items: Sequence[Item], num_earlier: int = 0) -> None:
 
 
 def check_items(name: str, items: Sequence[Any]) -> None:
-    """Refuse too many items, parts and calls; the items may be anything."""
+    """Refuse too many items, parts and calls; `items` is unchecked JSON."""
     check_size(name, items)
     parts = [
         part
@@ -207,8 +208,8 @@ def check_items(name: str, items: Sequence[Any]) -> None:
 
 
 def read_input(name: str, value: Any) -> list[Item]:
-    """A text, or items."""
-    # One for all, as drawing thousands takes time.
+    """Items, or a string, which becomes a message of the user."""
+    # One random stem for all ids: drawing thousands takes time.
     stem = uuid.uuid4().hex
     if isinstance(value, str):
         return [_message(f"msg_{stem}_0", "user", _parts(name, "user", value))]
@@ -223,7 +224,7 @@ def read_input(name: str, value: Any) -> list[Item]:
 
 def _item(name: str, stem: str, value: Any) -> Item:
     item = read_object(name, value)
-    # What has a role needs no type.
+    # Messages may leave out the type.
     kind = item.get("type") or "message"
     if kind == "message":
         role = one_of(*ROLES).read(f"{name}.role", item.get("role"))
@@ -306,7 +307,7 @@ def _part(name: str, role: str, part: JsonObject) -> Part:
 def _plain_parts(
     name: str, kind: Literal["reasoning_text", "summary_text"], value: Any
 ) -> list[Part]:
-    """Parts of one type; there need be none."""
+    """Parts of one type, possibly none."""
     parts: list[Part] = []
     for index, entry in enumerate([] if value is None else read_array(name, value)):
         part = read_object(f"{name}[{index}]", entry)
@@ -377,7 +378,7 @@ _CALL_OUTPUT_SCHEMA = _object_schema(
     },
     *("type", "call_id", "output"),
 )
-# What need not follow upon anything else.
+# The input must have an item of one of these types: reasoning alone is refused.
 _FIRST_SCHEMAS = [_MESSAGE_SCHEMA, _CALL_SCHEMA, _CALL_OUTPUT_SCHEMA]
 INPUT = Kind(
     read_input,

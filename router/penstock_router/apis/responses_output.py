@@ -1,7 +1,7 @@
-"""Items of a response that is being made: grown by pieces of text, shown whole and as events.
+"""Items of a response in progress: extended by pieces of text, shown whole and as events.
 
-What an event has around a piece of text is the same JSON each time and is rendered once. Knows one
-item at a time: neither their order nor the response that they belong to.
+The JSON around a piece of text is the same in each event and is rendered once. Knows one item at a
+time: neither their order nor the response that they belong to.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from penstock_router.apis.responses_items import (
 )
 from penstock_router.pieces import PieceKind
 
-# Its type, and what it has besides that and a number.
+# An event's type, and its fields other than the type and the sequence number.
 Event = tuple[str, dict[str, Any]]
 
 _encode = msgspec.json.encode
 
 
 class Growing(ABC):
-    """An item that grows; a class for each type. Its text is empty until a piece has come."""
+    """An item that grows, one subclass per type. Its text is empty until a piece has come."""
 
-    # What it takes after its first piece.
+    # The kind of pieces that extend the item once it has begun.
     grows_by: ClassVar[PieceKind]
     _prefix: ClassVar[str]
     _delta_type: ClassVar[str]
-    # What an event has after its piece, where there are no log-probabilities.
+    # The JSON after an event's piece of text if there are no log-probabilities.
     _beside_deltas: ClassVar[bytes] = b""
 
     def __init__(self, stem: str, index: int) -> None:
-        """`stem` is of the response's id, `index` the item's place in the output."""
+        """`stem` is the response's id without prefix, `index` the item's place in the output."""
         self.id = f"{self._prefix}_{stem}" if index == 0 else f"{self._prefix}_{stem}_{index}"
         self._index = index
         self._texts: list[str] = []
@@ -53,7 +53,7 @@ class Growing(ABC):
 
     @abstractmethod
     def shown(self, status: ItemStatus) -> Item:
-        """The item with all that it says."""
+        """The item with all of its text so far."""
 
     @abstractmethod
     def opening(self) -> list[Event]:
@@ -74,7 +74,7 @@ class Growing(ABC):
 
     @abstractmethod
     def _place(self) -> dict[str, Any]:
-        """Where the text of its events belongs."""
+        """The fields that say which part of the output its events extend."""
 
     def _beside_delta(self, logprobs: Sequence[msgspec.Raw]) -> bytes:
         return b""
@@ -97,7 +97,7 @@ class _WithPart(Growing):
 
     @abstractmethod
     def _part(self) -> Part:
-        """With all of the text so far."""
+        """The part with all of the text so far."""
 
     def _content(self) -> list[Part]:
         return [self._part()] if self._texts else []
@@ -121,7 +121,7 @@ class _WithPart(Growing):
 
 
 class GrowingMessage(_WithPart):
-    """What is said."""
+    """A message."""
 
     grows_by = PieceKind.CONTENT
     _prefix = "msg"
@@ -130,7 +130,7 @@ class GrowingMessage(_WithPart):
 
     def __init__(self, stem: str, index: int) -> None:
         super().__init__(stem, index)
-        # As JSON by now: the end of a stream says all of them four times over.
+        # Encoded already: the events at the end of a stream repeat all of them four times.
         self._logprobs: list[msgspec.Raw] = []
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> None:
@@ -154,7 +154,7 @@ class GrowingMessage(_WithPart):
 
 
 class GrowingReasoning(_WithPart):
-    """What is thought before."""
+    """Reasoning."""
 
     grows_by = PieceKind.REASONING
     _prefix = "rs"
@@ -174,7 +174,7 @@ class GrowingReasoning(_WithPart):
 
 
 class GrowingCall(Growing):
-    """A function that is called; its pieces are of the arguments."""
+    """A function call; its pieces are parts of the arguments."""
 
     grows_by = PieceKind.ARGUMENTS
     _prefix = "fc"
@@ -208,6 +208,6 @@ class GrowingCall(Growing):
 
 
 def output_text(text: str, logprobs: Sequence[msgspec.Raw]) -> Part:
-    """The part of a message that was answered."""
+    """The text part of an answer's message."""
     shown = cast(list[ChatLogprob], list(logprobs))
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}

@@ -15,7 +15,7 @@ from penstock_router.request import ChatRequest
 
 
 class TextFormat(TypedDict):
-    """How the answer's text is written; all but the type is of a schema."""
+    """The format of the answer's text; all fields but `type` belong to json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: NotRequired[str]
@@ -25,7 +25,7 @@ class TextFormat(TypedDict):
 
 
 class TextConfig(TypedDict):
-    """What the answer's text is to be like."""
+    """What was asked of the answer's text."""
 
     format: TextFormat
     verbosity: Literal["medium"]
@@ -39,7 +39,7 @@ class Reasoning(TypedDict):
 
 
 class Repeated(TypedDict):
-    """What an answer repeats of its request, defaults filled in."""
+    """What an answer repeats from its request, defaults filled in."""
 
     background: bool
     instructions: str | None
@@ -54,7 +54,7 @@ class Repeated(TypedDict):
     service_tier: Literal["default"]
     store: bool
     text: TextConfig
-    # A word, or what names functions.
+    # A mode, or an object that names functions.
     tool_choice: str | JsonObject
     tools: list[JsonObject]
     top_logprobs: int
@@ -64,24 +64,24 @@ class Repeated(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(ChatRequest):
-    """A chat as this API asks for it: `messages` are made of the instructions and `items`."""
+    """A chat in this API's form: `messages` are made from the instructions and `items`."""
 
-    # `Item`s, but msgspec reads no union of them. The conversation, without instructions: they hold
-    # for one answer only.
+    # `Item`s, but msgspec reads no union of them. The conversation without instructions, which
+    # apply to one answer only.
     items: list[Any]
-    # A `Repeated`; not without text.
+    # A `Repeated`; empty after `without_text`.
     repeated: JsonObject
     previous_response_id: str | None
     background: bool
     store: bool
 
     def without_text(self) -> Self:
-        """The same without whatever may be long."""
-        # Not `super()`: a dataclass with slots is made anew, and that finds the one before.
+        """A copy without the fields that may be long."""
+        # Not `super()`: slots=True creates the class anew, and `super()` refers to the first one.
         return dataclasses.replace(ChatRequest.without_text(self), items=[], repeated={})
 
     def after(self, earlier: list[Item]) -> ResponsesRequest:
-        """The same request behind what was said before. Raises `BadRequest` for too much."""
+        """The request with the earlier conversation before it. Raises `BadRequest`."""
         items = [*earlier, *self.items]
         check_items("previous_response_id", items)
         check_outputs(items, len(earlier))

@@ -1,7 +1,7 @@
 """What is shown of a response that was stored: itself, and pages of its conversation.
 
-Plain functions of stored JSON, and the same ones wherever they run: `bodies.py` says where. Knows
-no store and no HTTP.
+Plain functions of stored JSON; `bodies.py` decides in which process they run. Knows no store and no
+HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _decode, _encode = msgspec.json.decode, msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Of items: so many, in this order, after the one of this id."""
+    """Which items to list: at most `limit`, in this order, after the item with the id `after`."""
 
     limit: int
     order: Literal["asc", "desc"]
@@ -28,8 +28,9 @@ class Page:
 
 
 def shown(response: bytes | memoryview, messages: bytes | memoryview, page: Page | None) -> bytes:
-    """A page of the conversation that the response answers; without one the response itself, which
-    has failed: its maker may be gone. Raises `BadRequest`.
+    """A page of the conversation that the response answers. Without `page` the response itself,
+    which the store lists as failed: if its JSON does not, the process that made it is gone. Raises
+    `BadRequest`.
     """
     answer: dict[str, Any] = _decode(response)
     if page is not None:

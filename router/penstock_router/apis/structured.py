@@ -1,8 +1,8 @@
-"""What an answer's text must be like: the fields that ask for it -> one `Constraint`.
+"""The fields that constrain an answer's text -> one `Constraint`.
 
-The same wish has several forms: OpenAI's `response_format`, vLLM's `structured_outputs` and its
-older `guided_*`, those of Hugging Face's clients. Knows these forms and no grammar: whether a
-schema or an expression can be honoured, and whether it is too large, is said by the shard.
+A constraint has several forms: OpenAI's `response_format`, vLLM's `structured_outputs` and its
+older `guided_*`, those of Hugging Face's clients. Knows these forms and no grammar: the shard
+decides whether a schema or an expression can be honoured, and whether it is too large.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from penstock_router.fields import (
     string,
 )
 
-# Objects and arrays within each other, of schemas. Whatever goes through them later may recurse.
+# Depth of nested objects and arrays in a schema. Later code may recurse over them.
 MAX_NESTING = 200
-# A schema's key for how its JSON is written, as grammars of shards have it.
+# The key in a schema under which the shards' grammars read how JSON is formatted.
 WRITTEN_KEY = "x-guidance"
 _TEXT = string(1)
 _CHOICES = array_of(STRING, at_least=1, at_most=MAX_CHOICE_OPTIONS, unit="choices")
@@ -76,7 +76,7 @@ def _json(value: object) -> str:
 
 
 def constraint_of_schema(name: str, value: Any) -> Constraint:
-    """JSON that is as a schema says, which is an object or the JSON of one."""
+    """JSON that conforms to a schema, which is an object or the JSON of one."""
     return Constraint(ConstraintKind.JSON_SCHEMA, _json(_object_or_text(name, value)))
 
 
@@ -93,7 +93,7 @@ def _constraint_of_choices(name: str, value: Any) -> Constraint:
 
 
 def _constraint_of_tag(name: str, value: Any) -> Constraint:
-    """Either form of a structural tag: one format, or structures that triggers begin."""
+    """Either form of a structural tag: one format, or structures and triggers."""
     given = _object_or_text(name, value)
     tag: JsonObject = {"type": "structural_tag"}
     newer, older = given.get("format"), given.get("structures")
@@ -108,11 +108,11 @@ def _constraint_of_tag(name: str, value: Any) -> Constraint:
     return Constraint(ConstraintKind.STRUCTURAL_TAG, _json(tag))
 
 
-# ---- How JSON is written -----------------------------------------------------------------------
+# ---- How JSON is formatted ---------------------------------------------------------------------
 
 
 def _written(name: str, constraint: Constraint, how: JsonObject) -> Constraint:
-    """The same JSON written so, by rules that stand in its schema."""
+    """The constraint with formatting rules added to its schema."""
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         schema: JsonObject = {"type": "object"}
     elif constraint.kind is ConstraintKind.JSON_SCHEMA:
@@ -125,8 +125,8 @@ def _written(name: str, constraint: Constraint, how: JsonObject) -> Constraint:
     return Constraint(ConstraintKind.JSON_SCHEMA, _json({**schema, WRITTEN_KEY: how}))
 
 
-# Keywords whose value is a schema or a list of them, and those with schemas by name. Not `not` and
-# `if`: what is closed within them would let more through.
+# Keywords whose value is a schema or a list of schemas, and keywords with schemas by name. `not`
+# and `if` are missing: closing objects within them would allow more, not less.
 _HOLDING = frozenset(
     (
         *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
@@ -143,13 +143,13 @@ _HOLDING_BY_NAME = frozenset(
 
 
 def close(schema: JsonObject) -> None:
-    """Lets objects have no other properties than those that their schemas list, but where a schema
-    says itself whether there may be others.
+    """Forbid properties that a schema does not list, unless the schema itself says whether others
+    are allowed. Changes `schema`.
     """
     rest: list[Any] = [schema]
     while rest:
         part = rest.pop()
-        # Also true, false, and names that a property depends on.
+        # A part may also be true, false, or the names in `dependencies`.
         if isinstance(part, dict):
             rest += _parts_of(part)
             lists = "properties" in part or "patternProperties" in part
@@ -174,8 +174,8 @@ FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_ta
 
 
 def constraint_of_format(name: str, value: Any) -> Constraint | None:
-    """All forms of it: OpenAI's for chats and its flat one for responses, the one of Messages, and
-    those with a `value` of Hugging Face's clients. None: any text.
+    """All forms of `response_format`: OpenAI's for chats, its flat one for responses, that of
+    Messages, and those of Hugging Face's clients, with a `value`. None: any text.
     """
     given = read_object(name, value)
     match given.get("type"):
@@ -209,7 +209,7 @@ def _constraint_of_named_schema(name: str, given: JsonObject) -> Constraint:
     holder = given
     if key != "schema":
         name, holder = f"{name}.{key}", read_object(f"{name}.{key}", given[key])
-    # A schema is kept to whether or not `strict` says so.
+    # The schema is enforced whether or not `strict` is set.
     for key, kind in (("strict", BOOLEAN), ("name", STRING), ("description", STRING)):
         if holder.get(key) is not None:
             kind.read(f"{name}.{key}", holder[key])
@@ -243,7 +243,7 @@ _FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fa
 
 
 def constraint_of_outputs(name: str, value: Any) -> Constraint | None:
-    """vLLM's `structured_outputs`: one of several languages, and how JSON is written. None: any
+    """vLLM's `structured_outputs`: one of several languages, and how JSON is formatted. None: any
     text.
     """
     given = {key: item for key, item in read_object(name, value).items() if item is not None}
@@ -274,7 +274,7 @@ def _closed(name: str, constraint: Constraint) -> Constraint:
 
 
 def _how_written(name: str, given: JsonObject, flags: set[str]) -> tuple[JsonObject, str]:
-    """Rules of white space, and the key that asks for them."""
+    """The white space rules of JSON, and the key that asks for them."""
     compact = "disable_any_whitespace" in flags
     if "whitespace_pattern" in given:
         pattern = _TEXT.read(f"{name}.whitespace_pattern", given["whitespace_pattern"])
@@ -289,13 +289,13 @@ def _how_written(name: str, given: JsonObject, flags: set[str]) -> tuple[JsonObj
 
 
 def only_constraint(asked: Mapping[str, Constraint | None]) -> JsonObject:
-    """What fields ask for, as `Options` takes it. Raises `BadRequest` where several ask."""
+    """The constraint that fields ask for, as `Options` takes it; more than one is refused."""
     found = [(name, wish) for name, wish in asked.items() if wish is not None]
     if not found:
         return {}
     if len(found) > 1:
         (first, _), (second, _) = found[:2]
-        text = f"{second}: not together with {first}; an answer has one form"
+        text = f"{second}: not together with {first}; an answer has one constraint"
         raise BadRequest(text, param=second)
     [(name, constraint)] = found
     return {"constraint": constraint, "constraint_field": name}
@@ -386,7 +386,7 @@ OUTPUTS = Kind(
         },
     },
 )
-# Of vLLM: what makes grammars there.
+# vLLM's names for its grammar backends.
 _BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
 CONSTRAINT_FIELDS = (

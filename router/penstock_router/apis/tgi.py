@@ -1,7 +1,7 @@
 """text-generation-inference's own API: bodies -> requests. The shapes are in `tgi_answers`.
 
-It is frozen, so bounds and their words are its own, also where this server could do more: clients
-know them by heart.
+That API is frozen and clients rely on its bounds and error texts: they are kept even where this
+server could do more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UINT64_MAX = 2**64 - 1
 
 
 def _worded(any_kind: Kind, kind: Kind, text: str) -> Kind:
-    """`kind`, whose bounds have these words; `any_kind` is the same without bounds."""
+    """`kind` with `text` as the error for values out of bounds; `any_kind` has no bounds."""
 
     def read(name: str, value: Any) -> Any:
         given = any_kind.read(name, value)
@@ -91,7 +91,7 @@ def _read_grammar(name: str, value: Any) -> Constraint | None:
     if given.get("value") is None:
         raise BadRequest(f"grammar is not valid: {name}.value: required", param=name)
     try:
-        # Of `json_schema` only the form with a value is TGI's.
+        # TGI's `json_schema` has only the form with `value`.
         return constraint_of_format(name, {"type": given["type"], "value": given["value"]})
     except BadRequest as error:
         raise BadRequest(f"grammar is not valid: {error.message}", param=name) from None
@@ -209,7 +209,7 @@ PARAMETERS = table(
         Field("grammar", _GRAMMAR, "What the text must be: JSON by a schema, or by a regex."),
         Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
         Field("adapter_id", STRING, "The adapter to use; none is the model itself."),
-        # Not TGI's.
+        # penstock's own field; TGI has none.
         TIMEOUT,
     ]
 )
@@ -238,9 +238,9 @@ COMPAT_FIELDS = table(
 # ---- Bodies -> requests ------------------------------------------------------------------------
 
 
-# Any of them asks for sampling.
+# Any of these turns sampling on.
 _SAMPLERS = ("temperature", "top_k", "top_p", "typical_p")
-# In full: what a model's own configuration says does not count in this API.
+# All of them: in this API the sampling defaults of the model do not apply.
 _NEUTRAL_SAMPLING = {
     "temperature": 1.0,
     "top_k": 0,
@@ -264,7 +264,7 @@ def parse_generate_stream(body: JsonObject) -> GenerateRequest:
 
 
 def parse_compat(body: JsonObject) -> GenerateRequest:
-    """A body of POST /, whose text begins with the inputs if it does not say otherwise."""
+    """A body of POST /; its answer begins with the inputs unless return_full_text is false."""
     values = read_fields(COMPAT_FIELDS, body)
     stream = values.get("stream", False)
     return _request(values, stream=stream, full_text=True, as_list=True)
@@ -287,7 +287,7 @@ def _request(
         sampling["temperature"] = 0.0
     return GenerateRequest(
         prompts=(values["inputs"],),
-        # Routers know models and adapters by one kind of name.
+        # An adapter is requested like a model, by its name.
         model=parameters.get("adapter_id", ""),
         n=best_of,
         best_of=best_of,
@@ -312,7 +312,7 @@ def _request(
 
 
 def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool) -> None:
-    """What does not go together."""
+    """Refuse parameters that cannot be combined."""
     if stream and parameters.get("decoder_input_details"):
         text = "`decoder_input_details` == true is not supported when streaming tokens"
         raise BadRequest(text, param="decoder_input_details")

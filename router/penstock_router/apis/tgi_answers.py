@@ -1,6 +1,6 @@
 """Deltas -> the JSON of text-generation-inference's answers, whole and in events; its errors.
 
-Each token is shown with its own text, which nobody else needs: it is made here, of ids.
+Each token is shown with its own text. No other API needs that, so it is decoded here, from ids.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def error_frames(error: ApiError) -> bytes:
 
 
 def error_status(error: ApiError) -> int:
-    """Whatever is wrong with a request is 422, and a shard that fails 424."""
+    """422 for a bad request, 424 if the generation failed, else the error's own status."""
     if isinstance(error, BadRequest):
         return 422
     return 424 if isinstance(error, GenerationFailed) else error.status
 
 
 def _refusal_text(error: BadRequest) -> str:
-    """The words that clients look for where a request does not fit the context."""
+    """The error's text; if the request exceeds the context, the text that clients look for."""
     if not isinstance(error, ContextExceeded):
         return error.message
     limit, wanted = error.limit_tokens, error.wanted_tokens
@@ -113,11 +113,11 @@ class GenerateRequest(CompletionRequest):
 
     samples: bool
     details: bool
-    # The text begins with the inputs.
+    # Whether the text begins with the inputs.
     full_text: bool = False
-    # Of the inputs.
+    # Length of the inputs.
     num_chars: int = 0
-    # The answer is an array, of one.
+    # Whether the answer is wrapped in an array.
     as_list: bool = False
 
     @property
@@ -133,7 +133,7 @@ GenerateEnd = Literal["length", "eos_token", "stop_sequence"]
 
 
 class PrefillToken(TypedDict):
-    """A token of the inputs; nothing predicts the first one."""
+    """A token of the inputs; the first has no log-probability."""
 
     id: int
     text: str
@@ -141,7 +141,7 @@ class PrefillToken(TypedDict):
 
 
 class Token(TypedDict):
-    """A token of the answer. Texts of those that are not special join to the answer's."""
+    """A token of the answer. The texts of tokens that are not special join to the answer's."""
 
     id: int
     text: str
@@ -207,8 +207,8 @@ class _TokenTexts:
         self._detokenizer = tokenizer.detokenizers.start(prompt_ids, skip_special_tokens=True)
 
     def of(self, delta: Delta) -> list[str]:
-        """A character whose bytes several tokens hold is the last one's. A stop string may end
-        within its token, which is shown up to there."""
+        """The text of each token. A character spread over several tokens is shown with the last.
+        A token in which a stop string ends is shown up to there."""
         texts, rest = [], delta.text
         for token_id in delta.token_ids:
             text = self._detokenizer.feed((token_id,))[: len(rest)]
@@ -232,14 +232,14 @@ class GenerateShape:
             _TokenTexts(self._tokenizer, job.prompt_of(index).token_ids)
             for index in range(len(job.requests))
         ]
-        # Of what was shown so far.
+        # The text and the number of tokens shown so far.
         self._text = ""
         self._num_tokens = 0
 
     # ---- Streams
 
     def opening(self) -> list[bytes]:
-        """Streams begin with their first token."""
+        """Nothing: streams begin with their first token."""
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
@@ -266,7 +266,7 @@ class GenerateShape:
         return b"".join(frames) or None
 
     def _no_token(self) -> Token:
-        """An end that comes without a token needs an event all the same."""
+        """A placeholder: an end that comes without a token needs an event all the same."""
         eos_id = next(iter(self._job.model.info.eos_token_ids), 0)
         return {"id": eos_id, "text": "", "logprob": None, "special": True}
 
@@ -288,7 +288,7 @@ class GenerateShape:
         """The error, which ends the stream."""
         return error_frames(error)
 
-    # ---- Answers that are no stream
+    # ---- Answers that are not streamed
 
     def whole(self, deltas: Sequence[Delta]) -> GenerateAnswer | list[GenerateAnswer]:
         """The likeliest answer, and the others among its details."""
@@ -316,7 +316,7 @@ class GenerateShape:
         return sequence
 
     def headers(self) -> Mapping[str, str]:
-        """How long it took, in whole milliseconds but for the one in seconds, and of how much."""
+        """Durations in whole milliseconds, except x-compute-time in seconds; and sizes."""
         total_s = time.perf_counter() - self._envelope.received_s
         validation_s = self._validated_s - self._envelope.received_s
         usage = self._envelope.usage
@@ -338,7 +338,7 @@ class GenerateShape:
     # ---- Parts of both
 
     def _seed(self, delta: Delta) -> int | None:
-        """That of this very sequence: with it, its text comes out again."""
+        """The seed of this very sequence, which reproduces its text; None without sampling."""
         return self._job.requests[delta.index].sampling.seed if self._options.samples else None
 
     def _prefill(self, delta: Delta) -> list[PrefillToken]:
@@ -363,7 +363,7 @@ class GenerateShape:
         return [self._token(token_id, text, logprob) for token_id, text, logprob in rows]
 
     def _top_tokens(self, delta: Delta) -> list[list[Token]]:
-        """For each token so many of the likeliest in its place; nothing where none are shown."""
+        """For each token the likeliest at its position; empty if none were asked for."""
         count = self._options.logprobs
         if not count or delta.logprobs is None:
             return []

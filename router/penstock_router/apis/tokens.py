@@ -1,7 +1,7 @@
 """/tokenize, /detokenize and their like: bodies -> what is asked, and the JSON of the answers.
 
-Two forms of each, vLLM's and text-generation-inference's, told apart by their fields. Knows no
-tokenizer.
+/tokenize takes two forms, vLLM's and text-generation-inference's, told apart by their fields. Knows
+no tokenizer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from penstock_router.request import ChatRequest
 
 # More ids than any context has, and as many as a thread decodes in a second or so.
 _MAX_IDS = 4_000_000
-# A text takes a hundred times its length while it is tokenized.
+# Tokenizing a text takes a hundred times its length in memory.
 MAX_CHARS = 4_000_000
 
 _MODEL = Field("model", STRING, "One of /v1/models; may be left out if there is only one.")
 _MESSAGES_HELP = "A chat, rendered by the model's template first."
-# What a chat's prompt depends on, with the same meaning and the same refusals as in chats.
+# Fields that a chat's prompt depends on, with the same meaning and the same refusals as in chats.
 _CHAT = (
     Field("add_special_tokens", BOOLEAN, "The tokenizer's own; default true, for messages false."),
     *(
@@ -81,11 +81,11 @@ class TokensRequest:
 
     @property
     def brings_template(self) -> bool:
-        """Whether a program of its own is to make its prompt."""
+        """Whether it brings its own chat template, which is a program."""
         return "chat_template" in self.values
 
     def without_text(self) -> Self:
-        """The same without whatever may be long."""
+        """A copy without the fields that may be long."""
         return dataclasses.replace(self, values={})
 
 
@@ -100,7 +100,7 @@ def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:
 
 
 class PromptTokens(TypedDict):
-    """The ids of a prompt, and how many fit."""
+    """The token ids of a prompt; `max_model_len` is how many fit."""
 
     tokens: list[int]
     count: int
@@ -109,7 +109,7 @@ class PromptTokens(TypedDict):
 
 
 class TextToken(TypedDict):
-    """A token and where it stands, in bytes of the text."""
+    """A token and its position, in bytes of the text."""
 
     id: int
     text: str
@@ -117,7 +117,7 @@ class TextToken(TypedDict):
     stop: int
 
 
-# Which, depends on whether `inputs` was given.
+# The second form if `inputs` was given.
 TokenizeAnswer = PromptTokens | list[TextToken]
 
 
@@ -129,13 +129,13 @@ class ChatTokens(TypedDict):
 
 
 class DetokenizeAnswer(TypedDict):
-    """The text."""
+    """The text of the tokens."""
 
     prompt: str
 
 
 def chat_to_tokenize(values: JsonObject) -> ChatRequest:
-    """A chat that nothing is to be generated for."""
+    """A chat that is tokenized without generating."""
     return ChatRequest(
         messages=values["messages"],
         add_special_tokens=values.get("add_special_tokens", False),
@@ -145,8 +145,8 @@ def chat_to_tokenize(values: JsonObject) -> ChatRequest:
 
 
 def text_tokens(text: str, places: Iterable[tuple[int, int, int]]) -> list[TextToken]:
-    """Tokens of a text; `places` has of each its id and its characters, up to the second."""
-    # Where each character begins, in bytes.
+    """Tokens of a text; `places` has (id, first character, character after the last) of each."""
+    # The byte at which each character begins.
     begins = [0]
     for character in text:
         begins.append(begins[-1] + len(character.encode("utf-8", "surrogatepass")))

@@ -1,7 +1,7 @@
 """Functions that an answer may call, as three APIs describe them -> `Tool` and `ToolChoice`.
 
-Those of OpenAI's chats, the flat ones of its responses, and those of Messages. Knows neither how a
-model writes calls nor whether a schema can be kept to: the shard says that.
+The APIs are OpenAI's chats, its Responses (flat objects), and Anthropic's Messages. Knows neither
+how a model writes calls nor whether a schema can be enforced: the shard decides that.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from penstock_router.fields import (
 )
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 
-# As OpenAI has it.
+# OpenAI's bound.
 MAX_TOOLS = 128
-# As the Model Context Protocol names tools, which OpenAI's own rule is part of.
+# The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
 _NAME_PATTERN = f"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"
 _NAME = re.compile(_NAME_PATTERN.removesuffix("$") + r"\Z")
-# A function without parameters, as templates expect it.
+# What templates expect of a function without parameters.
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
 
@@ -47,7 +47,7 @@ def _read_name(name: str, value: Any) -> str:
 
 
 def _read_parameters(name: str, value: Any) -> JsonObject | None:
-    """A schema of an object; None where nothing is said of it."""
+    """The schema of the arguments, an object; None if it is missing or empty."""
     if value is None or value == {}:
         return None
     parameters = read_object(name, value)
@@ -61,7 +61,7 @@ def _read_parameters(name: str, value: Any) -> JsonObject | None:
 def _tool(
     where: str, function: JsonObject, shown_keys: Iterable[str], parameters_key: str = "parameters"
 ) -> Tool:
-    """A tool, of which templates are given what is under `shown_keys`, and the parameters."""
+    """A tool. Templates see its entries under `shown_keys`, and its parameters."""
     name = _read_name(f"{where}.name", function.get("name"))
     for key, kind in (("strict", BOOLEAN), ("description", STRING)):
         if function.get(key) is not None:
@@ -75,7 +75,7 @@ def _tool(
     return Tool(name, parameters, strict, {"type": "function", "function": shown})
 
 
-# What else others say of a tool is for their own servers.
+# The entries that templates see; the APIs' other entries are for their vendors' servers.
 _SHOWN = ("name", "description")
 
 
@@ -83,8 +83,8 @@ def _chat_tool(where: str, value: Any) -> Tool:
     tool = read_object(where, value)
     _check_type(where, tool.get("type"), "function")
     function = read_object(f"{where}.function", tool.get("function"))
-    # Some templates want more, such as what a function returns. How arguments are kept to their
-    # schema is no matter of theirs.
+    # Some templates read more entries, such as what a function returns. Whether the schema is
+    # enforced does not concern templates.
     shown = [key for key in function if key not in ("strict", "parameters")]
     return _tool(f"{where}.function", function, shown)
 
@@ -97,7 +97,7 @@ def _flat_tool(where: str, value: Any) -> Tool:
 
 def _message_tool(where: str, value: Any) -> Tool:
     tool = read_object(where, value)
-    # Theirs need no type.
+    # Tools of Messages may leave out the type.
     kind = tool.get("type")
     _check_type(where, "custom" if kind is None else kind, "custom")
     if tool.get("input_schema") is None:
@@ -130,17 +130,17 @@ def _reader(tool: Callable[[str, Any], Tool], at_least: int) -> Callable[[str, A
     return read
 
 
-# ---- Whether they are called -------------------------------------------------------------------
+# ---- tool_choice -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AskedChoice:
-    """What a body says of calls."""
+    """What a body's tool_choice asks for."""
 
     choice: ToolChoice
-    # The only ones that may be called; None: all.
+    # The only tools that may be called; None: all.
     allowed: tuple[str, ...] | None = None
-    # Whether there may be several; None: it does not say.
+    # Whether there may be several calls; None: the choice does not say.
     parallel: bool | None = None
 
 
@@ -178,7 +178,7 @@ def _openai_choice(name: str, value: Any, named: Callable[[str, JsonObject], str
 
 
 def _allowed(name: str, value: JsonObject, named: Callable[[str, JsonObject], str]) -> AskedChoice:
-    """Of chats, within an object of its own; of responses, without."""
+    """The allowed tools: in chats nested under "allowed_tools", in responses flat."""
     key = "allowed_tools"
     held = value
     if value.get(key) is not None:
@@ -218,12 +218,12 @@ def _message_choice(name: str, value: Any) -> AskedChoice:
             raise refusal(f"{name}.type", "auto, any, tool or none", other)
 
 
-# ---- What a body says, all of it ---------------------------------------------------------------
+# ---- All that a body says of tools -------------------------------------------------------------
 
 
 def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> JsonObject:
     """What `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for, as `ChatRequest`
-    takes it. Choices in `idle` are fine without tools.
+    takes it. Choices in `idle` are accepted without tools.
     """
     tools: tuple[Tool, ...] = values.get("tools", ())
     asked: AskedChoice = values.get("tool_choice") or AskedChoice(ToolChoice("auto"))
@@ -244,7 +244,7 @@ def tool_options(values: JsonObject, *, idle: Iterable[str] = ("none",)) -> Json
 
 
 def check_one_form(request: ChatRequest) -> None:
-    """Refuses an answer that must be a call and must have another form too."""
+    """Refuse a constraint beside a tool_choice that forces a call: no answer satisfies both."""
     if request.constraint is not None and request.tool_choice.forces:
         field = request.constraint_field
         text = f"{field}: not together with a tool_choice that asks for a call"
@@ -321,13 +321,13 @@ def _allowed_forms(tool: JsonObject) -> list[JsonObject]:
     ]
 
 
-# Of chats: {"type": "function", "function": {"name": ...}}.
+# Chats: {"type": "function", "function": {"name": ...}}.
 TOOLS = Kind(_reader(_chat_tool, 1), _several(_CHAT_TOOL, 1))
 CHOICE = Kind(_chat_choice, _choices({**_ONE, "required": ["function"]}, *_allowed_forms(_ONE)))
-# Of responses: {"type": "function", "name": ...}.
+# Responses: {"type": "function", "name": ...}.
 FLAT_TOOLS = Kind(_reader(_flat_tool, 0), _several(_FLAT_TOOL, 0))
 FLAT_CHOICE = Kind(_flat_choice, _choices(_FLAT_ONE, *_allowed_forms(_FLAT_ONE)))
-# Of messages: {"name": ..., "input_schema": ...}.
+# Messages: {"name": ..., "input_schema": ...}.
 MESSAGE_TOOLS = Kind(_reader(_message_tool, 0), _several(_MESSAGE_TOOL, 0))
 MESSAGE_CHOICE = Kind(
     _message_choice,

@@ -1,1 +1,1 @@
-"""What is served at which path: the only place, besides `sse`, where aiohttp's requests are."""
+"""HTTP handlers and their paths: the only place, besides `sse`, for aiohttp's requests."""

@@ -1,7 +1,7 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter, under vLLM's names: for the operator.
 
-An adapter is loaded by every shard of its model that is ready. What it is, and where, is the
-shards' business: a path names a directory on their machines. Closed without an admin's key.
+An adapter is loaded by every ready shard of its model. Only shards read its path, which names a
+directory on their machines. Closed without an admin's key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOAD_FIELDS = table(
     ]
 )
 UNLOAD_FIELDS = table([_NAME, _MODEL])
-# What shards call the fields.
+# Shards' names of the fields, and the names in bodies.
 _FIELDS = {"name": "lora_name", "adapter": "lora_name", "source": "lora_path"}
 
 
@@ -47,7 +47,7 @@ async def load_adapter(request: web.Request) -> web.Response:
     model = router.models.info(asked.get("base_model_name", "")).model
     served = router.models.names().get(name)
     if served is not None and served[1] != name:
-        # The adapter would never be meant by it.
+        # Requests with this name would never reach the adapter.
         what = f"another name of {served[1]}" if served[1] else "a model's name"
         raise BadRequest(f"lora_name: {name} is {what}; choose another", param="lora_name")
     try:
@@ -58,7 +58,7 @@ async def load_adapter(request: web.Request) -> web.Response:
 
 
 async def unload_adapter(request: web.Request) -> web.Response:
-    """POST /v1/unload_lora_adapter {"lora_name": "mine"}: what runs with it keeps it to its end."""
+    """POST /v1/unload_lora_adapter {"lora_name": "mine"}: running requests keep it to their end."""
     check_admin(request)
     asked = read_fields(UNLOAD_FIELDS, await read_object(request))
     router, name = request.app[ROUTER], asked["lora_name"]
@@ -73,7 +73,7 @@ async def unload_adapter(request: web.Request) -> web.Response:
 
 
 def _for_operator(error: PenstockError) -> Exception:
-    """Whoever has an admin's key may know what shards say."""
+    """The error with the shards' own text, which an admin may see."""
     if isinstance(error, RequestRefused):
         return BadRequest(str(error), param=_FIELDS.get(error.field))
     return Unavailable(f"the adapter was not changed at every shard: {error}")

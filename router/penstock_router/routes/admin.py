@@ -1,7 +1,7 @@
 """/admin: the fleet as an operator sees it, and changes to it. Closed without --admin-key.
 
-A change holds for all workers of the router: it is a line in a file that each of them follows. It
-does not outlive the router; what should is said by --shards.
+A change applies to all workers of the router: it is a line in a file that each of them follows. It
+does not outlive the router; lasting shards belong in --shards.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ _POLL_S = 0.25
 
 
 class Changes:
-    """Shards that were added and removed by hand, in the order this was said."""
+    """Shards that the operator added and removed, in order."""
 
     def __init__(self, fleet: Fleet, path: str) -> None:
         """`path` is the file that all workers share; "" where there is only this one."""
         self._fleet = fleet
         self._path = Path(path) if path else None
         self._offset = 0
-        # A worker that has just started is told of removals before its source names the shard.
+        # Removals of shards not in the fleet yet: a new worker may read of one before it finds the
+        # shard.
         self._removed_early: set[str] = set()
 
     def say(self, verb: str, address: str) -> None:
-        """`verb` is "add" or "remove"."""
+        """Make a change in all workers; `verb` is "add" or "remove"."""
         if self._path is None:
             self._apply(verb, address)
             return
-        # One write, appended whole: other workers may write too.
+        # A single append of a whole line: other workers may write too.
         with self._path.open("ab", buffering=0) as file:
             file.write(f"{verb} {address}\n".encode())
         self._take()
 
     async def follow(self) -> None:
-        """Take what other workers were told; runs until cancelled."""
+        """Apply what other workers have written; runs until cancelled."""
         while self._path is not None:
             self._take()
             for address in self._removed_early & self._present():
@@ -58,7 +59,7 @@ class Changes:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
-        # What another worker is about to write whole may be there in part.
+        # The last line may be incomplete while another worker writes it.
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.decode().splitlines():
@@ -112,15 +113,15 @@ async def add_shard(request: web.Request) -> web.Response:
 
 
 async def remove_shard(request: web.Request) -> web.Response:
-    """DELETE /admin/shards/{address}: what runs on it moves or finishes."""
+    """DELETE /admin/shards/{address}: its requests move or finish."""
     address = _member(request).address
     request.app[CHANGES].say("remove", address)
     return json_response({"address": address, "status": "leaving"}, status=202)
 
 
 async def drain_shard(request: web.Request) -> web.Response:
-    """POST /admin/shards/{address}/drain: the shard takes nothing new from anybody; every router
-    takes its requests elsewhere. It is for good: then end the shard.
+    """POST /admin/shards/{address}/drain: the shard admits nothing more from anybody; every router
+    sends its requests elsewhere. It cannot be undone: stop the shard afterwards.
     """
     shard = _member(request)
     try:

@@ -44,7 +44,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """What handlers share."""
+    """The parts of the router that handlers use."""
 
     config: RouterConfig
     fleet: Fleet
@@ -64,52 +64,52 @@ class Router:
 
 ROUTER = web.AppKey("router", Router)
 REQUEST_ID = web.RequestKey("request_id", str)
-# How this request's errors look; a route's own, or what a handler that dispatches has found.
+# The form of this request's errors: the route's, or that of the API its body turned out to be for.
 ERROR_FORM = web.RequestKey("error_form", ErrorForm)
 RECORD = web.RequestKey("record", RequestRecord)
-# The key that it shows, where that is one.
+# The API key of the request, if it is a known one.
 KEY = web.RequestKey("key", Key)
 
 TIMEOUT_HEADER = "x-penstock-timeout-s"
-# What all routes read that are not done at once.
+# Headers of all routes that do not answer at once.
 HEADERS = table(
     [Field(TIMEOUT_HEADER, TIMEOUT.kind, "Like the field timeout; the shorter one counts.")]
 )
-# Of a client that sends no more of its body, which takes room meanwhile.
+# Longest pause within a body: the part that has arrived takes memory meanwhile.
 _MAX_PAUSE_S = 60.0
-# Of one that sends very slowly, once it had as long: much less than any modem.
+# Slowest transfer of a body, after its first `_MAX_PAUSE_S`: much less than any modem's.
 _MIN_BYTES_A_SECOND = 1024
-# Whether it never was a key, is none any more, or is missing.
+# The same text for a key that is missing, unknown, revoked or expired.
 WRONG_KEY = "Unauthorized: missing or wrong API key"
-# Keys of clients that are none of ours are kept as hashes that mean nothing elsewhere.
+# Unknown keys are kept only as salted hashes, which mean nothing elsewhere.
 _KEY_SALT = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A path, what serves it, and what is documented of it."""
+    """A path, its handler, and what the documentation says of it."""
 
     method: str
     path: str
     handler: Handler
     summary: str
-    # Of a JSON body.
+    # The fields of a JSON body.
     fields: Table | None = None
     # At least one of these fields must be there.
     needs_one_of: tuple[str, ...] = ()
-    # Of a JSON body that has one of several forms.
+    # The fields of each form of a JSON body that has several.
     bodies: tuple[Table, ...] = ()
-    # Read by its handler, and described here.
+    # Query parameters and headers: read by the handler, described here.
     query: Table = field(default_factory=dict)
     headers: Table = field(default_factory=dict)
-    # A TypedDict, or what else has a JSON schema; None: no JSON.
+    # The type of a JSON answer: a TypedDict or another type with a JSON schema; None: no JSON.
     answer: Any = None
-    # Of an answer that is another text.
+    # The media type of an answer that is text other than JSON.
     media_type: str = ""
-    # Of the events of a stream.
+    # The type of a stream's events.
     event: Any = None
     errors: ErrorForm = ERRORS
-    # Of requests that turn out to be of another API.
+    # More forms of errors, where the body decides which API a request is for.
     other_errors: tuple[ErrorForm, ...] = ()
     # Served without an API key.
     is_open: bool = False
@@ -126,8 +126,8 @@ class Route:
 def let_in(
     request: web.Request, sequences: int, param: str = "n", timeout_s: float | None = None
 ) -> Iterator[Ticket]:
-    """As `Admission.enter`, for the key that the request shows, from its arrival on. The request's
-    record lasts at least as long.
+    """`Admission.enter` with the limits of the request's API key; its time counts from the
+    request's arrival. The request's record is held at least as long.
     """
     router, record, key = request.app[ROUTER], request[RECORD], request.get(KEY)
     limits_s = [limit for limit in (timeout_s, _timeout_header(request)) if limit is not None]
@@ -150,7 +150,7 @@ def _timeout_header(request: web.Request) -> float | None:
     if given is None:
         return None
     try:
-        # Python's own ways to write a number are not a header's.
+        # A header does not accept what only Python reads as a number: 1_0, or digits beyond ASCII.
         value: Any = float(given) if given.isascii() and "_" not in given else given
     except ValueError:
         value = given
@@ -159,35 +159,35 @@ def _timeout_header(request: web.Request) -> float | None:
 
 
 def _client(request: web.Request) -> str:
-    """Who asks, as far as a key tells; "" without one."""
+    """Who the client is, by its API key; "" without one."""
     key: Key | None = request.get(KEY)
     if key is not None:
         return key.name
     given = shown_key(request)
-    # No name of a key begins so.
+    # No key's name begins with a question mark.
     digest = hashlib.blake2b(given, key=_KEY_SALT, digest_size=16).hexdigest()
     return f"?{digest}" if given else ""
 
 
 def usable_request_id(given: str | None) -> str | None:
-    """The caller's id where it can stand in a header and a log line."""
+    """The caller's id if it is fit for a header and a log line, else None."""
     if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return None
 
 
 def shown_key(request: web.Request) -> bytes:
-    """The key that it shows, as a Bearer or as an x-api-key; empty without one."""
+    """The API key of the request, as a Bearer or as an x-api-key; empty without one."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         given = request.headers.get("x-api-key", "")
-    # Headers arrive with bytes that are not UTF-8 as surrogates; they must equal nothing.
+    # aiohttp decodes bytes that are not UTF-8 to surrogates; such a key must match none.
     return given.strip().encode("utf-8", "surrogateescape")
 
 
 def check_admin(request: web.Request) -> None:
-    """Raises `Forbidden` for a key that is no admin's, or where there is none; `Unauthorized` for
-    what is no key.
+    """Raises `Forbidden` for a key that is not an admin's, or if the router has no admin keys;
+    `Unauthorized` without a known key.
     """
     if not request.app[ROUTER].keys.has_admins:
         raise Forbidden(
@@ -202,7 +202,7 @@ def check_admin(request: web.Request) -> None:
 
 
 def flag_header(request: web.Request, name: str) -> bool:
-    """A header that says 1, or 0 as one that is missing does."""
+    """Whether the header is 1; it may be 0 or missing."""
     value = request.headers.get(name, "0")
     if value not in ("0", "1"):
         raise BadRequest(f"{name}: {value[:100]!r} must be 0 or 1")
@@ -217,7 +217,7 @@ def with_body(
     async def read_and_handle(request: web.Request) -> web.StreamResponse:
         router, key = request.app[ROUTER], request.get(KEY)
         if key is not None:
-            # Before its body is read: one that is wrong takes as long.
+            # Charged before the body is read: reading a wrong one takes as long.
             Charge(key.rates, router.metrics).take_request()
         bodies = router.bodies
         with_digest = request.headers.get("x-penstock-resumable") == "1"
@@ -232,31 +232,34 @@ def with_body(
                 return await handle(request, body)
             finally:
                 body.let_go()
-                # Its refusal, once raised, refers to this frame: what it holds would stay.
+                # A raised refusal refers to this frame, which would keep the body in memory.
                 del body
 
     return read_and_handle
 
 
 def _left_s(request: web.Request) -> float | None:
-    """Of a request's time, as far as its body need not be read for that."""
+    """Seconds left for the request, by the limits known before its body is read; None: no limit."""
     limits_s = (request.app[ROUTER].config.request_timeout_s, _timeout_header(request))
     limit_s = min((limit for limit in limits_s if limit is not None), default=None)
     return None if limit_s is None else limit_s - (time.perf_counter() - request[RECORD].arrived_s)
 
 
 async def read_object(request: web.Request) -> JsonObject:
-    """The request's JSON object, which is short."""
+    """The request's JSON object, on routes whose bodies are short."""
     with request.app[ROUTER].bodies.incoming() as incoming:
         await _receive(request, incoming)
         return decode_object(b"".join(incoming.pieces))
 
 
 async def _receive(request: web.Request, incoming: Incoming) -> None:
-    """Take in all of the request's body."""
+    """Receive the whole body of the request."""
     given = request.headers.get("Content-Type")
     if given is not None and not _is_json(request.content_type):
-        raise BadRequest(f"Content-Type must be application/json, not {short(given)}")
+        raise BadRequest(
+            f"Content-Type must be application/json, not {short(given)}; with curl: "
+            "-H 'Content-Type: application/json'"
+        )
     router = request.app[ROUTER]
     limit = router.config.max_body_bytes
     begun_s = time.monotonic()
@@ -274,8 +277,8 @@ async def _receive(request: web.Request, incoming: Incoming) -> None:
 
 
 async def _next_piece(content: StreamReader) -> bytes:
-    """What has come, or comes within a while; empty at the end."""
-    # A clock costs as much as all else here.
+    """The bytes that have arrived or arrive within `_MAX_PAUSE_S`; empty at the end."""
+    # A timeout costs as much as all else here.
     if (piece := content.read_nowait()) or content.at_eof():
         return piece
     async with asyncio.timeout(_MAX_PAUSE_S):
@@ -292,6 +295,6 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def encoded_response(data: bytes | bytearray, status: int = 200) -> web.Response:
-    """An answer of JSON that is encoded; a long one is written piece by piece."""
+    """An answer of encoded JSON; a long one is written in pieces."""
     body = io.BytesIO(data) if len(data) > LONG_BYTES else data
     return web.Response(body=body, status=status, content_type="application/json")

@@ -1,7 +1,8 @@
-"""GET / and /console: a page that shows the fleet, chats and sends requests, and what it is fed.
+"""GET / and /console: a page that shows the fleet, chats and sends requests; and its feed.
 
-The page is static files that load nothing from anywhere else, and a policy holds them to that. The
-files say nothing of this router; its feed does, and asks for a key where the router has any.
+The page is static files that load nothing from elsewhere, which a Content-Security-Policy enforces.
+The files hold nothing of this router. The feed does, and needs an admin's key if the router has any
+keys.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CONSOLE = web.AppKey("console", Console)
 # The path of the page's files.
 FILES = "/console/{name}"
 
-# A reader that takes nothing for so long is cut off: there is nothing here that must arrive.
+# A client that reads nothing for so long is disconnected: nothing in the feed must arrive.
 _WRITE_TIMEOUT_S = 10.0
 _POLICY = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -32,7 +33,7 @@ _POLICY = (
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
-    # Kept by browsers, and asked about each time: an upgraded router has other files.
+    # Browsers cache the files and revalidate them each time: an upgraded router has other files.
     "Cache-Control": "no-cache",
 }
 _TYPES = {
@@ -62,12 +63,12 @@ def _read_files() -> dict[str, _File]:
     return found
 
 
-# By name: no request's path ever becomes one of a file system.
+# By name: a request's path is never used as a path in a file system.
 _FILES = _read_files()
 
 
 def add_routes(app: web.Application) -> None:
-    """All of /console; the page itself is one of the table of routes."""
+    """All of /console; the page itself is in the table of routes."""
     app.router.add_get("/console/feed", feed, allow_head=False)
     app.router.add_get(FILES, file)
 
@@ -107,7 +108,7 @@ async def feed(request: web.Request) -> web.StreamResponse:
             while (frame := await frames.get()) is not None:
                 key = keys.find(shown_key(request)) if is_closed else None
                 if is_closed and (key is None or not key.is_admin):
-                    # Revoked, or expired.
+                    # The key was revoked or has expired.
                     break
                 await events.send(frame)
             await events.end()

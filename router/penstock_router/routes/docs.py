@@ -1,6 +1,6 @@
 """GET /openapi.json and /docs: what the API is, for programs and for people.
 
-The page is one file that loads nothing but the document, and a policy holds it to that.
+The page is one file that loads nothing but the document; a Content-Security-Policy enforces that.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from importlib.resources import files
 
 from aiohttp import web
 
-# The document, encoded. It describes the table of routes, which names the handlers here: hence
-# from the application, not from an import.
+# The encoded document. The application sets it, as this module cannot import it: it describes the
+# table of routes, which names the handlers below.
 DOCUMENT = web.AppKey("document", bytes)
 
 _PAGE = files("penstock_router").joinpath("static/docs.html").read_bytes()
 
 
 def _policy(page: bytes) -> str:
-    """Allows what stands in the page, by its hashes, and requests to where it came from."""
+    """Allows the page's inline scripts and styles, by hash, and requests to its origin."""
     sources = {}
     for tag in ("script", "style"):
         inlined = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), page, re.DOTALL)

@@ -17,7 +17,7 @@ from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
 from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, Router, encoded_response, let_in
 
-# What a number of a vector takes in an answer, at most.
+# Most bytes that one number of a vector takes in an answer.
 _FLOAT_BYTES = 24
 
 
@@ -65,7 +65,7 @@ async def embed(request: web.Request, body: Body) -> web.Response:
 
 
 def _check_served(router: Router, model: ServedModel, asked: EmbedRequest) -> None:
-    # Any of the model's shards will do: not each of them need make embeddings.
+    # One shard that makes embeddings is enough: not every shard of the model must.
     infos = (shard.info for shard in router.fleet.shards if shard.ready and shard.info is not None)
     served = [info.embedding for info in infos if info.model == model.info.model]
     defaults = next((embedding for embedding in served if embedding is not None), None)

@@ -1,7 +1,7 @@
-"""The one way from a request for tokens to its answer, whatever API it came by.
+"""The path from a request for tokens to its answer, the same for every API.
 
-Read, translate, admit, prepare, generate, show: each is another module's. No text work and no
-policy in here.
+Reading, translation, admission, preparation, generation and rendering are other modules' work. This
+one has no text work and no policy.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from penstock_router.text_work import BodyKind
 
 _Result = TypeVar("_Result")
 
-# A router that lives ends a request at its deadline itself; shards do so a little later.
+# The router ends a request at its deadline; shards do so a little later, in case it has died.
 _SHARDS_WAIT_S = 0.1
-# The text of an answer of so many is shown on the event loop, in some tens of microseconds.
+# Answers of at most so many tokens are rendered on the event loop: some tens of microseconds.
 _INLINE_TOKENS = 10_000
 
-# What each route that generates reads besides its body: described here, read below.
+# Headers of each route that generates: described here, read below.
 HEADERS = table(
     [
         *base.HEADERS.values(),
@@ -72,7 +72,7 @@ HEADERS = table(
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[AnyRequest]):
-    """One HTTP request for tokens: what came, what it means, and how to answer."""
+    """One HTTP request for tokens: what was sent, what it asks for, and how to answer."""
 
     request: web.Request
     api: Api[AnyRequest]
@@ -81,12 +81,12 @@ class Call(Generic[AnyRequest]):
     # Whether the client chose the request's id.
     named: bool
     response_id: str
-    # What was said before, as JSON.
+    # The conversation before this request, as JSON.
     earlier: bytes = b""
 
     @classmethod
     def read(cls, request: web.Request, body: Body) -> Call[AnyRequest]:
-        """Add to a body what headers say; raises `BadRequest`."""
+        """Combine a body with the options in headers; raises `BadRequest`."""
         api = body.kind.api
         assert api is not None
         if flag_header(request, "x-penstock-resumable") and not api.resumable:
@@ -104,9 +104,9 @@ class Call(Generic[AnyRequest]):
         return cls(request, api, body, asked, named, response_id)
 
 
-# Takes a call over where it wants to; None: it does not.
+# May answer a call in another way; None: it does not.
 Detour = Callable[[Call[Any]], Awaitable[web.StreamResponse | None]]
-# Told of an answer before its end is sent.
+# Called with the whole answer before its end is sent.
 BeforeEnd = Callable[[Shape], Awaitable[None]]
 
 
@@ -118,14 +118,14 @@ def generates(kind: BodyKind, detour: Detour | None = None) -> Handler:
 async def dispatch(
     request: web.Request, body: Body, detour: Detour | None = None
 ) -> web.StreamResponse:
-    """Answer a body in the way of its API."""
+    """Answer a body as its API does."""
     call: Call[Any] = Call.read(request, body)
     taken = None if detour is None else await detour(call)
     return await answer(call) if taken is None else taken
 
 
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
-    """Generate and show; `before_end` is told of the whole answer before its end is sent."""
+    """Generate and answer; `before_end` is called with the whole answer before its end is sent."""
     router = call.request.app[ROUTER]
     with entered(call) as ticket:
         limit = ticket.limit
@@ -162,7 +162,7 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
 
 
 def generation_of(call: Call[Any], job: Job) -> Generation:
-    """The job, ready to be submitted."""
+    """The generation of the job, not submitted yet."""
     router, record = call.request.app[ROUTER], call.request[RECORD]
     silence_timeout_s = router.config.silence_timeout_s
     return Generation(
@@ -179,7 +179,7 @@ def _deltas(call: Call[Any], generation: Generation) -> Deltas:
 
 
 async def worked_out(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
-    """What `work` makes of an answer: here, or in a thread where that may be long."""
+    """The result of `work` on an answer: run here, or in a thread if it may take long."""
     has_scores = call.asked.logprobs is not None or call.asked.prompt_logprobs is not None
     is_long = call.body.is_long or len(call.earlier) > LONG_BYTES
     num_sequences, _ = call.asked.places
@@ -197,13 +197,13 @@ def make_shape(call: Call[AnyRequest], job: Job, generation: Generation, created
 
 
 def entered(call: Call[Any]) -> AbstractContextManager[Ticket]:
-    """The call's ticket; raises what its refusal is."""
+    """Admit the call: its ticket; raises the error that refuses it."""
     sequences, param = call.asked.places
     return let_in(call.request, sequences, param, call.asked.timeout_s)
 
 
 async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) -> Job:
-    """The job, within its time."""
+    """The call's job, its prompts tokenized; raises if the call's time is up before."""
     router = call.request.app[ROUTER]
     async with ticket.limit.scope():
         model = await router.models.get(asked.model)
@@ -211,7 +211,8 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
         assert isinstance(made, Prepared)
         job = await make_job(asked, model, made)
     _check_size(job, router.config.max_answer_bytes)
-    # Its last shard may have left meanwhile; the fleet would call the model unknown.
+    # The model's last shard may have left meanwhile: `info` says so, while the fleet would call the
+    # model unknown.
     name = router.models.info(job.model.info.model).model
     for shard in router.fleet.shards:
         if shard.address == asked.shard and shard.info is not None:
@@ -220,7 +221,7 @@ async def prepared(call: Call[AnyRequest], asked: AnyRequest, ticket: Ticket) ->
 
 
 def _check_pinned(address: str, info: ShardInfo, model: str, adapter: str) -> None:
-    """Raises `BadRequest` where this shard would be waited for in vain."""
+    """Raises `BadRequest` if this shard has not got the model or adapter."""
     if info.model != model:
         raise BadRequest(f"x-penstock-shard: {address} does not serve {model}")
     if not info.has_adapter(adapter):
@@ -228,7 +229,7 @@ def _check_pinned(address: str, info: ShardInfo, model: str, adapter: str) -> No
 
 
 async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
-    """The job, when it has its places; its sequences end by themselves when its time is up."""
+    """The job, once its sequences have places; with a deadline at which shards end them."""
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
     record.adapter = job.model.adapter
@@ -252,7 +253,7 @@ async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
 
 
 def _check_size(job: Job, max_bytes: int) -> None:
-    """Log-probabilities of prompts are held whole until they are shown."""
+    """Refuse prompt log-probabilities too large for an answer: they are held in memory whole."""
     num_bytes = sum(
         LOGPROB_BYTES * (1 + request.prompt_logprobs) * len(request.prompt_token_ids)
         for request in job.requests
@@ -270,8 +271,8 @@ def _check_size(job: Job, max_bytes: int) -> None:
 
 
 def _name_request(request: web.Request, asked: Options) -> bool:
-    """Note the request's id where its body gives it; whether the client chose it there or in a
-    header, which goes first.
+    """Take the request's id from its body unless a header has one; returns whether the client chose
+    the id in either.
     """
     if usable_request_id(request.headers.get("X-Request-Id")):
         return True

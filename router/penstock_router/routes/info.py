@@ -14,14 +14,14 @@ from penstock_router.routes.base import ROUTER, VERSION, json_response
 
 
 class ModelCard(TypedDict):
-    """One name of a model."""
+    """A name under which a model or an adapter is served."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    # Of an adapter: the model that it goes with.
+    # The base model of an adapter; None for a model.
     parent: str | None
     max_model_len: int
     permission: list[str]
@@ -35,13 +35,13 @@ class ModelList(TypedDict):
 
 
 class Status(TypedDict):
-    """Of a router that serves."""
+    """The status of a router that is ready."""
 
     status: str
 
 
 class VersionAnswer(TypedDict):
-    """Of penstock."""
+    """The version of penstock."""
 
     version: str
 
@@ -55,7 +55,7 @@ class LoadAnswer(TypedDict):
 
 
 class InfoAnswer(TypedDict):
-    """The model and the bounds of requests. With several workers they are one worker's."""
+    """The model and the bounds of requests; with several workers, those of the one asked."""
 
     model_id: str
     model_sha: str | None
@@ -90,11 +90,11 @@ async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}"""
     models = request.app[ROUTER].models
     name = request.match_info["id"]
-    # Says why a name that is known is not there.
+    # Raises, with the reason, if the name is known but not served now.
     models.info(name)
     served = models.names().get(name)
     if served is None:
-        # One that means any model.
+        # The name stands for any model, and is no model's own.
         raise unknown_model(name)
     return json_response(_card(name, *served, models.started_at))
 
@@ -123,7 +123,7 @@ async def show_info(request: web.Request) -> web.Response:
         "max_concurrent_requests": config.max_concurrent_requests,
         "max_best_of": min(tgi.MAX_BEST_OF, config.max_concurrent_requests),
         "max_stop_sequences": tgi.MAX_STOPS,
-        # One token has to follow.
+        # At least one token must fit after the prompt.
         "max_input_tokens": info.max_model_len - 1,
         "max_total_tokens": info.max_model_len,
         "validation_workers": config.tokenizer_threads,

@@ -1,4 +1,4 @@
-"""/invocations, the one route that SageMaker asks: which API is meant shows in the body."""
+"""/invocations, the one route that SageMaker calls: the body shows which API is meant."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every answer says in its headers: whose request it is for, how browsers may use it, and what
-is left of its key's rates. Answers to other origins' pages (CORS), where the operator names some.
+"""Headers of every answer: the request's id, security headers for browsers, what is left of the
+key's rate limits, and CORS headers if the operator allows other origins.
 
-Knows nothing of what is answered. A page that needs more than nothing brings its own policy.
+Knows nothing of the answers' content. A page that has to load anything brings its own policy.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from aiohttp import web, web_response
 
 from penstock_router.routes.base import KEY, REQUEST_ID, ROUTER, Handler
 
-# Also of what aiohttp refuses by itself, which passes no hook: versions are nobody's business.
+# Set globally: what aiohttp refuses by itself runs no hook. The header must not tell versions.
 web_response.SERVER_SOFTWARE = "penstock"  # type: ignore[attr-defined]
 
 _SECURITY = {
-    # An answer is what its Content-Type says, whatever a browser makes of its bytes.
+    # Browsers must take the Content-Type as it is, not guess a type from the bytes.
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Shown as a page it may load and do nothing, and no other page may frame it.
+    # Opened as a page, an answer may load and run nothing, and no other page may frame it.
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-    # What a model said to one is in no cache for another.
+    # No cache may give one client's answer to another.
     "Cache-Control": "no-store",
 }
-# The operator's: no page of another origin has business there.
+# The operator's routes: closed to pages of other origins.
 _OWN_ORIGIN = ("/admin", "/debug", "/console")
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
@@ -36,7 +36,7 @@ _MAX_HEADERS_CHARS = 1000
 async def complete(request: web.Request, response: web.StreamResponse) -> None:
     """Called before an answer's headers go out; errors and streams included."""
     headers = response.headers
-    # What is refused before there is a handler has none yet.
+    # A request that is refused before its handler runs has no id yet.
     headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     for name, value in _SECURITY.items():
         headers.setdefault(name, value)
@@ -61,13 +61,13 @@ def _cors(origins: tuple[str, ...], origin: str | None) -> dict[str, str]:
 
 @web.middleware
 async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Browsers ask before they send a page's request; whether it may shows in `complete`."""
+    """Answer CORS preflight requests; `complete` adds the header that allows the origin."""
     is_preflight = (
         request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
     )
     if not (is_preflight and request.app[ROUTER].config.cors_origins):
         return await handler(request)
     asked = request.headers.get("Access-Control-Request-Headers", "")[:_MAX_HEADERS_CHARS]
-    # "*" would stand for all but the one that has the key.
+    # "*" would stand for all headers but Authorization, which has the key.
     headers = {**_PREFLIGHT, "Access-Control-Allow-Headers": asked or "Authorization, Content-Type"}
     return web.Response(status=204, headers=headers)

@@ -1,9 +1,9 @@
-"""OpenAI's Responses: kept, gone on from, made in the background, asked for and cancelled.
+"""OpenAI's Responses: stored, continued, generated in the background, retrieved and cancelled.
 
-What is kept of a response is its answer, and the conversation up to and with it. An answer that
-cannot be kept still goes out, and says `store: false`. One that fails, or whose client leaves, is
-not kept unless it is made in the background. What was asked for with a key is there for that key,
-by its name, and for admins'; to others it is unknown.
+The store keeps a response's answer, and the conversation up to and including it. An answer that
+cannot be stored is still sent, with `store: false`. One that fails, or whose client leaves, is
+stored only if it is generated in the background. A response requested with an API key is visible to
+keys of the same name and to admins' keys; for others it does not exist.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ ITEMS_QUERY = table(
 
 
 async def respond(call: Call[ResponsesRequest]) -> web.StreamResponse:
-    """Answer, with what a previous response said before it, and keep the answer."""
+    """Answer, continuing the previous response if one is named, and store the answer."""
     asked = call.asked
     if asked.previous_response_id is not None:
         earlier = await _conversation(call.request, asked.previous_response_id)
         call = dataclasses.replace(call, earlier=earlier)
     if asked.background:
-        # Not cancelled with its client: what the store was told of must come to an end.
+        # Not cancelled when the client leaves: a response that is in the store must reach an end.
         return await asyncio.shield(_begin(call))
     return await answer(call, functools.partial(_keep, call) if asked.store else None)
 
@@ -109,7 +109,7 @@ async def _keep(call: Call[ResponsesRequest], shape: Shape) -> None:
 
 
 async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> bytes:
-    """Store it as it is by now; the answer, as JSON."""
+    """Store the response as it is now; returns its answer as JSON."""
     key, status = call.request.get(KEY), shape.answer["status"]
     response, messages = await worked_out(call, shape.usage, shape.stored)
     await call.request.app[ROUTER].responses.put(
@@ -126,11 +126,11 @@ async def _put(call: Call[ResponsesRequest], shape: ResponseShape) -> bytes:
 
 
 async def _begin(call: Call[ResponsesRequest]) -> web.Response:
-    """Hand it to a shard, and answer. What is wrong with it is found before."""
+    """Start the generation and answer at once; a bad request is refused before."""
     router = call.request.app[ROUTER]
     async with AsyncExitStack() as scope:
         ticket = scope.enter_context(entered(call))
-        # As for a stream: what was said is there also when it ends early.
+        # As for a stream: the output so far is available even if the generation ends early.
         asked = dataclasses.replace(call.asked, stream=True)
         job = await started(call, await prepared(call, asked, ticket), ticket)
         generation = await scope.enter_async_context(generation_of(call, job))
@@ -177,7 +177,7 @@ async def _keep_end(
         try:
             await _put(call, shape)
         except ResponseTooLarge:
-            # By its error alone: better unknown than in progress for ever.
+            # Too large even with only its error: better unknown than in progress for ever.
             await call.request.app[ROUTER].responses.delete(call.response_id)
 
 
@@ -193,7 +193,7 @@ async def retrieve(request: web.Request) -> web.Response:
 
 
 async def delete(request: web.Request) -> web.Response:
-    """DELETE /v1/responses/{id}; what is being made is cancelled."""
+    """DELETE /v1/responses/{id}; a response in progress is cancelled."""
     response_id = request.match_info["id"]
     with _store_errors():
         if not await request.app[ROUTER].responses.delete(response_id, _reader(request)):
@@ -203,7 +203,7 @@ async def delete(request: web.Request) -> web.Response:
 
 
 async def cancel(request: web.Request) -> web.Response:
-    """POST /v1/responses/{id}/cancel, whichever worker makes it."""
+    """POST /v1/responses/{id}/cancel, whichever worker generates it."""
     router, response_id = request.app[ROUTER], request.match_info["id"]
     stored = await _get(request)
     if stored.status == CANCELLED:
@@ -255,7 +255,7 @@ async def _find(request: web.Request, response_id: str) -> Stored | None:
 
 
 def _reader(request: web.Request) -> str | None:
-    """Whose responses it may have to do with, beside those that are anybody's; None: all."""
+    """The name of the key whose responses it may see, besides those without one; None: all."""
     key = request.get(KEY)
     if key is None:
         return ""
@@ -267,7 +267,7 @@ def _not_found(response_id: str) -> NotFound:
 
 
 async def _shown(request: web.Request, stored: Stored) -> web.Response:
-    """As it was stored, without a look into it, but for one whose maker may be gone."""
+    """The stored JSON, not decoded, except of a failed response: its process may be gone."""
     if stored.status != FAILED:
         return encoded_response(stored.response)
     return encoded_response(await request.app[ROUTER].bodies.show(stored.response, b""))

@@ -1,4 +1,4 @@
-"""Streams that a client can take up again where its connection broke, on request of a header."""
+"""Streams that a client can resume where its connection broke, if a header asks for it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ HEADERS = table(
 
 
 async def resumable(call: Call[Any]) -> web.StreamResponse | None:
-    """Answers what is to be resumable; None: this is not."""
+    """Answer a call for a resumable stream; None: it asks for none."""
     request = call.request
     if not flag_header(request, "x-penstock-resumable"):
         return None
@@ -97,7 +97,7 @@ def _check(call: Call[Any]) -> None:
 
 
 def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
-    """Where the client is: after an event, or before the first of a new answer."""
+    """The client's position: after an event, or before the first event of a new answer."""
     body = call.body.digest
     if not last_id:
         request_id = call.request[REQUEST_ID]
@@ -109,7 +109,7 @@ def _cursor(call: Call[Any], last_id: str | None) -> Cursor:
 
 
 def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
-    """The call that the cursor's answer was begun for."""
+    """The call for which the cursor's answer was begun: its id, seed and numerics."""
     asked = dataclasses.replace(
         call.asked,
         request_id=cursor.request_id,
@@ -121,7 +121,7 @@ def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
 
 
 async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
-    """Generate what a client does not have yet, whether or not anybody reads it."""
+    """Generate what the client does not have yet, whether or not anybody reads it."""
     router = call.request.app[ROUTER]
     if cursor.choices and not cursor.numerics:
         raise BadRequest(
@@ -169,7 +169,7 @@ async def _put_events(
         for frame in opening[:-1]:
             live.put(Event(frame))
         for frame in opening[-1:]:
-            # Whoever has all of them can go on from here.
+            # Only the last opening event has a cursor: a client with all of them can resume here.
             live.put(Event(frame, here()))
         opening = []
         progress.add(delta)

@@ -1,4 +1,4 @@
-"""Every route: what serves it, and what is documented of it."""
+"""Every route: its handler, and what the documentation says of it."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ ROUTES: tuple[Route, ...] = (
         summary="The models that are served.",
         answer=info.ModelList,
     ),
-    # With its own slashes, as names of models have them.
+    # The id may contain slashes, as names of models do.
     Route(
         method="GET",
         path="/v1/models/{id:.+}",

@@ -13,7 +13,7 @@ from penstock_router.routes.base import ROUTER, encoded_response, json_response,
 
 async def answer(request: web.Request, body: Body) -> web.Response:
     """POST /tokenize, /chat_tokenize, /detokenize and /v1/messages/count_tokens"""
-    # Within a request's time, and without a place: no shard works on it.
+    # Its time is limited, but it takes no place: no shard works on it.
     with let_in(request, 1) as ticket:
         async with ticket.limit.scope():
             data = await body.work(await request.app[ROUTER].models.get(body.asked.model))

@@ -1,1 +1,1 @@
-"""How models write calls of functions: one file a family, text in and pieces out."""
+"""Formats of tool calls, one file for each model family: an answer's text in, pieces out."""

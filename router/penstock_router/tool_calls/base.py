@@ -1,11 +1,11 @@
-"""What a family's way to write calls is, and what the readers of all families share.
+"""The interface of a tool-call format, and the base class of all readers.
 
-A reader takes an answer's text in pieces. It is written as a generator that takes one character
-after the other and yields where it needs more, so that cuts cannot change what it sees. What it
-has taken is either shown or held. Held text is dropped once it has proved to be the form of a call,
-and is content once it has proved to be something else: no text is lost, and nothing raises.
+A reader takes an answer's text in pieces. It is a generator that consumes one character after the
+other and yields when it needs more, so that cuts in the text cannot change the result. Text that it
+has consumed is either shown or held. Held text is dropped once it proves to be syntax of a call,
+and becomes content once it proves to be anything else: no text is lost, and nothing raises.
 
-Knows no family, no JSON and no tokens.
+Knows no model family, no JSON and no tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock_router.request import Tool
 from penstock_router.stop import beginning
 
 T = TypeVar("T")
-# What is read, in the end; until then it waits for more text.
+# A step of a reader: it yields while it waits for more text, and returns what it has read.
 Reading: TypeAlias = Generator[None, None, T]
 
 SPACE = " \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
-# What a tool may be named, and whatever else models write where a name belongs.
+# The characters of tools' names, and of whatever else models write in place of a name.
 _NAME = re.compile(r"[\w.\-]*")
 
 
@@ -35,10 +35,10 @@ class ToolParser(Protocol):
     """Reads the calls out of one answer's text."""
 
     def feed(self, text: str) -> list[Piece]:
-        """What of the text so far can be shown now: content, calls, arguments."""
+        """The pieces that can be shown now: content, calls, arguments."""
 
     def flush(self) -> list[Piece]:
-        """The text is over: what is left."""
+        """The text has ended: the remaining pieces."""
 
 
 class ToolFormat(Protocol):
@@ -46,59 +46,59 @@ class ToolFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """What flags call it."""
+        """Its name in command-line flags."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that stay visible where they are special tokens."""
+        """Texts that the detokenizer must not leave out even if they are special tokens."""
 
     def is_of(self, template: str) -> bool:
-        """Whether a chat template has its model write calls so."""
+        """Whether a chat template makes its model write calls in this format."""
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For an answer to a request whose tools have these names."""
+        """A parser for one answer to a request whose tools have these names."""
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
-        """The form of answers that keep to it, as the format of a structural tag.
+        """The constraint on answers in this format, as the format of a structural tag.
 
-        Required: calls and nothing else, exactly one where not parallel. Otherwise free text, and
-        calls whose arguments obey the schema of a tool that is strict.
+        Required: calls and nothing else, exactly one where not parallel. Otherwise free text and
+        calls; the arguments of a strict tool obey its schema.
         """
 
 
 class Misfit(Exception):
-    """What comes next is not what a call goes on with."""
+    """The next text cannot continue a call."""
 
 
 class _TextOver(Exception):
-    """Nothing more will come."""
+    """The answer's text has ended."""
 
 
 class CallReader(ABC):
-    """What readers share: a family's has `_read`, which is begun anew after each time it ends."""
+    """Base of all readers. A family's reader has `_read`, which is started again when it ends."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
-        # Text that is not taken yet, from `_at` on: never more than what may begin a marker.
+        # Text from `_at` on is not consumed yet: never more than what may begin a marker.
         self._text = ""
         self._at = 0
         self._over = False
-        # Taken, and neither shown nor dropped yet.
+        # Consumed, and neither shown nor dropped yet.
         self._held: list[str] = []
-        # Whether what is held follows a call and is, so far, what may follow one.
+        # Whether the held text follows a call and may, so far, be syntax between or after calls.
         self._fits = False
         self._pieces: list[Piece] = []
         self._calls = 0
         self._reading = self._read_all()
 
     def feed(self, text: str) -> list[Piece]:
-        """What of the text so far can be shown now."""
+        """The pieces that can be shown now."""
         self._text = self._text[self._at :] + text
         self._at = 0
         return self._go_on()
 
     def flush(self) -> list[Piece]:
-        """The text is over: what is left."""
+        """The text has ended: the remaining pieces."""
         self._over = True
         return self._go_on()
 
@@ -122,16 +122,16 @@ class CallReader(ABC):
 
     @abstractmethod
     def _read(self) -> Reading[None]:
-        """Content up to what begins a call, and what follows it."""
+        """Read content up to the beginning of a call, and the call."""
 
-    # What is said.
+    # Output.
 
     def _content(self, text: str) -> None:
         if text:
             self._pieces.append(Piece(PieceKind.CONTENT, text))
 
     def _call(self, name: str, arguments: str = "") -> None:
-        """What is held was the beginning of a call, and its arguments if they are known."""
+        """Show a call's beginning, and its arguments if known; the held text was its syntax."""
         self._drop()
         self._fits = True
         self._pieces.append(Piece(PieceKind.CALL, name, self._calls))
@@ -140,20 +140,20 @@ class CallReader(ABC):
         self._calls += 1
 
     def _arguments(self, text: str) -> None:
-        """Of the latest call, as they come."""
+        """Show a piece of the latest call's arguments."""
         if text:
             self._pieces.append(Piece(PieceKind.ARGUMENTS, text, self._calls - 1))
 
     def _drop(self) -> None:
-        """What is held was form and nothing else."""
+        """Drop the held text: it was syntax of a call."""
         self._held = []
 
     def _give_back(self) -> None:
-        """What is held was not the form of a call."""
+        """Show the held text as content: it was not syntax of a call."""
         self._content("".join(self._held))
         self._held = []
 
-    # What is taken.
+    # Input.
 
     def _more(self) -> Reading[None]:
         """Wait for more text."""
@@ -162,19 +162,19 @@ class CallReader(ABC):
         yield
 
     def _take(self, end: int) -> None:
-        """Hold what is there up to `end`."""
+        """Consume the text up to `end` and hold it."""
         if end > self._at:
             self._held.append(self._text[self._at : end])
             self._at = end
 
     def _peek(self) -> Reading[str]:
-        """The next character."""
+        """The next character, not consumed."""
         while self._at == len(self._text):
             yield from self._more()
         return self._text[self._at]
 
     def _run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """All that a pattern of single characters, any number of them, goes on with."""
+        """Consume what matches a pattern of the form [..]*, across pieces of text."""
         parts = []
         while True:
             match = pattern.match(self._text, self._at)
@@ -186,16 +186,16 @@ class CallReader(ABC):
             yield from self._more()
 
     def _space(self) -> Reading[str]:
-        """White space, if any; the character behind it."""
+        """Consume white space, if any; returns the next character, not consumed."""
         yield from self._run(_SPACES)
         return self._text[self._at]
 
     def _name(self) -> Reading[str]:
-        """What stands where a function's name belongs."""
+        """Consume what is in the place of a function's name."""
         return (yield from self._run(_NAME))
 
     def _any_of(self, *literals: str) -> Reading[str | None]:
-        """The one of them that comes next; None, and nothing is taken, where none does."""
+        """Consume the literal that comes next; None, and nothing is consumed, if none does."""
         while True:
             possible = False
             for literal in literals:
@@ -209,14 +209,14 @@ class CallReader(ABC):
             yield from self._more()
 
     def _expect(self, literal: str) -> Reading[None]:
-        """Exactly this."""
+        """Consume this literal; raises `Misfit` if something else comes."""
         if (yield from self._any_of(literal)) is None:
             raise Misfit
 
     def _until(self, *markers: str) -> Reading[str]:
-        """Show content up to a marker, and hold that; which one it was.
+        """Show content up to a marker, and hold the marker; returns which one it was.
 
-        White space before a marker is held with it: it may only set the marker off.
+        White space before a marker is held with it: it may only separate it from the text.
         """
         self._fits = False
         pattern = _one_of(markers)
@@ -230,7 +230,7 @@ class CallReader(ABC):
             yield from self._more()
 
     def _show(self, end: int) -> None:
-        """Content up to `end`, but for the white space at its end."""
+        """Show content up to `end`, but hold the white space at its end."""
         if end == self._at:
             return
         plain = self._text[self._at : end]
@@ -243,7 +243,7 @@ class CallReader(ABC):
             self._held.append(plain[len(shown) :])
 
     def _after_call(self) -> Reading[None]:
-        """White space behind a call is of no one."""
+        """Drop white space after a call: it is no content."""
         self._drop()
         yield from self._space()
         self._drop()

@@ -1,4 +1,4 @@
-"""Which way a model writes calls: by name, or by what its chat template shows of it."""
+"""Choosing the tool-call format of a model: by name, or by its chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_router.tool_calls.mistral import MistralFormat, MistralNamedFormat
 from penstock_router.tool_calls.plain_json import PlainJsonFormat
 from penstock_router.tool_calls.pythonic import PythonicFormat
 
-# In the order in which templates are asked: markers before words.
+# In the order in which templates are tested: formats with markers before those with words.
 _FORMATS: tuple[ToolFormat, ...] = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -24,7 +24,7 @@ _FORMATS: tuple[ToolFormat, ...] = (
     LlamaJsonFormat(),
     PlainJsonFormat(),
 )
-# What others call them.
+# Names that other servers use.
 _ALIASES = {
     "deepseek": "deepseek_v3",
     "gemma": "pythonic",
@@ -44,10 +44,10 @@ FORMATS: Mapping[str, ToolFormat] = _BY_NAME | {
 
 
 def tool_format_of(template: str, name: str = AUTO) -> ToolFormat | None:
-    """The format of this name; "auto": the template's own.
+    """The format of this name; "auto": the one that the template uses.
 
-    None: it shows tools to its model and no form of calls that is known here. Raises `KeyError`
-    for a name that is none.
+    None: for the name "none", or if the template uses tools in a format that is not known here.
+    Raises `KeyError` for an unknown name.
     """
     if name == NONE:
         return None

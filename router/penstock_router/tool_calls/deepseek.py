@@ -1,7 +1,7 @@
-"""DeepSeek: calls between markers of their own, all of them between two more.
+"""DeepSeek: each call between two markers, all of them between two more.
 
-V3 has the word "function", a marker, the name and a code block with the arguments; V3.1 has the
-name, a marker and the arguments. Answers may be in either.
+A call of V3 has the word "function", a marker, the name and a code block with the arguments; one of
+V3.1 has the name, a marker and the arguments. Answers are read in either form.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class DeepSeekFormat:
     """Calls as V3 and R1 write them, or as V3.1 does."""
 
     name: str
-    # Of a call: what stands before its name, and on both sides of its arguments.
+    # The syntax before a call's name, between name and arguments, and after the arguments.
     _before: str
     _between: str
     _behind: str
-    # Between two calls.
+    # The separator of calls.
     _apart: str
     _fenced: bool
     markers: tuple[str, ...] = _MARKERS
 
     def is_of(self, template: str) -> bool:
-        """It shows the markers, and a code block or none."""
+        """The template has the markers, and a code block if and only if this form has one."""
         return _CALL in template and (f"{_FENCE}json" in template) == self._fenced
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return _Reader(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
@@ -83,7 +83,7 @@ class _Reader(JsonCallReader):
         while True:
             yield from self._one_call()
             yield from self._after_call()
-            # Whatever else comes, this call is over.
+            # Whatever follows, this call has ended.
             marker = yield from self._any_of(_CALL, _CALLS_END)
             if marker != _CALL:
                 yield from self._after_call()
@@ -112,7 +112,7 @@ class _Reader(JsonCallReader):
         yield from self._end(name, begun=first == "{", fenced=fenced)
 
     def _end(self, name: str, *, begun: bool, fenced: bool) -> Reading[None]:
-        """The end of a call; of one that has no arguments it is what makes it a call."""
+        """The end of a call. A call without arguments is shown only here."""
         yield from self._space()
         if fenced and (yield from self._any_of(_FENCE)) is None:
             raise Misfit

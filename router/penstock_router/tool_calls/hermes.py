@@ -12,7 +12,7 @@ from penstock_router.tool_calls.base import Misfit, Reading, ToolParser
 from penstock_router.tool_calls.json_calls import JsonCallReader, call_tag
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-# Families that have the same marker with something else behind it.
+# What other families write after the same marker.
 _OTHERS = ("<function=", "<arg_key>")
 
 
@@ -24,11 +24,11 @@ class HermesFormat:
     markers: tuple[str, ...] = (_BEGIN, _END)
 
     def is_of(self, template: str) -> bool:
-        """It shows the marker, and none of what others write behind it."""
+        """The template has the marker, and nothing that other families write after it."""
         return _BEGIN in template and not any(other in template for other in _OTHERS)
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return _Reader(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:

@@ -1,11 +1,11 @@
-"""Calls that are JSON objects: what the families that write them so share.
+"""Calls that are JSON objects: shared by the families that write them so.
 
 A call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order.
-Arguments stream as they come once the name is known, in the model's own words. Where they come
-before the name, or as a string that has JSON in it, they are held until both are known. Other
-members, an "id" or a "type", are form and dropped, as long as they could not have been meant as
-arguments: those with an object or a list in them make it no call, and so does one of unknown
-meaning where there are no arguments.
+Once the name is known, arguments are shown as they come, exactly as the model writes them. If they
+come before the name, or as a string that holds JSON, they are held until both are known. Other
+members, an "id" or a "type", are dropped unless they could have been meant as arguments: an object
+is not a call if such a member holds an object or a list, or if it has an unknown member and no
+arguments.
 
 Knows no markers.
 """
@@ -23,21 +23,21 @@ from penstock_router.tool_calls.base import SPACE, CallReader, Misfit, Reading
 from penstock_router.tool_calls.json_scanner import JsonScanner, is_object
 
 _ARGUMENTS = ("arguments", "parameters")
-# Of a character that JSON writes as two: no text can have one without the other.
+# Half of a surrogate pair, which JSON may write as an escape: text cannot hold one alone.
 _HALF = re.compile("[\ud800-\udfff]")
-# What calls are known to have besides.
+# Other members that calls are known to have.
 _BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
 
 
 @dataclass(slots=True)
 class _Call:
-    """What is known of an object that may be a call."""
+    """What is known so far of an object that may be a call."""
 
     name: str | None = None
-    # That came before its name.
+    # Arguments that came before the name.
     early: str | None = None
     has_arguments: bool = False
-    # Its CALL was given.
+    # Whether its CALL piece was shown.
     begun: bool = False
     has_strangers: bool = False
 
@@ -46,7 +46,7 @@ class JsonCallReader(CallReader):
     """Reads objects that are calls, and lists of them."""
 
     def _value(self, *, shown: bool = False) -> Reading[str]:
-        """One JSON value; its text, or nothing where it is shown as arguments."""
+        """Consume a JSON value; returns its text, or nothing if it is shown as arguments."""
         yield from self._space()
         first = len(self._held)
         yield from self._scan(JsonScanner(), shown=shown)
@@ -67,13 +67,13 @@ class JsonCallReader(CallReader):
             yield from self._more()
 
     def _object_or_list(self) -> Reading[bool]:
-        """One call, or a list of them; whether it (of a list: the last one) was a call."""
+        """An object or a list of them; returns whether it, or the last in the list, was a call."""
         if (yield from self._peek()) == "[":
             return (yield from self._list())
         return (yield from self._object())
 
     def _list(self) -> Reading[bool]:
-        """Calls in brackets. An element that is none is content, and the list goes on."""
+        """Calls in brackets. An element that is not a call is content, and the list goes on."""
         yield from self._expect("[")
         while True:
             yield from self._space()
@@ -84,12 +84,12 @@ class JsonCallReader(CallReader):
             self._take(self._at + 1)
             if after == "]":
                 break
-        # What ends the list is of what was last.
+        # The end of the list is syntax or content, as its last element was.
         self._drop() if was_call else self._give_back()
         return was_call
 
     def _object(self) -> Reading[bool]:
-        """One object; whether it was a call. What was none is content."""
+        """Consume an object; returns whether it was a call. If not, it is content."""
         self._fits = False
         yield from self._expect("{")
         call = _Call()
@@ -116,7 +116,7 @@ class JsonCallReader(CallReader):
         return True
 
     def _no_call(self) -> Reading[bool]:
-        """The object is content, to its end."""
+        """Show the object as content, to its end."""
         rest = JsonScanner(inside_object=True)
         while not rest.complete:
             end = rest.feed(self._text, self._at)
@@ -129,7 +129,7 @@ class JsonCallReader(CallReader):
         return False
 
     def _member(self, call: _Call) -> Reading[bool]:
-        """One member; whether the object may still be a call."""
+        """Consume a member; returns whether the object may still be a call."""
         if (yield from self._peek()) != '"':
             raise Misfit
         key = json.loads((yield from self._value()))
@@ -147,7 +147,7 @@ class JsonCallReader(CallReader):
         return True
 
     def _unless_begun(self, call: _Call) -> Reading[bool]:
-        """A value that no call has: of one that has begun, it is not read."""
+        """A value that no call may have; not consumed if the call was shown already."""
         if not call.begun:
             yield from self._value()
         return False
@@ -165,7 +165,7 @@ class JsonCallReader(CallReader):
         return True
 
     def _given(self, call: _Call, first: str) -> Reading[bool]:
-        """The arguments: an object, or one in a string, or none."""
+        """The arguments: an object, a string that holds one, or null."""
         if call.has_arguments:
             return (yield from self._unless_begun(call))
         call.has_arguments = True
@@ -180,7 +180,7 @@ class JsonCallReader(CallReader):
             text = "{}"
         if not is_object(text):
             return False
-        # They were written as escapes, and as such they can be shown.
+        # The string had them as escapes, and the arguments can show them as escapes.
         text = _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", text)
         if call.name is None:
             call.early = text
@@ -194,12 +194,12 @@ class JsonCallReader(CallReader):
 
 
 class BareJsonReader(JsonCallReader):
-    """Objects and lists one after the other, as at the beginning of an answer."""
+    """Objects and lists one after the other, without markers between them."""
 
     _at_beginning = True
 
     def _several(self) -> Reading[bool]:
-        """Objects and lists until something else comes; whether the last was a call."""
+        """Objects and lists until something else comes; returns whether the last was a call."""
         while True:
             was_call = yield from self._object_or_list()
             after = yield from self._space()
@@ -214,24 +214,24 @@ class BareJsonReader(JsonCallReader):
         return was_call
 
 
-# Forms that answers are held to.
+# Constraints on answers.
 
 
 def arguments_schema(tool: Tool, *, required: bool) -> JsonObject:
-    """What its arguments are held to: its schema, unless it may be called loosely."""
+    """The schema that arguments obey: the tool's if required or strict, else any object."""
     schema = tool.parameters if required or tool.strict else None
     return {"type": "object"} | (schema or {})
 
 
 def call_tag(tool: Tool, before: str, between: str, end: str, *, required: bool) -> JsonObject:
-    """One call: its name in quotes behind `before`, its arguments between `between` and `end`."""
+    """One call: its name in quotes after `before`, its arguments between `between` and `end`."""
     name = json.dumps(tool.name, ensure_ascii=False)
     content = json_format(arguments_schema(tool, required=required))
     return tag(before + name + between, content, end)
 
 
 def calls_or_text(calls: JsonObject, beginnings: str) -> JsonObject:
-    """Calls, or text that does not begin like one: with none of `beginnings`."""
+    """Calls, or text that begins with none of the characters in `beginnings`."""
     others = beginnings.replace("[", "\\[")
     text = regex(f"[ \\t\\r\\n]*([^{others} \\t\\r\\n][\\s\\S]*)?")
     return either([calls, text])

@@ -1,8 +1,8 @@
-"""One JSON value in text that comes in pieces: where it ends, and whether it is one.
+"""Scans one JSON value in text that comes in pieces: where it ends, and whether it is valid.
 
-Strict, as RFC 8259 has it, and never raises. It takes exactly the characters that belong to the
-value: those up to its end, or up to the first that no JSON could have there, so that where it
-stops does not depend on how the text was cut. Work is linear, nesting costs a character a level.
+Strict by RFC 8259, and never raises. It consumes exactly the characters of the value: up to its
+end, or up to the first that is invalid there, so that where it stops does not depend on how the
+text was cut. Work is linear; memory grows by one character per level of nesting.
 
 Knows nothing of calls.
 """
@@ -19,7 +19,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrt')
 _WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 
-# Of a number: what may come in each part of it, and which part that begins.
+# The parts of a number: for each, the characters that may come and the part that they begin.
 _SIGN, _ZERO, _WHOLE, _POINT, _FRACTION, _E, _E_SIGN, _EXPONENT = range(8)
 _NUMBER: dict[int, dict[str, int]] = {
     _SIGN: {"0": _ZERO} | dict.fromkeys("123456789", _WHOLE),
@@ -35,37 +35,37 @@ _NUMBER_MAY_END = frozenset({_ZERO, _WHOLE, _FRACTION, _EXPONENT})
 
 
 class JsonScanner:
-    """Scans one value; `inside_object`: the rest of an object, from behind one of its members."""
+    """Scans one value; `inside_object`: the rest of an object, after one of its members."""
 
     __slots__ = ("_closers", "_in_key", "_part", "_rest", "_state", "complete", "failed")
 
     def __init__(self, *, inside_object: bool = False) -> None:
-        # The brackets that are still to come, the next one last.
+        # The closing brackets still to come, the next one last.
         self._closers: list[str] = ["}"] if inside_object else []
         self._state: Callable[[str, int], int] = self._after if inside_object else self._value
         self._in_key = False
-        # Of a word: what is missing of it. Of an escape: how many digits are.
+        # The missing rest of a word; the part of a number, or how many digits an escape lacks.
         self._rest = ""
         self._part = 0
-        # A number alone is complete only once something else follows it.
+        # A bare number is complete only once another character follows it.
         self.complete = False
         self.failed = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Scan on from `start`; where it stopped, which is the end unless it is over."""
+        """Scan from `start`; returns where it stopped: the end, unless complete or failed."""
         at, end = start, len(text)
         while at < end and not (self.complete or self.failed):
             at = self._state(text, at)
         return at
 
-    # States: each takes what it can from `at` on, and says up to where.
+    # States: each consumes what it can from `at` on, and returns where it stopped.
 
     def _fail(self, at: int) -> int:
         self.failed = True
         return at
 
     def _ended(self) -> None:
-        """A value is over."""
+        """A value has ended."""
         self._state = self._after
         self.complete = not self._closers
 
@@ -188,19 +188,19 @@ class JsonScanner:
             return at + 1
         if self._part not in _NUMBER_MAY_END:
             return self._fail(at)
-        # The character is of whatever follows.
+        # The character belongs to what follows the number.
         self._ended()
         return at
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a run that may be empty ends."""
+    """The end of the match at `at`, which may be empty."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 
 
 def is_object(text: str) -> bool:
-    """Whether it is one JSON object and nothing else but white space."""
+    """Whether the text is one JSON object and nothing else but white space."""
     text = text.strip(" \t\r\n")
     scanner = JsonScanner()
     return text.startswith("{") and scanner.feed(text) == len(text) and scanner.complete

@@ -1,6 +1,6 @@
-"""Llama 3: `{"name": .., "parameters": {..}}` as the answer, or behind `<|python_tag|>`.
+"""Llama 3: `{"name": .., "parameters": {..}}` as the answer, or after `<|python_tag|>`.
 
-Several are set apart by `;`, a comma or white space. JSON further on in the text is no call.
+Several are separated by `;`, a comma or white space. JSON later in the text is not a call.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _MARKER = "<|python_tag|>"
 
 @dataclass(frozen=True, slots=True)
 class LlamaJsonFormat:
-    """An object that is the answer."""
+    """The answer is an object."""
 
     name: str = "llama_json"
     markers: tuple[str, ...] = (_MARKER,)
 
     def is_of(self, template: str) -> bool:
-        """It has the roles of Llama 3, and calls with parameters."""
+        """The template has a role or the marker of Llama 3, and calls with parameters."""
         has_role = "ipython" in template or _MARKER in template
         return has_role and '"parameters"' in template
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return _Reader(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:

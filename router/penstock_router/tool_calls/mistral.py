@@ -1,8 +1,8 @@
 """Mistral: `[TOOL_CALLS]` and a list of objects, or a name and its arguments for each call.
 
-The newer form is `[TOOL_CALLS]name[ARGS]{..}`, of some models with `[CALL_ID]` and an id before
-`[ARGS]`, of others without any marker between the two. Answers may be in any of them, whichever
-form the model's template has; a template's form is what forced calls are written in.
+The newer form is `[TOOL_CALLS]name[ARGS]{..}`; some models write `[CALL_ID]` and an id before
+`[ARGS]`, others no marker between name and arguments. Answers are read in any of these forms,
+whichever the model's template has; forced calls are written in the template's form.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 @dataclass(frozen=True, slots=True)
 class MistralFormat:
-    """A list of objects behind one marker."""
+    """A list of objects after one marker."""
 
     name: str = "mistral"
     markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
 
     def is_of(self, template: str) -> bool:
-        """It shows the marker of calls and none of arguments."""
+        """The template has the marker of calls and not that of arguments."""
         return _CALLS in template and _ARGUMENTS not in template
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return _Reader(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
@@ -61,15 +61,15 @@ class MistralNamedFormat:
     markers: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
 
     def is_of(self, template: str) -> bool:
-        """It shows both markers."""
+        """The template has both markers."""
         return _CALLS in template and _ARGUMENTS in template
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return _Reader(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
-        """Nothing between one call and the next."""
+        """Calls without a separator."""
         tags = [
             tag(
                 f"{_CALLS}{tool.name}{_ARGUMENTS}",
@@ -87,7 +87,7 @@ class _Reader(JsonCallReader):
     def _read(self) -> Reading[None]:
         yield from self._until(_CALLS)
         while (yield from self._any_of(_CALLS)) is not None:
-            # Said twice, it says no more.
+            # A repeated marker means nothing more.
             pass
         if (yield from self._space()) in "[{":
             was_call = yield from self._object_or_list()

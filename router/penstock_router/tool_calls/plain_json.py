@@ -1,6 +1,6 @@
-"""Models whose template knows no tools: the whole answer is JSON, as a system message asks.
+"""Models whose template has no tools: a system message asks for an answer that is JSON.
 
-An object or a list of them, in a code fence or not. JSON further on in the text is no call.
+An object or a list of them, in a code fence or not. JSON later in the text is not a call.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _FENCE = "```"
 
 @dataclass(frozen=True, slots=True)
 class PlainJsonFormat:
-    """JSON that is the answer."""
+    """The answer is JSON."""
 
     name: str = "plain_json"
     markers: tuple[str, ...] = ()
 
     def is_of(self, template: str) -> bool:
-        """It does not know of tools."""
+        """The template does not use tools."""
         return "tools" not in template
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return _Reader(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
@@ -45,7 +45,7 @@ class PlainJsonFormat:
 
 
 def instructions(tools: Iterable[Tool]) -> str:
-    """What a system message says of them to a model whose template cannot."""
+    """A system message that describes the tools to a model whose template cannot."""
     described = "\n".join([json.dumps(_described(tool), ensure_ascii=False) for tool in tools])
     return (
         "You can call these functions. Each line describes one, with a JSON schema of its "
@@ -57,10 +57,10 @@ def instructions(tools: Iterable[Tool]) -> str:
 
 
 def in_words(messages: Sequence[Message]) -> list[Message]:
-    """The same with calls in the form that `instructions` ask for, and results as the user's words.
+    """The messages, with calls in the form that `instructions` ask for, and results as the user's.
 
-    Results in a row, and what the user says right behind them, are one message: many templates
-    want the user and the assistant in turns.
+    Results in a row, and a user's message right after them, become one message: many templates
+    require the user and the assistant to alternate.
     """
     told: list[Message] = []
     names: dict[object, str] = {}
@@ -122,7 +122,7 @@ class _Reader(BareJsonReader):
             yield from self._after_call()
 
     def _rest(self) -> Reading[None]:
-        """It is content, all of it, and stays so."""
+        """All of the remaining text is content."""
         self._fits = False
         while True:
             self._take(len(self._text))

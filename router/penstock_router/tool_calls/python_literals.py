@@ -1,8 +1,9 @@
-"""Python literals in text that comes in pieces, as JSON.
+"""Converts a Python literal, in text that comes in pieces, to JSON.
 
-Strings, numbers, None, True, False, lists, tuples and dictionaries, also with JSON's own words for
-three of them; what they hold is given as it comes. Lenient where models are: a string may go on
-over lines, and `\\/` in one is `/`, as in JSON. Work is linear, nesting costs a character a level.
+Reads strings, numbers, None, True, False, lists, tuples and dictionaries, also JSON's null, true
+and false; the JSON is produced as the text comes. Lenient where models are: a string may contain
+line breaks, and `\\/` in one is `/`, as in JSON. Work is linear; memory grows by one bracket per
+level of nesting.
 
 Knows nothing of calls.
 """
@@ -29,13 +30,13 @@ _ESCAPES = {
 }
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _HEX = frozenset("0123456789abcdefABCDEF")
-# A longer word is no number that anything could read.
+# A longer word is not a number that any reader would accept.
 _MAX_WORD = 400
 _MAX_CHARACTER_NAME = 100
 
 
 class PythonScanner:
-    """Scans one value. What it takes and cannot give yet is in `pending`."""
+    """Scans one value. `pending` is text that is consumed and cannot be converted yet."""
 
     __slots__ = (
         "_closers",
@@ -51,40 +52,40 @@ class PythonScanner:
     )
 
     def __init__(self) -> None:
-        # The brackets that are still to come, the next one last.
+        # The closing brackets still to come, the next one last.
         self._closers: list[str] = []
-        # For each of them: whether the next element has one before it.
+        # For each of them: whether a comma goes before the next element.
         self._commas: list[bool] = []
         self._state: Callable[[str, int], int] = self._value
         self._said: list[str] = []
         self._quote = ""
         self._raw = False
         self._in_key = False
-        # Taken, but not given: the beginning of a word, of a quote or of an escape.
+        # Consumed, but not converted: the beginning of a word, of quotes or of an escape.
         self.pending = ""
         self.complete = False
         self.failed = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Scan on from `start`; where it stopped, which is the end unless it is over."""
+        """Scan from `start`; returns where it stopped: the end, unless complete or failed."""
         at, end = start, len(text)
         while at < end and not (self.complete or self.failed):
             at = self._state(text, at)
         return at
 
     def take_json(self) -> str:
-        """What is new of the value's JSON."""
+        """The JSON produced since the last call."""
         said, self._said = self._said, []
         return "".join(said)
 
-    # States: each takes what it can from `at` on, and says up to where.
+    # States: each consumes what it can from `at` on, and returns where it stopped.
 
     def _fail(self, at: int) -> int:
         self.failed = True
         return at
 
     def _ended(self) -> None:
-        """A value, or a key, is over."""
+        """A value or a key has ended."""
         self.pending = ""
         self._state = self._colon if self._in_key else self._after
         self._in_key = False
@@ -95,7 +96,7 @@ class PythonScanner:
         return at if match is None else match.end()
 
     def _element(self, text: str, at: int) -> int:
-        """An element or a key, or the end of what it would be in."""
+        """An element or a key, or the closing bracket."""
         at = self._spaces(text, at)
         if at == len(text):
             return at
@@ -171,7 +172,7 @@ class PythonScanner:
         return end
 
     def _quoted(self, text: str, at: int) -> int:
-        """The quotes that begin a string: one or three, or two that are all of it."""
+        """The quotes that begin a string: one or three; two are an empty string."""
         quote = text[at]
         if not self._quote or (quote == self._quote[0] and len(self._quote) < 3):
             self._quote += quote
@@ -214,13 +215,13 @@ class PythonScanner:
         return at + 1
 
     def _flush_quotes(self) -> None:
-        """One or two quotes in a string that three end."""
+        """One or two quotes within a triple-quoted string are its text."""
         if self.pending:
             self._say(self.pending)
             self.pending = ""
 
     def _say(self, text: str) -> None:
-        # Also of a string's second half: escapes need no neighbours.
+        # Works on any part of a string: JSON's escapes do not depend on their neighbours.
         self._said.append(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _escape(self, text: str, at: int) -> int:
@@ -255,7 +256,7 @@ class PythonScanner:
         code = int(self.pending[2:], 16)
         if code > 0x10FFFF:
             return self._fail(at + 1)
-        # Half of a character written as two: as JSON it stays an escape.
+        # Half of a surrogate pair stays an escape in the JSON.
         half = 0xD800 <= code <= 0xDFFF
         self._said.append(f"\\u{code:04x}") if half else self._say(chr(code))
         return self._escaped(at + 1)
@@ -284,7 +285,7 @@ class PythonScanner:
 
 
 def _number(text: str) -> str | None:
-    """A number of Python's, as JSON; None where it is none, or too large for a number of JSON."""
+    """A Python number as JSON; None if it is not one, or not finite."""
     if _JSON_NUMBER.fullmatch(text):
         return text
     if not text or text[0] not in "0123456789.+-":

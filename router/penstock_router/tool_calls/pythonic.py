@@ -1,7 +1,7 @@
 """Llama 3.2 and 4, Gemma 3: `[f(a=1, b="x"), g()]`, a Python list of calls with named arguments.
 
-It is the answer, or stands behind a marker; a list further on in the text is none of calls.
-Values are given as JSON while they come. Knows of a value only where it ends.
+The list is the answer, or follows a marker; a list later in the text has no calls. Values are shown
+as JSON while they come. Knows of a value only where it ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from penstock_router.tool_calls.python_literals import PythonScanner
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _IDENTIFIER = re.compile(r"\w*")
-# How templates describe it.
+# How templates describe the format.
 _DESCRIBED = re.compile(r"\[\w+\(\w+=")
-# Of a schema: what arguments that are written one by one can be held to, or what holds nothing.
+# Top-level keywords of a schema that can be enforced on arguments written one by one, or that
+# constrain nothing.
 _EXPRESSIBLE = frozenset({"type", "properties", "required", "additionalProperties"}) | {
     *("$defs", "definitions", "$schema", "$id", "$comment"),
     *("title", "description", "default", "examples"),
@@ -33,21 +34,21 @@ _DEFINITIONS = ("$defs", "definitions")
 
 @dataclass(frozen=True, slots=True)
 class PythonicFormat:
-    """A list of calls that is the answer."""
+    """The answer is a list of calls."""
 
     name: str = "pythonic"
     markers: tuple[str, ...] = (_TAG, _BEGIN, _END)
 
     def is_of(self, template: str) -> bool:
-        """It shows such a list, or the marker of Llama 4."""
+        """The template shows such a list, or the marker of Llama 4."""
         return _BEGIN in template or _DESCRIBED.search(template) is not None
 
     def parser(self, names: Collection[str]) -> ToolParser:
-        """For one answer."""
+        """A parser for one answer."""
         return _Reader(names)
 
     def calls(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> JsonObject:
-        """A list; values are JSON, which is nearly Python and read as well."""
+        """A list of calls; values are JSON, which the reader accepts like Python."""
         tags = [
             tag(f"{tool.name}(", _arguments_format(tool, required=required), ")") for tool in tools
         ]
@@ -91,7 +92,7 @@ def _is_identifier(name: str) -> bool:
 
 
 def _check_expressible(name: str, schema: JsonObject) -> None:
-    """Refuse what arguments that are written one by one cannot be held to."""
+    """Refuse a strict schema that cannot be enforced on arguments written one by one."""
     beyond = sorted(schema.keys() - _EXPRESSIBLE)
     if beyond:
         raise BadRequest(
@@ -110,11 +111,11 @@ def _check_expressible(name: str, schema: JsonObject) -> None:
 
 
 def _listed(named: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
-    """All that are needed and any of the others, in their order, with commas between them."""
+    """All required arguments and any of the others, in order, with commas between them."""
     behind = [_behind_another(needed, argument) for needed, argument in named]
     first_needed = next((at for at, (needed, _) in enumerate(named) if needed), None)
     last = len(named) if first_needed is None else first_needed + 1
-    # Whichever is first has no comma before it.
+    # One alternative for each argument that may be the first, which has no comma before it.
     ways = [sequence(named[at][1], *behind[at + 1 :]) for at in range(last)]
     if first_needed is None:
         ways.append(literal(""))
@@ -141,7 +142,7 @@ class _Reader(CallReader):
             if after not in ",]":
                 raise Misfit
             self._take(self._at + 1)
-            # A comma may be behind the last one, too.
+            # A trailing comma is allowed.
             if after == "]" or (yield from self._space()) == "]":
                 break
         if after == ",":
@@ -182,7 +183,7 @@ class _Reader(CallReader):
         return name
 
     def _argument(self, name: str, seen: set[str]) -> Reading[None]:
-        """`key=value`. The first one makes it a call."""
+        """`key=value`. The first one shows the call."""
         key = yield from self._run(_IDENTIFIER)
         if not _is_identifier(key) or key in seen:
             raise Misfit
@@ -209,6 +210,6 @@ class _Reader(CallReader):
                 self._held = [scanner.pending]
                 raise Misfit
             if self._over:
-                # Cut off in a word: what there is of it.
+                # The answer was cut off within a word: show what there is of it.
                 self._arguments(scanner.pending)
             yield from self._more()

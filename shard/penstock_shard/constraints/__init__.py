@@ -1,1 +1,1 @@
-"""What an output must look like: languages, their compiler, and the process that tries them out."""
+"""Constraints on outputs: their languages, their compiler, and the process that checks them."""

@@ -1,7 +1,7 @@
-"""What the server and its check process say to each other, and how it is framed.
+"""Messages between the server and its check process, and their framing.
 
-A length, then msgpack of one of the types below. The server speaks first; to each constraint there
-is one verdict. Knows neither of the two processes.
+A length, then msgpack of one of the types below. The server sends first; each constraint gets one
+verdict. Knows neither of the two processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):
-    """The first message: for which tokens constraints are, and what one of them may take."""
+    """The first message: the vocabulary that constraints are for, and the limits of one."""
 
     tokenizer_json: bytes
     vocab_size: int
@@ -28,27 +28,27 @@ class Start(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """Constraints are taken, or there is a `problem`."""
+    """The process is ready for constraints, or `problem` says why not."""
 
     problem: str
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """Why a constraint is refused, "" where it is not."""
+    """Why a constraint is refused; "" if it is not."""
 
     reason: str
-    # The same constraint gets the same verdict at any other time.
+    # Whether the same constraint would get the same verdict at any other time.
     is_lasting: bool = True
-    # For the log: how the process ended that compiled it, where that was not as it should.
+    # For the log: how the process that compiled it ended, if not as it should.
     ending: str = ""
 
 
 def patience_s(timeout_s: float) -> float:
-    """How long a check may take by the clock, of one that may take so long of the processor."""
+    """How long a check may take by the clock that may take `timeout_s` of processor time."""
     return 1.0 + 3.0 * timeout_s
 
 
 def encode_frame(message: Any) -> bytes:
-    """A message with its length before it."""
+    """A message, preceded by its length."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body

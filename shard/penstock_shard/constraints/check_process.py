@@ -1,10 +1,9 @@
-"""The process that tries constraints out: compiles each one, fills its first mask, says yes or why
-not. Started by `checker` with one end of a socket pair; ends itself when the server is gone.
+"""The process that checks constraints: compiles each one, fills its first mask, and answers yes or
+why not. Started by `checker` with one end of a socket pair; ends itself when the server is gone.
 
-Each constraint is compiled by a fork of this process, so that one may use up its memory, its time
-or its stack and the next one is none the worse for it. The time that counts is the fork's own on
-the processor: the verdict is about the constraint, not about how busy the machine was. Never
-imports torch or grpc.
+Each constraint is compiled in a fork of this process, so that one that uses up its memory, time or
+stack does not affect the next. Its time limit counts the fork's processor time: the verdict must
+not depend on how busy the machine was. Never imports torch or grpc.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, ConstraintLimits
 
-# The engine's threads have more: what fits in this does not overflow there.
+# Less than the engine's threads have: what fits in this does not overflow there.
 _STACK_BYTES = 1 << 20
-# Requests that are being computed go first.
+# Lower priority than the engine's steps.
 _NICENESS = 5
-# What a pipe takes in one piece is less than a page.
+# Short enough for a pipe to take in one write.
 _REASON_CHARACTERS = 300
-# A fork that has found out begins with this: one that died has said nothing at all.
+# A fork's answer begins with this, so that an empty reason differs from no answer at all.
 _DONE = b"+"
 
 _Message = TypeVar("_Message")
@@ -49,12 +48,12 @@ _constraint_decoder = msgspec.msgpack.Decoder(Constraint)
 
 
 class ServerGone(Exception):
-    """Nobody is left to tell a verdict."""
+    """The server, which verdicts are for, has closed the connection."""
 
 
 def main() -> None:
-    """Check what comes until the server is gone. The socket's file descriptor is the argument."""
-    # Service managers tell all processes at once; the server decides when we end.
+    """Check constraints until the server is gone. The argument is the socket's file descriptor."""
+    # Service managers signal all processes at once; the server decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICENESS)
@@ -74,7 +73,7 @@ def _serve(connection: socket.socket) -> None:
     except TokenizerUnusable as error:
         connection.sendall(encode_frame(Started(str(error))))
         return
-    # Forks share what is here already as long as nobody writes to it.
+    # Keep the garbage collector from writing to objects, whose pages forks share until written to.
     gc.freeze()
     connection.sendall(encode_frame(Started("")))
     while True:
@@ -109,10 +108,10 @@ def _check(
 
 
 def _wait_for_word(reading: int, connection: socket.socket, longest_s: float) -> bytes | None:
-    """What the fork says: nothing if it died, None if it took too long.
+    """The fork's answer: empty if it died, None if it took too long.
 
     Raises:
-        ServerGone: it says nothing before it has heard the verdict, so it hung up.
+        ServerGone: its socket is readable. It sends nothing before the verdict, so it hung up.
     """
     hung_up = connection.fileno()
     readable, _, _ = select.select([reading, hung_up], [], [], longest_s)
@@ -122,7 +121,7 @@ def _wait_for_word(reading: int, connection: socket.socket, longest_s: float) ->
 
 
 def _verdict_on_the_dead(kind: str, status: int, limits: ConstraintLimits) -> Verdict:
-    """How a fork ended says what its constraint took too much of."""
+    """The verdict on a constraint whose fork died: how it ended tells which limit was exceeded."""
     ending = f"exit status {os.waitstatus_to_exitcode(status)}"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -130,7 +129,7 @@ def _verdict_on_the_dead(kind: str, status: int, limits: ConstraintLimits) -> Ve
             bound = f"{limits.timeout_s:g} s to compile (--constraint-timeout-s)"
             return Verdict(f"{kind}: needs more than {bound}")
         if number in (signal.SIGABRT, signal.SIGKILL):
-            # The library aborts where it gets no memory; the kernel kills.
+            # Without memory the library aborts, and the kernel kills.
             return Verdict(_too_large(kind, limits))
         ending = signal.strsignal(number) or f"signal {number}"
     return Verdict(f"{kind}: cannot be compiled", ending=ending)
@@ -146,7 +145,7 @@ def _too_large(kind: str, limits: ConstraintLimits) -> str:
 def _try_out(
     compiler: Compiler, constraint: Constraint, limits: ConstraintLimits, writing: int
 ) -> NoReturn:
-    """Say why the constraint is refused, if it is, and end, whatever happens."""
+    """Write why the constraint is refused, if it is, and end the process, whatever happens."""
     try:
         _limit_this_process(limits)
         reason = _refusal_of(compiler, constraint, limits)
@@ -161,7 +160,7 @@ def _limit_this_process(limits: ConstraintLimits) -> None:
     in_use_bytes = _address_space_bytes()
     if in_use_bytes is not None:
         _lower(resource.RLIMIT_AS, in_use_bytes + limits.memory_bytes)
-    # Its signal ends the process, also within the library and when nobody is left to end it.
+    # SIGPROF ends the process, even inside the library or after its parent died.
     signal.setitimer(signal.ITIMER_PROF, limits.timeout_s)
 
 
@@ -173,7 +172,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def _address_space_bytes() -> int | None:
-    """None where the system does not tell (macOS), nor would keep to a limit."""
+    """None if the system does not report it (macOS, which does not enforce a limit either)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

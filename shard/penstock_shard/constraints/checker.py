@@ -1,10 +1,10 @@
-"""Whether constraints can be honoured, as the server finds out: asks a process made for it.
+"""Checks in the server whether constraints can be honoured, by asking a process of its own.
 
 Knows nothing of requests. One check runs at a time; equal constraints share one, and verdicts are
-kept by content. The process is started as soon as the tokenizer is known: to read a large one takes
-seconds, which the first constraint, or one that goes on after a failure elsewhere, must not wait
-for. A constraint that goes wrong costs a fork of that process and nothing else; the process itself
-is started anew, by the next check, where it fails.
+cached by content. The process is started as soon as the tokenizer is known: reading a large one
+takes seconds, and neither the first constraint nor one continued from another shard should wait
+for that. A constraint that crashes costs a fork of that process only; if the process itself fails,
+the next check starts another.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from penstock_shard.request import Constraint, ConstraintLimits
 
 logger = logging.getLogger(__name__)
 
-# Different constraints that wait for their check.
+# Most different constraints that wait for their check.
 MAX_PENDING = 256
 _MAX_VERDICTS = 8192
-# To read the largest of tokenizers on a busy machine.
+# Enough to read the largest tokenizers on a busy machine.
 _START_S = 120.0
-# Beyond the time after which the process itself gives up.
+# Added to the time after which the process itself gives up on a constraint.
 _GRACE_S = 5.0
 _KEY_VARIABLE = "PENSTOCK_API_KEY"
 
@@ -50,20 +50,20 @@ _Message = TypeVar("_Message")
 
 
 class NotChecked(Exception):
-    """There is no verdict, for want of time or room: the same constraint may be served later."""
+    """There is no verdict, for lack of time or room; the same constraint may be served later."""
 
 
 class CheckFailed(Exception):
-    """The check went wrong as nobody foresaw: a defect, of which the log says more."""
+    """The check failed unexpectedly: a defect, which the log describes."""
 
 
 class _ProcessLost(Exception):
-    """The check process does not do what it should; the text says what."""
+    """The check process failed; the text says how."""
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A constraint that waits for its verdict, and how many wait for that."""
+    """A constraint that waits for its verdict, and how many callers wait for it."""
 
     constraint: Constraint
     # None: the check failed.
@@ -73,38 +73,38 @@ class _Pending:
 
 
 class ConstraintChecker:
-    """Asks the check process, which it owns. Lives on the server's event loop."""
+    """Owns the check process and asks it. Runs on the server's event loop."""
 
     def __init__(self, limits: ConstraintLimits) -> None:
         self._limits = limits
         self._start: Start | None = None
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        # By content, in the order they came.
+        # By content, in order of arrival.
         self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
         self._worker: asyncio.Task[None] | None = None
         self._process: _CheckProcess | None = None
 
     def use(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """From now on constraints are for this tokenizer; gets ready for them meanwhile."""
+        """Check constraints for this tokenizer from now on, and start a process for it."""
         start = Start(tokenizer_json, vocab_size, eos_token_ids, self._limits)
         if start != self._start:
-            # A process that was for another one is replaced before the next check.
+            # A process for another tokenizer is replaced before the next check.
             self._start = start
             self._verdicts.clear()
             self._go_to_work()
 
     def known(self, constraint: Constraint) -> str | None:
-        """The verdict on it, where it was checked before; see `check`."""
+        """The cached verdict (see `check`); None if there is none."""
         key = _key(constraint)
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
     async def check(self, constraint: Constraint) -> str:
-        """Why it is refused; "" where it is not.
+        """Why the constraint is refused; "" if it is not.
 
         Raises:
-            NotChecked: too many wait, or the machine is too busy.
+            NotChecked: too many constraints wait, or the machine is too busy.
             CheckFailed: there will be no verdict.
         """
         key = _key(constraint)
@@ -129,7 +129,7 @@ class ConstraintChecker:
         return verdict.reason
 
     async def close(self) -> None:
-        """End the process. What waits is cancelled."""
+        """End the process. Pending checks are cancelled."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.wait([self._worker])
@@ -143,7 +143,7 @@ class ConstraintChecker:
             self._worker = asyncio.create_task(self._work())
 
     async def _work(self) -> None:
-        """Have a process, and make one check after another until none waits."""
+        """Start a process if there is none, and make one check after another until none waits."""
         try:
             await self._prepare()
             while self._pending:
@@ -165,7 +165,7 @@ class ConstraintChecker:
             await self._lose_process(error)
 
     async def _verdict_on(self, constraint: Constraint) -> Verdict | None:
-        """None where the check failed."""
+        """The verdict; None if the check failed."""
         longest_s = patience_s(self._limits.timeout_s) + _GRACE_S
         try:
             process = await self._running_process()
@@ -174,7 +174,7 @@ class ConstraintChecker:
             await self._lose_process(error)
             return Verdict("constraints cannot be checked just now", is_lasting=False)
         except Exception as error:  # noqa: BLE001 - a defect costs the constraint it shows on
-            # It may answer yet, and that would be taken for the next one's verdict.
+            # A late answer would be taken for the next constraint's verdict.
             await self._lose_process(error)
             return None
         if verdict.ending:
@@ -223,7 +223,7 @@ class _CheckProcess:
 
     @classmethod
     async def started(cls, start: Start) -> _CheckProcess:
-        """One that takes constraints. Raises `_ProcessLost`."""
+        """A process that is ready for constraints. Raises `_ProcessLost`."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -242,11 +242,11 @@ class _CheckProcess:
         return one
 
     async def verdict_on(self, constraint: Constraint, longest_s: float) -> Verdict:
-        """Raises `_ProcessLost`, also where it takes longer than `longest_s`."""
+        """Raises `_ProcessLost`, also if the answer takes longer than `longest_s`."""
         return _decoded(_verdict_decoder, await self._ask(constraint, longest_s))
 
     async def end(self) -> None:
-        """Whatever it does just now."""
+        """Kill the process, whatever it is doing."""
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -272,10 +272,10 @@ async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:
         str(its_end.fileno()),
         pass_fds=[its_end.fileno()],
         stdin=asyncio.subprocess.DEVNULL,
-        # The library's last words hold what strangers sent.
+        # The library's crash messages may quote callers' constraints.
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        # As the engine: what a terminal sends to its process group is for the server.
+        # As with the engine, a terminal's signals must reach the server only.
         start_new_session=True,
         env={name: value for name, value in os.environ.items() if name != _KEY_VARIABLE},
     )
@@ -285,7 +285,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Messag
     try:
         return decoder.decode(body)
     except ValueError as error:
-        # Of msgspec, or of text that is not UTF-8.
+        # From msgspec, or from text that is not UTF-8.
         raise _ProcessLost(f"what it says makes no sense: {error}") from None
 
 

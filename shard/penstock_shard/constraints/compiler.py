@@ -1,6 +1,6 @@
-"""Constraints to matchers over a model's vocabulary, kept by content.
+"""Constraints -> matchers over a model's vocabulary, cached by content.
 
-Knows llguidance's tokenizer, limits and errors; what a constraint says is `languages.py`'s matter.
+Knows llguidance's tokenizer, limits and errors; `languages.py` translates what constraints say.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from penstock_shard.constraints.languages import grammar_of
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, ConstraintLimits
 
-# What a state of the lexer takes, by llguidance's word; of regexes that are bad on purpose 360 to
-# 1,830 bytes were seen.
+# Memory of a lexer state, as llguidance states it; 360 to 1,830 bytes were measured with regexes
+# made to be expensive.
 _BYTES_PER_STATE = 2048
 _MOST_STATES = 250_000
-# Fuel is work, whatever it is spent on: by llguidance's word 50,000 of it burn in a millisecond.
+# Fuel is llguidance's unit of work; it states that 50,000 units take a millisecond.
 _FUEL_PER_S = 2_000_000
-# Templates that are kept: of so many constraints (one of a 5 kB schema takes about 1 MB), and of no
-# more than this text together. What their matchers find out grows, and llguidance does not tell how
-# far: each counts for the most that it may take of this memory.
+# Bounds of the cached templates: their number (one of a 5 kB schema takes about 1 MB), their text,
+# and their memory. A template's lexer grows as matchers use it, and llguidance does not report its
+# size: each counts with the most that it may take.
 _MOST_KEPT = 64
 _KEPT_TEXT_BYTES = 8 << 20
 _KEPT_MEMORY_BYTES = 4 << 30
@@ -42,7 +42,9 @@ class TokenizerUnusable(Exception):
 
 @dataclass(slots=True)
 class _Kept:
-    """What is copied for each request, and whether one before it could not go on in the end."""
+    """A template to copy for each request, and whether an earlier one for the same constraint has
+    reached its limits.
+    """
 
     template: LLMatcher
     wears_out: bool = False
@@ -58,7 +60,7 @@ class Compiler:
         eos_token_ids: Sequence[int],
         limits: ConstraintLimits,
     ) -> None:
-        """Takes up to a second for a large vocabulary."""
+        """Takes up to a second with a large vocabulary."""
         self._parser_limits = _parser_limits(limits)
         self.special_tokens: dict[str, int] = {}
         self.tokenizer = self._made(tokenizer_json, vocab_size, eos_token_ids)
@@ -68,11 +70,11 @@ class Compiler:
         self._lock = threading.Lock()
 
     def compile(self, constraint: Constraint, *, goes_on: bool = False) -> LLMatcher:
-        """A matcher at its beginning, the caller's own. Raises ConstraintRefused.
+        """A new matcher, the caller's own. Raises ConstraintRefused.
 
-        What matchers find out about a constraint they share, and its cost: if one of them fails by
-        it (too many states of the lexer, say), all do. Where that came to pass, whoever `goes_on`
-        from an output shares nothing any more: it would only fail again with the same others.
+        Matchers of equal constraints share a lexer and its limits: when one exceeds them (too many
+        lexer states, say), all fail. If that has happened, a request that continues an output
+        (`goes_on`) gets a matcher that shares nothing, as it would only fail again with the others.
         """
         kept = self._find(constraint)
         if kept is None or is_worn_out(kept.template):
@@ -83,7 +85,7 @@ class Compiler:
         return kept.template.deep_copy()
 
     def compile_alone(self, constraint: Constraint) -> LLMatcher:
-        """One that shares nothing. Raises ConstraintRefused."""
+        """A matcher that shares nothing. Raises ConstraintRefused."""
         return self._compiled(constraint)
 
     def _find(self, constraint: Constraint) -> _Kept | None:
@@ -94,7 +96,7 @@ class Compiler:
             return kept
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
-        """Whatever is wrong with it: the reason begins with its kind."""
+        """Compile a constraint; every refusal begins with its kind."""
         try:
             return self._tried(constraint)
         except ConstraintRefused as error:
@@ -106,7 +108,7 @@ class Compiler:
         except RecursionError as error:
             raise ConstraintRefused("nests too deep") from error
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._parser_limits)
-        # What no text meets, or the first tokens take too much for, is known before it is served.
+        # Try the first two tokens, to refuse now what allows no text or exceeds the limits at once.
         allowed = _allowed(matcher)
         tried = matcher.deep_copy()
         if allowed:
@@ -145,14 +147,14 @@ class Compiler:
 
 
 def is_worn_out(template: LLMatcher) -> bool:
-    """Whether what is shared of this matcher, which is at its beginning, can find out no more."""
+    """Whether the shared lexer of this matcher, which has consumed nothing, is at its limits."""
     tried = template.deep_copy()
     tried.compute_bitmask()
     return bool(tried.is_error())
 
 
 def _allowed(matcher: LLMatcher) -> list[int]:
-    """The first of the tokens that may be next, if any may; sets the matcher's error."""
+    """The first of the allowed next tokens, if any; may put the matcher into its error state."""
     if matcher.is_error():
         return []
     mask = matcher.compute_bitmask()
@@ -181,10 +183,10 @@ def _most_kept(limits: ConstraintLimits) -> int:
 
 
 def _marks_apart(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Texts and ids of tokens that stand in no text but as themselves.
+    """Texts and ids of special tokens, which occur as themselves only, never as part of a text.
 
-    llguidance takes every added token for one. Many a tokenizer adds letters, or runs of spaces,
-    which are text like any other: these are put where ordinary tokens are.
+    llguidance takes every added token for special. But many tokenizers add letters or runs of
+    spaces, which are ordinary text: those are moved to the ordinary vocabulary.
     """
     marks, kept = {}, []
     for token in tokenizer.get("added_tokens") or []:
@@ -204,12 +206,12 @@ def _put_into_vocabulary(tokenizer: dict[str, Any], token: dict[str, Any]) -> bo
     return bool(vocabulary.setdefault(name, token["id"]) == token["id"])
 
 
-# Of the kind of <think>, [INST], <|im_end|> or 「」: whoever adds one means it as a mark.
+# Added tokens such as <think>, [INST], <|im_end|> or 「」 are meant as special tokens.
 _MARK = re.compile(r"[<>\[\]|｜「」]")
 
 
 def _spelled(tokenizer: dict[str, Any], text: str) -> str:
-    """How the vocabulary writes a text."""
+    """A text as the vocabulary writes it."""
     decoder = json.dumps(tokenizer.get("decoder"), ensure_ascii=False)
     if '"ByteLevel"' in decoder:
         return "".join(_BYTE_LETTERS[byte] for byte in text.encode())
@@ -217,7 +219,7 @@ def _spelled(tokenizer: dict[str, Any], text: str) -> str:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that byte-level vocabularies write each byte as."""
+    """The letter that byte-level vocabularies write for each byte."""
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in own)
     letters = {byte: chr(256 + index) for index, byte in enumerate(others)}
@@ -236,14 +238,14 @@ def _named(kind: str, reason: str) -> str:
     return reason if reason.startswith(f"{kind}:") else f"{kind}: {reason}"
 
 
-# Where in the grammar, which is not the caller's own text.
+# An error's place in the grammar, which is not the caller's text and so of no use to it.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 def _reason(error: str) -> str:
-    """The line of llguidance's that says why."""
+    """The line of llguidance's message that gives the reason."""
     if error.startswith("NoExtensionBias"):
-        # Its name for a beginning that nothing can follow.
+        # llguidance's name for a state that no token can follow.
         return "no text is allowed"
     lines = [_PLACE.sub("", line.strip()) for line in error.strip().splitlines()]
     told = [line for line in lines if line.startswith("error:")]

@@ -1,7 +1,7 @@
-"""Schemas that only values without an end would meet, as some that refer to themselves do.
+"""Schemas that only infinite values would meet, as some recursive ones do.
 
-llguidance writes on and on at such a place, or stops in the middle. Knows the keywords that are
-left once a schema has been rewritten.
+At such a place llguidance generates without end, or stops in the middle. Knows the keywords that
+are left once a schema has been rewritten.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _NAMED = ("properties", "patternProperties")
 
 
 def without_endless(root: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The same with `false` where no value has an end; so it is in `definitions` from now on."""
+    """The same schema with `false` where only infinite values fit; changes `definitions` alike."""
     ending: set[str] = set()
     before = -1
     while before < len(ending):
         before = len(ending)
-        # What others refer to comes behind them.
+        # Definitions come after those that refer to them, so the reverse order takes fewer rounds.
         for name in reversed(definitions):
             if name not in ending and _may_end(definitions[name], ending):
                 ending.add(name)
@@ -35,7 +35,7 @@ def without_endless(root: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _may_end(schema: Schema, ending: set[str]) -> bool:
-    """Whether there may be such a value, of definitions that are known to have one."""
+    """Whether the schema has a finite value, given the definitions that are known to have one."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"].removeprefix(_REFERENCE) not in ending:
@@ -48,7 +48,7 @@ def _may_end(schema: Schema, ending: set[str]) -> bool:
 
 
 def _types(schema: dict[str, Any]) -> list[str]:
-    """Of the values that it allows; any text stands for what holds nothing."""
+    """The types of values that it allows; "string" also stands for all other scalar types."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is not None:
         return [type_of(value) for value in values]

@@ -1,4 +1,4 @@
-"""What is served of `format`: each name as keywords that llguidance gets right.
+"""The supported names of `format`, each as keywords that llguidance handles right.
 
 A pattern may allow less than the standard does: no leap seconds, years from 1000, addresses on the
 internet in ASCII only. Names that are in no standard are annotations. Knows no schema.
@@ -17,7 +17,7 @@ _DATE = (
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
 
-# RFC 3986, with an authority of a name or an IPv4 address.
+# RFC 3986, with a name or an IPv4 address as the authority.
 _CHARACTER = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _NO_COLON = r"(?:[A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"
 _TAIL = rf"(?:\?(?:{_CHARACTER}|[/?])*)?(?:#(?:{_CHARACTER}|[/?])*)?"
@@ -48,7 +48,7 @@ def _pattern(text: str) -> dict[str, Any]:
 
 
 FORMATS: dict[str, dict[str, Any]] = {
-    # As llguidance has them.
+    # Formats that llguidance supports itself.
     "duration": {"format": "duration"},
     "email": {"format": "email"},
     "hostname": {"format": "hostname"},
@@ -56,7 +56,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "ipv6": {"format": "ipv6"},
     "uri": {"format": "uri"},
     "uuid": _pattern(_UUID),
-    # Of which version, as pydantic names them.
+    # UUIDs of one version, under pydantic's names.
     **{f"uuid{version}": _pattern(_uuid(version)) for version in range(1, 9)},
     "idn-email": {"format": "email"},
     "idn-hostname": _pattern(rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"),
@@ -70,5 +70,5 @@ FORMATS: dict[str, dict[str, Any]] = {
     "json-pointer": _pattern(_POINTER),
     "relative-json-pointer": _pattern(f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})"),
 }
-# Known, and beyond what a grammar can say.
+# Standard formats that a grammar cannot express.
 REFUSED_FORMATS = frozenset(("regex",))

@@ -1,6 +1,6 @@
-"""What a schema forbids, as a schema: all of it, or less where that cannot be said.
+"""The negation of a schema, as a schema of what it forbids, or of less where that is inexpressible.
 
-Less is safe: what comes of it allows fewer texts. Knows each keyword's opposite.
+Less is safe: the final schema then allows fewer texts. Knows each keyword's opposite.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock_shard.constraints.json_terms import (
 )
 from penstock_shard.constraints.refusal import ConstraintRefused
 
-# An item that must not be allowed stands among as many first ones.
+# To break `items`, one of this many first items must break its schema.
 _FIRST_ITEMS = 5
 
 
 def negative(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Values that break one of the keywords at least."""
+    """Values that break at least one of the keywords."""
     return any_of(
         _OPPOSITES[keyword](place, schema, base) for keyword in schema if keyword in _OPPOSITES
     )
@@ -102,7 +102,7 @@ def _not_object(members: dict[str, Any]) -> Schema:
 
 
 def _with(name: str, schema: Schema) -> Schema:
-    """Objects that have such a member."""
+    """Objects that have a member `name` which meets `schema`."""
     if schema is False:
         return False
     return {"type": "object", "properties": {name: schema}, "required": [name]}
@@ -119,7 +119,7 @@ _BUT: dict[str, Callable[[list[Any]], Schema]] = {
 
 
 def _bound(kind: str, opposite: str, step: int) -> _Opposite:
-    """Beyond the bound, by `step` where it is a count."""
+    """Values beyond the bound; `step` is how far the next count is, 0 for numbers."""
 
     def beyond(place: Place, schema: dict[str, Any], base: str) -> Schema:
         keyword = _OF_OPPOSITE[kind, opposite]
@@ -152,7 +152,7 @@ _OF_OPPOSITE = {
 
 
 def _more_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    # More than one of unknown names cannot be held: they may be the same.
+    # Two or more members of any names cannot be required: they may have the same name.
     if schema["maxProperties"] != 0:
         return False
     return {"type": "object", "minProperties": 1}
@@ -169,7 +169,7 @@ def _properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _additional(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Objects with a member that is not named, where any such is forbidden."""
+    """Objects with a member not in `properties`, if the schema forbids all such members."""
     if schema["additionalProperties"] is not False or schema.get("patternProperties"):
         return False
     named = list(schema.get("properties", {}))
@@ -209,7 +209,7 @@ def _any(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _one(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """None of them, or two."""
+    """Values that meet none of the alternatives, or two of them."""
     parts = schema["oneOf"]
     if len(parts) > 8:
         return all_of(place.negative(part, base) for part in parts)
@@ -256,7 +256,7 @@ def _reference(keyword: str) -> _Opposite:
 
 
 _Opposite = Callable[[Place, dict[str, Any], str], Schema]
-# What is not here has no opposite that can be said: nothing is forbidden by it.
+# A keyword that is not here has no expressible opposite: it is treated as forbidding nothing.
 _OPPOSITES: dict[str, _Opposite] = {
     "type": _type,
     "const": _const,

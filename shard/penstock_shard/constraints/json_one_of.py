@@ -1,7 +1,7 @@
-"""oneOf, whose alternatives exclude each other: each with the opposite of all others.
+"""oneOf as anyOf: each alternative together with the negation of all others.
 
-Where a property tells them apart, as in unions with a discriminator, nothing needs an opposite.
-Knows what alternatives may have in common, nothing of opposites themselves.
+If a property tells them apart, as in unions with a discriminator, no negation is needed. Knows what
+alternatives may have in common, and not how schemas are negated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOST_ALTERNATIVES = 64
 
 
 def one_of(place: Place, parts: list[Schema], base: str) -> Schema:
-    """Each alternative where no other is met."""
+    """Values that meet exactly one alternative."""
     name = _telling_apart(place, parts, base)
     if name is not None:
         return any_of(_with(place, name, part, base) for part in parts)
@@ -31,11 +31,11 @@ def one_of(place: Place, parts: list[Schema], base: str) -> Schema:
 
 
 def _with(place: Place, name: str, part: Schema, base: str) -> Schema:
-    """An alternative whose values have the property: without it the rest would have to tell."""
+    """An alternative with the property required, as without it values could not be told apart."""
     schema = _target(place, part, base)
     there = place.positive(part, base)
     if schema.get("type") == "object" and name in schema.get("required", ()):
-        # A reference that stays alone may go in a circle.
+        # Returned as it is: only a reference by itself may be recursive.
         return there
     return all_of([there, {"type": "object", "required": [name]}])
 
@@ -47,7 +47,7 @@ def _target(place: Place, part: Schema, base: str) -> Schema:
 
 
 def _telling_apart(place: Place, parts: list[Schema], base: str) -> str | None:
-    """A property for which no value is listed twice in all of the alternatives."""
+    """A property that all alternatives list values of, no value twice; None if there is none."""
     listed = [_listed(place, part, base) for part in parts]
     for name in listed[0] if len(parts) > 1 else ():
         if all(name in values for values in listed):
@@ -58,7 +58,7 @@ def _telling_apart(place: Place, parts: list[Schema], base: str) -> str | None:
 
 
 def _listed(place: Place, part: Schema, base: str) -> dict[str, set[tuple[str, Any]]]:
-    """Properties of an alternative that have one of a few plain values, and these."""
+    """Properties of an alternative that list their plain values (const, enum), and these."""
     part = _target(place, part, base)
     properties = part.get("properties") if isinstance(part, dict) else None
     out = {}

@@ -1,6 +1,6 @@
 """Regular expressions of JSON Schema (ECMA 262) as the Rust dialect that llguidance reads.
 
-Knows where the two read the same text differently; what has no exact counterpart is refused.
+Knows where the two dialects differ; what has no exact counterpart is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from penstock_shard.constraints.refusal import ConstraintRefused, shown
 
-# What ECMA 262 means by them; Rust's cover other characters.
+# The classes as ECMA 262 defines them; Rust's cover other characters.
 _SPACE = (
     r"\t\n\x0B\x0C\r \xA0\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
 )
@@ -29,13 +29,13 @@ _HEXADECIMAL = {
 _PROPERTY = re.compile(r"\{[A-Za-z_]+(=[A-Za-z_]+)?\}")
 _GROUP = re.compile(r"\((\?:|\?<[A-Za-z_][A-Za-z0-9_]*>)?")
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
-# Twice in a class, they are operators of Rust's.
+# Doubled inside a class, these are operators in Rust's dialect.
 _OPERATORS = set("&-~")
 _LARGEST_TRIE = 4000
 
 
 def rust_pattern(pattern: str) -> str:
-    """The same language in Rust's dialect."""
+    """A pattern in Rust's dialect that matches the same texts."""
     return _Translation(pattern).text()
 
 
@@ -76,7 +76,7 @@ class _Translation:
         text = self._take(_GROUP)
         if self._pattern.startswith("?", self._at):
             raise self._refused("look-around and flags are not served")
-        # Names are of no use here, and need not be unique in ECMA 262.
+        # Names are dropped: they are not used, and in ECMA 262 need not be unique.
         return "(?:" if text != "(" else text
 
     def _take(self, expression: re.Pattern[str]) -> str:
@@ -153,7 +153,7 @@ class _Translation:
 
 
 def any_text_but(texts: Iterable[str]) -> str:
-    """A pattern (Rust's) of all texts but these."""
+    """A pattern in Rust's dialect of all texts but these."""
     trie: dict[str, dict] = {}  # type: ignore[type-arg]
     size = 0
     for text in texts:

@@ -1,6 +1,6 @@
 """Which schema a `$ref` means: URIs, pointers and anchors within one document.
 
-Knows the drafts' ways to name a schema, and that nothing is fetched from anywhere.
+Knows how each draft names schemas. Never fetches anything.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEEPEST = 80
 
 
 class Document:
-    """A schema and those within it."""
+    """A schema and its subschemas."""
 
     def __init__(self, root: Schema) -> None:
         self.draft = _draft(root)
@@ -58,16 +58,16 @@ class Document:
 
     @property
     def references_stand_alone(self) -> bool:
-        """Up to draft 7, keywords beside a `$ref` mean nothing."""
+        """Up to draft 7, keywords beside a `$ref` are ignored."""
         return self.draft is not None and self.draft <= 7
 
     def base(self, schema: Schema, base: str) -> str:
-        """The base within a schema that is found under `base`."""
+        """The base URI inside `schema`, which is found where the base URI is `base`."""
         name = self._id(schema)
         return base if name is None else _joined(base, name).rstrip("#")
 
     def resolve(self, reference: object, base: str) -> tuple[Schema, str]:
-        """The schema that is meant, and the base it is read with."""
+        """The schema that a reference means, and its base URI."""
         if not isinstance(reference, str):
             raise ConstraintRefused(f"$ref: {shown(reference)} is no text")
         address, _, fragment = _joined(base, reference).partition("#")
@@ -81,7 +81,7 @@ class Document:
         return self._pointed(reference, address, fragment)
 
     def resolve_dynamic(self, reference: object, base: str) -> tuple[Schema, str]:
-        """As `resolve`, for references that depend on how one came there: where only one can be."""
+        """As `resolve`, for a dynamic reference, if only one schema can be meant."""
         name = reference.rpartition("#")[2] if isinstance(reference, str) else ""
         if self._dynamic.get(name, 0) > 1 or not name or len(self._resources) > 2:
             raise ConstraintRefused(f"$dynamicRef: {shown(reference)} may mean several schemas")
@@ -128,7 +128,7 @@ class Document:
 
 
 def _joined(base: str, reference: str) -> str:
-    # urljoin knows no URNs: a fragment belongs to the base as it is.
+    # urljoin does not support URNs, so a bare fragment is appended to the base.
     try:
         return base + reference if reference.startswith("#") else urljoin(base, reference)
     except ValueError as error:
@@ -155,7 +155,7 @@ def _subschemas(schema: dict[str, Schema]) -> Iterator[Schema]:
 
 
 def _draft(root: Schema) -> int | None:
-    """None where the schema does not say; then what any draft has is taken as it has it."""
+    """The schema's draft; None if it names none, which allows the keywords of all drafts."""
     named = root.get("$schema") if isinstance(root, dict) else None
     if named is None:
         return None

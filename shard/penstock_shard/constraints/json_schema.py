@@ -1,7 +1,7 @@
-"""JSON Schema to the part of it that llguidance gets right.
+"""JSON Schema -> the part of it that llguidance handles right.
 
-What comes out allows the same texts or fewer, never more; what cannot be said that way is refused
-by keyword. Knows every keyword that is understood, nothing of grammars.
+The result allows the same texts or fewer, never more; a keyword that cannot be expressed that way
+is refused by name. Knows every supported keyword, nothing of grammars.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock_shard.constraints.json_unevaluated import UNEVALUATED, closed
 from penstock_shard.constraints.json_unique import unique
 from penstock_shard.constraints.refusal import ConstraintRefused, shown
 
-# Keywords that say nothing about which values are valid, or only where schemas are.
+# Keywords that do not restrict values: annotations, and those that only hold or name schemas.
 ANNOTATIONS = frozenset(
     [
         "$schema",
@@ -60,12 +60,12 @@ ANNOTATIONS = frozenset(
         "externalDocs",
     ]
 )
-# Greater integers are not the same number for everybody who reads JSON, nor for llguidance.
+# Beyond this, integers are not exact in all JSON readers, nor in llguidance.
 _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
 _MOST_SCHEMAS = 20_000
 _MOST_VALUES = 20_000
-# `contains` is met within as many first items; what is found there is at most so many ways.
+# Items that meet `contains` are among this many first ones; and the most cases of a keyword.
 _CONTAINED_WITHIN = 6
 _MOST_CASES = 256
 
@@ -74,7 +74,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def prepared(root: Schema) -> dict[str, Any]:
-    """The schema as llguidance is given it, without what it says under "x-guidance"."""
+    """The schema as given to llguidance, without its "x-guidance"."""
     translation = _Translation(root)
     found = translation.positive(root, "")
     if found is False:
@@ -88,7 +88,7 @@ def prepared(root: Schema) -> dict[str, Any]:
 
 
 class _Translation:
-    """One schema on its way."""
+    """The translation of one schema."""
 
     def __init__(self, root: Schema) -> None:
         self._document = Document(root)
@@ -98,7 +98,7 @@ class _Translation:
         self._negated: list[int] = []
 
     def positive(self, schema: Schema, base: str) -> Schema:
-        """A schema of the same texts in keywords that llguidance knows, or of fewer."""
+        """A schema of the same texts, or fewer, in keywords that llguidance knows."""
         self._count()
         if isinstance(schema, bool):
             return schema
@@ -125,7 +125,7 @@ class _Translation:
             raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
         check_shapes(schema)
         if id(schema) in self._negated:
-            # Within itself: what it forbids there is left out.
+            # Recursive: leave out what it forbids at this place.
             return False
         self._negated.append(id(schema))
         try:
@@ -199,7 +199,7 @@ def _kept_bound(keyword: str) -> _Keeper:
             return _old_exclusive(keyword, schema)
         upper = keyword in ("maximum", "exclusiveMaximum")
         if (value if upper else -value) >= _LARGEST_EXACT:
-            # What is beyond cannot be told apart: the bound that is nearer is as good.
+            # Integers beyond are not exact, so a tighter bound loses nothing.
             return {keyword: _LARGEST_EXACT if upper else -_LARGEST_EXACT}
         if abs(value) >= _LARGEST_EXACT:
             raise ConstraintRefused(
@@ -253,7 +253,7 @@ def _check_value(keyword: str, value: Any, depth: int) -> None:
 
 
 def _check_text(keyword: str, text: str) -> None:
-    # Written as \\u and no other way, which no output may have.
+    # JSON can write these as \\u only, and outputs may not contain \\u.
     if _UNWRITABLE.search(text):
         raise ConstraintRefused(
             f"{keyword}: {shown(text)} holds a control character or a surrogate"
@@ -286,7 +286,7 @@ def _kept_required(place: _Translation, schema: dict[str, Any], base: str) -> di
 
 
 def _writable(keyword: str, names: list[str]) -> list[str]:
-    """The same names, each once."""
+    """The same names without duplicates; refuses one that cannot be written."""
     for name in names:
         _check_text(keyword, name)
     return list(dict.fromkeys(names))
@@ -317,7 +317,7 @@ def _format(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
     if name in REFUSED_FORMATS:
         raise ConstraintRefused(f"format: {name} is not served")
     if name not in FORMATS:
-        # By the standard an annotation, where nobody knows it.
+        # By the standard an unknown format is an annotation.
         return True
     return unless("string", FORMATS[name])
 
@@ -374,14 +374,14 @@ def _dependencies(place: _Translation, schema: dict[str, Any], base: str) -> Sch
 
 
 def _dependent(name: str, needed: Schema) -> Schema:
-    """Only objects that have the name need it."""
+    """Objects that have the member `name` must meet `needed`; others need not."""
     if needed is True or needed == {"required": []}:
         return True
     return unless("object", any_of([without([name]), all_of([{"required": [name]}, needed])]))
 
 
 def _names(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    """What names of properties may be: a pattern, or a list."""
+    """propertyNames, if it is a pattern, lengths or a list of names."""
     names = schema["propertyNames"]
     if isinstance(names, dict) and "$ref" in names and len(names) == 1:
         names, base = place.resolve("$ref", names["$ref"], base)
@@ -421,7 +421,7 @@ def _contains(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
     if least == 0 and most is None:
         return True
     if most is None and schema["contains"] == schema.get("items") and "prefixItems" not in schema:
-        # Each item is one of them.
+        # `items` is the same schema, so every item counts.
         return unless("array", {"minItems": least})
     met = place.positive(schema["contains"], base)
     unmet = True if most is None else place.negative(schema["contains"], base)
@@ -437,7 +437,7 @@ def _contains(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _placed(positions: tuple[int, ...], met: Schema, unmet: Schema) -> Schema:
-    """Arrays whose items at these positions are met, and all others not."""
+    """Arrays whose items at these positions meet `met`, and all others `unmet`."""
     if positions and met is False:
         return False
     length = positions[-1] + 1 if positions else 0
@@ -453,7 +453,7 @@ def _placed(positions: tuple[int, ...], met: Schema, unmet: Schema) -> Schema:
 
 
 def _least_properties(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
-    """Counted by names that must be there: others may be written twice."""
+    """minProperties, by requiring names: an output may write other names twice."""
     least = int(schema["minProperties"])
     needed = len(set(schema.get("required", ())))
     if least <= needed:
@@ -491,7 +491,7 @@ def _most_properties(place: _Translation, schema: dict[str, Any], base: str) -> 
     left = most - len(set(needed))
     if left < 0:
         return unless("object", False)
-    # Which of the optional names stay away; then what is not named may fill up.
+    # One case for each set of optional names that may be present; unlisted names may fill it up.
     cases: list[Schema] = []
     for count in range(min(left, len(optional)) + 1):
         for kept in itertools.combinations(optional, count):
@@ -520,7 +520,7 @@ _KEPT: dict[str, _Keeper] = {
     "required": _kept_required,
     "items": _kept_items,
     "prefixItems": _kept_prefix,
-    # Read with the keyword that they belong to.
+    # Handled with the keywords that they belong to.
     "additionalItems": _nothing,
     "then": _nothing,
     "else": _nothing,

@@ -1,6 +1,6 @@
-"""What JSON the value of each keyword must be, so that whoever reads a schema may rely on it.
+"""Which JSON type the value of each keyword must have, so that other modules may rely on it.
 
-Knows no keyword's meaning. What is not listed here is looked at by whoever knows the keyword.
+Knows no keyword's meaning. Keywords not listed here are checked by the code that handles them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock_shard.constraints.refusal import ConstraintRefused, shown
 
 
 def check_shapes(schema: dict[str, Any]) -> None:
-    """Refuses a schema whose keywords have values that mean nothing."""
+    """Refuses a schema whose keywords have values of the wrong type."""
     for keyword, (what, is_one) in _SHAPES.items():
         if keyword in schema and not is_one(schema[keyword]):
             raise ConstraintRefused(f"{keyword}: {shown(schema[keyword])} is no {what}")
@@ -64,7 +64,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    # 2.0 is as good a count as 2; what is beyond 2^53 is not exact, and nothing is so long.
+    # 2.0 is a valid count. Beyond 2^53 a float is not exact, and no value is that long.
     return bool(_is_number(value) and 0 <= value <= 2**53 and value == int(value))
 
 
@@ -83,7 +83,7 @@ _SHAPES: dict[str, _Shape] = {
     **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), _BY_NAME),
     **{f"{end}{of}": ("count", _is_count) for end in ("min", "max") for of in _COUNTS},
     **dict.fromkeys(("minimum", "maximum", "multipleOf"), ("number", _is_number)),
-    # A boolean, in draft 4: whether the bound itself is excluded.
+    # In draft 4 a boolean: whether the bound itself is excluded.
     **dict.fromkeys(
         ("exclusiveMinimum", "exclusiveMaximum"),
         ("number", lambda value: isinstance(value, bool) or _is_number(value)),

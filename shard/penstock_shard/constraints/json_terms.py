@@ -1,20 +1,20 @@
-"""Schemas as values: how they are put together. Knows the types of JSON, no keyword's meaning."""
+"""Combines schemas. Knows the types of JSON, and no keyword's meaning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-# A schema is a dict or a bool; what is in one is any JSON.
+# A schema is a dict or a bool; its values are any JSON.
 Schema = Any
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 
 class Place(Protocol):
-    """What rewriting a keyword may ask for; `base` is the URI that references are read by."""
+    """What the code that rewrites a keyword may use; `base` is the base URI of references."""
 
     def positive(self, schema: Schema, base: str) -> Schema:
-        """A schema of the same texts in keywords that llguidance knows, or of fewer."""
+        """A schema of the same texts, or fewer, in keywords that llguidance knows."""
         ...
 
     def negative(self, schema: Schema, base: str) -> Schema:
@@ -22,11 +22,11 @@ class Place(Protocol):
         ...
 
     def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
-        """What a reference means, and the base of that."""
+        """The schema that a reference means, and its base URI."""
         ...
 
     def base(self, schema: Schema, base: str) -> str:
-        """The base of what is in `schema`, which stands where `base` is."""
+        """The base URI inside `schema`, which is found where the base URI is `base`."""
         ...
 
 
@@ -49,18 +49,18 @@ def any_of(parts: Iterable[Schema]) -> Schema:
 
 
 def other_types(*types: str) -> Schema:
-    """Any value that is of none of these types."""
+    """Any value of none of these types."""
     left = [name for name in TYPES if name not in types]
     return {"type": left} if left else False
 
 
 def unless(kind: str, schema: Schema) -> Schema:
-    """Any value but one of type `kind`, and such a one where `schema` allows it."""
+    """Values of type `kind` that `schema` allows, and all values of other types."""
     return any_of([other_types(kind), all_of([{"type": kind}, schema])])
 
 
 def at(index: int, schema: Schema) -> Schema:
-    """Arrays with such an item there."""
+    """Arrays with an item at `index` that meets `schema`."""
     if schema is False:
         return False
     return {"type": "array", "prefixItems": [True] * index + [schema], "minItems": index + 1}

@@ -1,8 +1,8 @@
-"""unevaluatedProperties and unevaluatedItems, by the cases in which names and items are evaluated.
+"""unevaluatedProperties and unevaluatedItems, rewritten by cases.
 
-A schema comes to cases: which alternatives are met, and what these evaluate. In each, the rest is
-closed by ordinary keywords. Fewer cases than there are is safe. Knows the keywords that apply to
-the same value.
+A schema is split into cases: which alternatives a value meets, and which names and items those
+evaluate. In each case the rest is closed with ordinary keywords. Leaving out cases is safe: it only
+allows fewer texts. Knows the keywords that apply to the same value.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _IN_PLACE = (
 )
 _MOST_CASES = 256
 _DEEPEST = 20
-# Of so many alternatives all sets are tried, of more only single ones and all.
+# For up to this many alternatives all sets are cases; for more, only single ones and the whole set.
 _SETS_OF = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Values that all of `parts` allow, and what they evaluate of such a value."""
+    """Values that all `parts` allow, and the names and items of them that these evaluate."""
 
     parts: tuple[Schema, ...] = ()
     names: frozenset[str] = frozenset()
@@ -54,7 +54,7 @@ _Cases = list[_Case]
 
 
 def closed(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """The schema in keywords that do not look at what others have evaluated."""
+    """The schema in keywords that do not depend on what other keywords evaluated."""
     return any_of(all_of(case.parts) for case in _cases(place, schema, base, 0))
 
 
@@ -130,7 +130,7 @@ def _all(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
 def _any(place: Place, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["anyOf"]
     sizes = range(1, len(parts) + 1) if len(parts) <= _SETS_OF else (1, len(parts))
-    # The largest sets evaluate most: what others allow beside them is their own.
+    # A larger set evaluates more names, but demands more of a value; so both ends are kept.
     return [
         case
         for size in sizes

@@ -1,4 +1,4 @@
-"""Constraints as requests state them to grammars of llguidance.
+"""Constraints as requests state them -> grammars of llguidance.
 
 Knows the six languages and what each may hold, nothing of tokens but the ids of special ones.
 """
@@ -18,10 +18,10 @@ from penstock_shard.constraints.structural_lark import lark_regex, unforced, wri
 from penstock_shard.constraints.structural_tag import read
 from penstock_shard.request import CONSTRAINT_KINDS, Constraint
 
-# A space or two, or a line's end and the indentation of the next: each place of the output may have
-# one of these, so that whitespace cannot go on and on.
+# Whitespace between JSON tokens: one or two blanks, or a line break and indentation. It is bounded,
+# so that an output cannot go on with whitespace without end.
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
-# Without \u: it could spell the name of a property in a way that is not known as that name.
+# Without \u, which could spell a property's name in a form that the grammar does not recognize.
 _ESCAPES = 'nrbtf\\"'
 _OPTIONS: dict[str, type] = {
     "whitespace_flexible": bool,
@@ -29,7 +29,7 @@ _OPTIONS: dict[str, type] = {
     "item_separator": str,
     "key_separator": str,
 }
-# Rules of white space let nothing else through: what is written must be JSON.
+# A whitespace rule may match nothing but JSON's whitespace, so that the output stays JSON.
 _BLANK = r"[ \t\n\r]|\\[ntrs]"
 _HOW_OFTEN = r"[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\}"
 _BLANKS = rf"(?:(?:{_BLANK}|\[(?:{_BLANK})+\])(?:{_HOW_OFTEN})?)*"
@@ -42,15 +42,15 @@ _WRITING: dict[str, tuple[re.Pattern[str], str]] = {
     "key_separator": (re.compile(f"{_BLANKS}:{_BLANKS}"), "one colon with white space around it"),
 }
 _IN_CLASS = re.compile(r"\[[^]]*\]")
-# JSON spells characters beyond 16 bits as two, and either may stand alone.
+# A surrogate without its other half, which JSON escapes can express but no text can hold.
 _HALF = re.compile("[\ud800-\udfff]")
 _EBNF = re.compile(r"^\s*[A-Za-z_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
 
 
 def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str:
-    """The grammar whose texts are what the constraint allows.
+    """The grammar of the texts that the constraint allows.
 
-    `special_tokens`: text and id of tokens that stand in no text but as themselves.
+    `special_tokens`: text and id of tokens that occur as themselves only, never as part of a text.
     """
     if constraint.kind == "json_schema":
         return _json(parsed(constraint))
@@ -69,7 +69,7 @@ def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str
 
 
 def parsed(constraint: Constraint) -> Any:
-    """The value, which is JSON."""
+    """The constraint's value, parsed as JSON."""
     kind = constraint.kind
 
     def not_json(name: str) -> Never:
@@ -84,14 +84,14 @@ def parsed(constraint: Constraint) -> Any:
 
 
 def _whole_texts(tag: Any) -> Any:
-    """The same: what no text can hold is refused."""
+    """The same tag; refuses one with a lone surrogate, which no text can hold."""
     if _HALF.search(json.dumps(tag, ensure_ascii=False)):
         raise ConstraintRefused("structural_tag: it holds half a character")
     return tag
 
 
 def schema_of(schema: Any) -> dict[str, Any]:
-    """A schema as llguidance is given it: what it gets right, and how whitespace may stand."""
+    """A schema as given to llguidance: keywords that it handles right, and whitespace rules."""
     if not isinstance(schema, dict | bool):
         raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
@@ -118,7 +118,7 @@ def _writing(options: Any) -> dict[str, Any]:
 
 
 def _blank(name: str, text: str, pattern: re.Pattern[str], what: str) -> str:
-    """The rule, of JSON's white space: others have more characters of that kind."""
+    """A whitespace rule with its \\s, in regexes more than JSON's whitespace, narrowed to that."""
     if not pattern.fullmatch(text):
         raise ConstraintRefused(f"x-guidance: {name}: {shown(text)} is not {what}")
     text = _IN_CLASS.sub(lambda found: found.group().replace(r"\s", r" \t\n\r"), text)
@@ -130,7 +130,7 @@ def _json(schema: Any) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """The whole text matches; Rust's dialect, without look-around."""
+    """A grammar of the texts that match as a whole; Rust's dialect, without look-around."""
     if not pattern:
         raise ConstraintRefused("regex: it is empty")
     return unforced(f"start: {lark_regex(pattern)}")
@@ -143,7 +143,7 @@ def _choice(options: tuple[str, ...]) -> str:
 
 
 def lark_of(text: str) -> str:
-    """Lark as llguidance has it; EBNF as llama.cpp and vLLM have it is translated."""
+    """A grammar in llguidance's Lark; the EBNF of llama.cpp and vLLM is translated."""
     if not text.strip():
         raise ConstraintRefused("grammar: it is empty")
     if not _EBNF.search(text):

@@ -1,6 +1,6 @@
-"""Constraints of requests compiled where no step waits for them.
+"""Compiles constraints of requests in threads, so that no step waits for them.
 
-Knows threads and which request waits for what; compiling is `compiler`'s.
+Knows threads and which request waits for which matcher; `compiler` compiles.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from penstock_shard.constraints.compiler import Compiler, is_worn_out
 from penstock_shard.constraints.state import failure_of
 from penstock_shard.request import Request, RequestState
 
-# A matcher has so much work for the tokens it takes, and has it anew with each mask. These many
-# leave most of it even in a regex that can be read in many ways, and spare masks, the dearer part.
+# A matcher's limit of work for consuming tokens is renewed at each mask. A mask after this many
+# delivered tokens uses little of that limit even with a highly ambiguous regex, and computes few
+# masks, which cost more than consuming tokens.
 _TOKENS_A_MASK = 16
 _NICE = 10
 
 
 def _stand_back() -> None:
-    """Leave the processor to steps, where threads have priorities of their own."""
+    """Lower this thread's priority below that of steps, where the system has one per thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class OutputRefused(Exception):
-    """What was delivered of a request before is no beginning of what its constraint allows."""
+    """A request's delivered output does not match its constraint."""
 
 
 class OutputExhausts(Exception):
-    """What may follow what was delivered of a request takes too much to find out."""
+    """Following a request's delivered output exceeds the matcher's limits."""
 
 
 class _Discarded(Exception):
-    """Nobody waits for the matcher any more."""
+    """The request ended while its matcher was made."""
 
 
 class PendingMatchers:
-    """Matchers that requests wait for, each made behind what was delivered of its output."""
+    """Matchers that requests wait for, each advanced past the request's delivered output."""
 
     def __init__(
         self, compiler: Compiler, on_done: Callable[[], None], num_threads: int = 1
@@ -55,38 +56,38 @@ class PendingMatchers:
             num_threads, thread_name_prefix="constraints", initializer=_stand_back
         )
         self._waiting: dict[Request, Future[LLMatcher]] = {}
-        # However many wait, a step looks only at what is new.
+        # A queue, so that a step looks only at requests that are done, however many wait.
         self._done: SimpleQueue[Request] = SimpleQueue()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Begin with a request that has a constraint."""
+        """Begin to make the matcher of a request that has a constraint."""
         future = self._threads.submit(self._matcher, request)
         self._waiting[request] = future
         future.add_done_callback(lambda _: self._tell_done(request))
 
     def discard(self, request: Request) -> bool:
-        """Nobody waits for it any more; whether anybody did."""
+        """Forget a request that ended; whether it was waiting for its matcher."""
         future = self._waiting.pop(request, None)
         if future is None:
             return False
-        # Its output may be long: whoever waits behind it must not wait for that.
+        # Stops `_follow`, as other requests wait behind it and its output may be long.
         request.state = RequestState.ENDED
         future.cancel()
         return True
 
     def take(self) -> list[tuple[Request, BaseException | None]]:
-        """Those that have their matcher by now, or a reason why they never will: ConstraintRefused,
-        OutputRefused, OutputExhausts, or what went wrong.
+        """Requests that are done: with their matcher and None, or with the reason for having none:
+        ConstraintRefused, OutputRefused, OutputExhausts, or another error.
         """
         taken: list[tuple[Request, BaseException | None]] = []
         while (request := self._next_done()) is not None:
             future = self._waiting.pop(request, None)
             if future is None:
                 continue
-            # Of whatever kind, as the library's panics: it ends this request and no other.
+            # Any exception, the library's panics included, ends this request only.
             error = future.exception()
             if error is None:
                 request.matcher = future.result()
@@ -113,14 +114,14 @@ class PendingMatchers:
         except (OutputRefused, OutputExhausts):
             if not is_worn_out(beginning):
                 raise
-        # What other outputs made of a constraint counts for all that share it. Alone, and with a
-        # mask before each token, it does again what it did where these tokens were drawn.
+        # Requests with the same constraint share a lexer and its limits, which others may have used
+        # up. Compiled alone, with a mask before each token, it repeats how the tokens were drawn.
         return _follow(self._compiler.compile_alone(constraint), request, 1)
 
 
 def _follow(matcher: LLMatcher, request: Request, tokens_a_mask: int) -> LLMatcher:
-    """The matcher behind what was delivered of the request, with a mask for what follows. Raises
-    OutputRefused, OutputExhausts.
+    """Advance the matcher past the request's delivered output, and check that it can fill a mask
+    there. Raises OutputRefused, OutputExhausts.
     """
     token_ids = request.token_ids[request.num_prompt_tokens :]
     for start in range(0, len(token_ids), tokens_a_mask):

@@ -1,4 +1,4 @@
-"""The one exception for a constraint that cannot be honoured. Knows no language."""
+"""The exception for a constraint that cannot be honoured. Knows no constraint language."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class ConstraintRefused(Exception):
 
 
 def shown(value: object, longest: int = 60) -> str:
-    """A caller's value in a message: never longer than it is worth."""
+    """A caller's value as text for a message, cut to `longest` characters."""
     text = repr(value)
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -1,6 +1,6 @@
-"""Where an output stands in its request's constraint: which tokens may follow, and which did.
+"""The state of a request's constraint: how far its matcher has got, and which tokens may follow.
 
-Knows matchers and token ids; knows neither how constraints are written nor logits.
+Knows matchers and token ids; knows neither the constraint languages nor logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock_shard.request import Request
 
-# A bit a token, the lowest first: int32 [words of the vocabulary].
+# One bit for each token, the lowest bit first: int32 [words of the vocabulary].
 Mask = NDArray[np.int32]
 
 
@@ -27,21 +27,21 @@ class ConstraintState:
         self.matcher: LLMatcher = request.matcher
         self.mask: Mask | None = None
         self._request = request
-        # Those that were delivered before are in the matcher.
+        # The matcher has consumed the delivered tokens already.
         self._position = request.num_delivered
         self._stop_ids = _ids(request.stop_token_ids)
         self._reluctant_ids = _ids(request.reluctant_stop_ids)
 
     @property
     def error(self) -> str:
-        """Why the matcher cannot go on; "" where it can."""
+        """Why the matcher cannot go on; "" if it can."""
         if not self.matcher.is_error():
             return ""
         kind = self._request.constraint.kind if self._request.constraint else "constraint"
         return f"{kind}: {failure_of(self.matcher)}"
 
     def move_to(self, position: int, output: Callable[[int], Sequence[int]]) -> None:
-        """Stand behind the first `position` tokens of the output, which `output` gives."""
+        """Go to after the first `position` tokens of the output, which `output(position)` gives."""
         if position == self._position:
             return
         if position < self._position:
@@ -52,22 +52,22 @@ class ConstraintState:
         self.mask = None
 
     def append(self, token_id: int) -> None:
-        """This token was drawn."""
+        """Consume the token that was drawn."""
         self.matcher.consume_token(token_id)
         self._position += 1
         self.mask = None
 
     def skip(self) -> None:
-        """Stand behind a token that there is not; what may follow it means nothing."""
+        """Advance by a position without a token; the mask there is meaningless."""
         self._position += 1
         self.mask = None
 
     def set_mask(self, mask: Mask) -> None:
-        """The matcher's mask was filled, and changes here: what ends the sequence may be drawn
-        where the constraint may end; what should not end it, where nothing else is left.
+        """Take the matcher's mask, with changes: stop ids are allowed where the constraint may end;
+        reluctant ones, and before min_tokens all, only where nothing else is allowed.
         """
         if self.matcher.is_error():
-            # It would let the sequence end here.
+            # In error its mask would allow the sequence to end.
             return
         may_end, too_early = self.matcher.is_accepting(), self._position < self._request.min_tokens
         if may_end and self._stop_ids.size:
@@ -75,7 +75,7 @@ class ConstraintState:
         reluctant = self._reluctant_ids
         if too_early:
             reluctant = np.concatenate([reluctant, self._stop_ids])
-        # Ids that are ignored are there only where it may end.
+        # The matcher allows ignored eos ids only where the constraint may end.
         if reluctant.size and (may_end or too_early):
             others = mask.copy()
             _clear(others, reluctant)
@@ -85,7 +85,7 @@ class ConstraintState:
 
 
 class MaskFiller:
-    """Fills masks in threads, while whoever asked does something else."""
+    """Fills masks in threads, while the caller does other work."""
 
     def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
         self._vocab_size = vocab_size
@@ -93,14 +93,14 @@ class MaskFiller:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
 
     def fill(self, states: Sequence[ConstraintState]) -> None:
-        """Fill the masks of all, here and now."""
+        """Fill the masks of all, and return when they are filled."""
         self._set(states, self._filled(states))
 
     def start(self, states: Sequence[ConstraintState]) -> Callable[[], None]:
-        """Fill the masks of all meanwhile; they must be left alone until what this gives is called,
-        which waits for them.
+        """Begin to fill the masks of all. Leave `states` alone until the returned function, which
+        waits for the masks, has been called.
         """
-        # One call, in which the interpreter is free: a step needs it between its kernels.
+        # One call that releases the interpreter lock, which a step needs between its kernels.
         filling = self._threads.submit(self._filled, states)
         return lambda: self._set(states, filling.result())
 
@@ -143,6 +143,6 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def failure_of(matcher: LLMatcher) -> str:
-    """In one line."""
+    """The matcher's error, in one line."""
     lines = matcher.get_error().splitlines() or ["it is in no state"]
     return f"cannot be followed any further: {lines[0][:200]}"

@@ -1,7 +1,8 @@
 """The parts of a structural tag as one Lark grammar.
 
-Each part is written together with what follows it: free text must know the text that ends it.
-A text that has a special token's text in it is that token there. Knows Lark, nothing of JSON.
+Each part is written together with what follows it, because the rule of a free text contains the
+text that ends it. A special token's text inside a text stands for that token. Knows Lark, nothing
+of JSON.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class _Loop:
 
 @dataclass(frozen=True, slots=True)
 class _Either:
-    """One of these, each of several items."""
+    """One of several sequences of items."""
 
     cases: tuple[tuple[_Item, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Free text up to one of these beginnings, each with what follows it."""
+    """Free text up to one of these beginnings, then what follows that one."""
 
     beginnings: tuple[_Beginning, ...]
     excludes: tuple[str, ...]
@@ -59,7 +60,7 @@ _Item = Part | _Loop | _Either | _Begun
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """A text with which something begins, in pieces: texts, and ids of special tokens."""
+    """What items begin with, in pieces (texts, and ids of special tokens), and the rest of them."""
 
     pieces: tuple[_Piece, ...]
     rest: tuple[_Item, ...]
@@ -71,7 +72,7 @@ def written(
     json_grammar: Callable[[Any], dict[str, Any]],
     lark_grammar: Callable[[str], str],
 ) -> str:
-    """A grammar for llguidance. `json_grammar` and `lark_grammar` read those languages."""
+    """A grammar for llguidance. `json_grammar` and `lark_grammar` translate those languages."""
     writer = _Writer(special_tokens, json_grammar, lark_grammar)
     start = writer.sequence((part,))
     lines = [f"start: {start}", *writer.rules]
@@ -91,7 +92,7 @@ class _Writer:
         self.rules: list[str] = []
         self.grammars: list[dict[str, str]] = []
         self._special_tokens = special_tokens
-        # The longest first: where two begin at one place, the longer is meant.
+        # The longest first, so that of two that match at one place the longer is taken.
         ordered = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, ordered))) if ordered else None
         self._json_grammar = json_grammar
@@ -123,7 +124,7 @@ class _Writer:
         return " ".join(filter(None, out)) or '""'
 
     def _closed(self, item: _Item) -> str:
-        """An expression for a part that needs not know what follows."""
+        """An expression for a part that does not depend on what follows it."""
         if isinstance(item, Literal):
             return self.pieces(self.cut(item.text))
         if isinstance(item, Inner):
@@ -153,20 +154,20 @@ class _Writer:
         out = self._up_to(tuple(up_to), text.excludes) if up_to else ""
         if len(up_to) == len(beginnings):
             return out
-        # Here the whole may end as well.
+        # A beginning without pieces: the whole output may end here.
         excluded = (*text.excludes, *(self._text(one.pieces) for one in up_to))
         tail = self._terminal(_but(_ANYTHING, excluded))
         return self._rule(f"{out} | {tail}") if out else tail
 
     def _up_to(self, beginnings: tuple[_Beginning, ...], excludes: tuple[str, ...]) -> str:
-        """Free text, then one of the beginnings, which it does not hold, then what follows it."""
+        """Free text without any of the beginnings, then one of them, then what follows that one."""
         grouped: dict[tuple[_Piece, ...], list[str]] = {}
         for beginning in beginnings:
             grouped.setdefault(beginning.pieces, []).append(self.sequence(beginning.rest))
         texts = [self._text(pieces) for pieces in grouped]
         alternatives = []
         for pieces, follows in grouped.items():
-            # Another that begins like this one is found by it.
+            # Exclude the other beginnings, except those that this one contains.
             own = self._text(pieces)
             others = [text for text in texts if not own.startswith(text)]
             head = self._head(pieces, (*excludes, *(text for text in others if text not in own)))
@@ -180,13 +181,13 @@ class _Writer:
         whole = f"/(?s:.)*{_escaped(text)}/"
         if first is None:
             return self._rule(self._terminal(_but(whole, excludes)), "[lazy]")
-        # No text runs over a special token. Written out, its text would be taken for it.
+        # A special token ends a text. Exclude its text, which would be the same when written out.
         own = self._text(pieces)
         before = self._terminal(_but(whole, (*excludes, own)))
         return f"{before} {self.pieces(pieces[first:])}"
 
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
-        """How these may begin. One without pieces: they may be nothing at all."""
+        """How the items may begin. A beginning without pieces means that they may be empty."""
         if not items:
             yield _Beginning((), ())
             return
@@ -226,7 +227,9 @@ class _Writer:
         return (first,) if item.at_least_one else (_Either(((begun,), (none,))),)
 
     def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> _Beginning:
-        """Where a tag is recognized: at its trigger, or the special token that it is part of."""
+        """The beginning that a tag is recognized by: its trigger, or up to the end of the special
+        token that the trigger is part of.
+        """
         trigger = min((text for text in triggers if tag.begin.startswith(text)), key=len)
         pieces, reached = self.cut(tag.begin), 0
         for index, piece in enumerate(pieces):
@@ -286,17 +289,17 @@ class _Writer:
 
 
 def lark_regex(pattern: str) -> str:
-    """A regular expression as Lark has it."""
+    """A regular expression in Lark's syntax."""
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        # The library would pass over it.
+        # The library would ignore it.
         raise ConstraintRefused(f"regex: {shown(pattern)} ends with a backslash")
     return f"/{regex_to_lark(pattern, '')}/"
 
 
 def unforced(lark: str) -> str:
-    """The same grammar, read without looking ahead for text that must come.
+    """The same grammar, with llguidance's search for forced text switched off.
 
-    llguidance would look to the end of such a text for each mask, and nothing bounds its length.
+    At each mask llguidance would follow forced text to its end, and nothing bounds its length.
     """
     return lark + '\n%llguidance {"no_forcing": true}\n'
 
@@ -309,7 +312,7 @@ def _tag_items(tag: Tag) -> tuple[_Item, ...]:
 
 
 def _open(items: tuple[_Item, ...]) -> bool:
-    """Whether these may end in free text, which must know what follows."""
+    """Whether the items may end in free text, whose rule depends on what follows."""
     if not items:
         return False
     item = items[-1]
@@ -327,7 +330,7 @@ def _open(items: tuple[_Item, ...]) -> bool:
 
 
 def _but(terminal: str, excludes: Iterable[str]) -> str:
-    """What the terminal matches and none of these is in."""
+    """A terminal of the texts that `terminal` matches and that contain none of `excludes`."""
     texts = [_escaped(text) for text in dict.fromkeys(excludes) if text]
     if not texts:
         return terminal
@@ -335,7 +338,7 @@ def _but(terminal: str, excludes: Iterable[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text in a regular expression: nothing of it means more than itself."""
+    """A text as a regular expression that matches it literally."""
     return "".join(
         character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):X}}}"
         for character in text

@@ -1,10 +1,10 @@
-"""Structural tags: free text, texts as they are, and other languages between marks.
+"""Structural tags: free text, literal texts, and other languages between tags.
 
-Reads both forms, the older with `structures` and the newer with `format`, into parts; nothing that
-is not understood is passed over. Knows no grammar: `structural_lark.py` writes that.
+Reads both forms, the older with `structures` and the newer with `format`, into parts; whatever is
+not understood is refused. Knows no grammar: `structural_lark.py` writes that.
 
-Read where others differ: `at_least_one` of triggered tags means that the text begins with a tag;
-free text holds neither its `excludes`, nor a trigger, nor what ends it.
+Where other implementations differ: `at_least_one` of triggered tags means that the text begins with
+a tag; free text contains neither its `excludes`, nor a trigger, nor what ends it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Triggered:
 
 @dataclass(frozen=True, slots=True)
 class Separated:
-    """Tags and nothing else but a separator between two."""
+    """Tags, with nothing but a separator between them."""
 
     tags: tuple[Tag, ...]
     separator: str

@@ -1,4 +1,4 @@
-"""What the runner asks of a model, whichever code computes it. Knows nothing of requests."""
+"""The interface of a model, whichever code computes it. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 
-# Raised when the same weights give other logits than before, but for what the kernels' own source
-# and the version of transformers tell.
+# Part of the numerics fingerprint. Raise it when our Python code changes the logits of the same
+# weights; the kernels' source and the version of transformers are in the fingerprint already.
 MODEL_REVISION = 2
 
 
 class Forwarded(NamedTuple):
-    """Logits [N, V] of the tokens they were wanted of; final hidden states [M, H], after the last
-    norm, of the tokens these were wanted of. The latter are good until the next forward.
+    """Logits [N, V] of the tokens in `logit_rows`; final hidden states [M, H], after the last norm,
+    of those in `hidden_rows`. The hidden states are valid until the next forward.
     """
 
     logits: Tensor
@@ -25,23 +25,23 @@ class Forwarded(NamedTuple):
 
 
 class CausalModel(Protocol):
-    """Runs flat steps: tokens of many sequences, each of which has its part of a paged cache."""
+    """Runs steps on flat tensors: the tokens of many sequences, over one paged KV cache."""
 
     device: torch.device
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each attention layer asks for."""
+        """The parameters of each attention layer."""
 
     @property
     def hidden_size(self) -> int:
-        """Of final hidden states; 0 where they cannot be had."""
+        """Size H of the final hidden states; 0 where the model cannot give them."""
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """Make the cache of every layer, instead of the one there was."""
+        """Allocate the KV cache of every layer, in place of the earlier one."""
 
     def free(self) -> None:
-        """Drop the cache."""
+        """Drop the KV cache."""
 
     def forward(
         self,
@@ -52,12 +52,13 @@ class CausalModel(Protocol):
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Forwarded:
-        """input_ids and positions int64 [T]; logit_rows int64 [N] and hidden_rows int64 [M], each
-        rising, into T. Where N is T the rows are all in order. `adapters` int64 [T] names the index
-        of each token's adapter, 0 for none; None where no token has any.
+        """input_ids and positions int64 [T]; logit_rows int64 [N] and hidden_rows int64 [M] are
+        ascending indices into the T tokens. Where N is T, logit_rows are all tokens in order.
+        `adapters` int64 [T] has the index of each token's adapter, 0 for none; None where no token
+        has an adapter.
         """
 
     def shortened(self) -> AbstractContextManager[None]:
-        """While it lasts, forward runs one layer of each kind and maybe the last: for checks of how
-        layers compute and what memory they take, which more of the same kinds do not change.
+        """Inside the context, forward runs one layer of each kind, and maybe the last layer: for
+        checks of results and of memory, to which more layers of the same kinds add nothing.
         """

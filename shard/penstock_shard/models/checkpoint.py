@@ -1,7 +1,7 @@
 """The safetensors files of a model directory, mapped and read tensor by tensor.
 
-Pages that were read count as this process's memory until they are given back, so whoever copies a
-tensor into another form gives its pages back at once. Knows files; knows nothing of models.
+Pages that were read count as this process's memory until they are given back, so code that copies
+a tensor into another form gives its pages back at once. Knows files; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Checkpoint:
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"{model_dir}: cannot load the weights: {error}") from error
         self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-        # As the files name them.
+        # Dtypes by the names that safetensors files use.
         self.stored = {name: str(part.get_dtype()) for name, part in slices.items()}
-        # None for dtypes that are not simply numbers to compute with, as fp8.
+        # None for dtypes that products do not take as they are, such as fp8.
         self.dtypes = {name: _DTYPES.get(stored) for name, stored in self.stored.items()}
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """The tensors, in the file's memory; to be copied before the context ends."""
+        """The tensors, in the file's mapped memory; copy them before the context ends."""
         stored = [self._stored_names[name] for name in names]
         tensors = [self._files[name].get_tensor(name) for name in stored]
         yield tensors
@@ -72,8 +72,8 @@ class Checkpoint:
         return True
 
     def check_dtypes(self) -> None:
-        """Raises ModelError, naming a tensor, for numbers that mean nothing without a scale, and
-        for those that no products take.
+        """Raises ModelError, naming a tensor, for a dtype that needs scales (int8, fp8) and for
+        floats that products do not take.
         """
         for name, stored in self.stored.items():
             if stored not in _DTYPES and (stored == "I8" or stored.startswith("F")):
@@ -83,7 +83,7 @@ class Checkpoint:
                 )
 
     def main_dtype(self) -> torch.dtype | None:
-        """The dtype most weights have; None if there are none of a dtype to compute with."""
+        """The dtype that most weights have; None if no weight has a dtype that products take."""
         sizes: dict[torch.dtype, int] = {}
         for name, dtype in self.dtypes.items():
             if dtype is not None:
@@ -92,8 +92,8 @@ class Checkpoint:
 
 
 def _full_names(stored: Iterable[str]) -> dict[str, str]:
-    """Names as in a whole model -> as in the files: a model that was saved without its head, as
-    those for embeddings are, lacks what the others' names begin with.
+    """Names in a causal language model -> names in the files. A model that was saved without its
+    head, as embedding models are, lacks the prefix "model.".
     """
     names = list(stored)
     prefix = "model." if "embed_tokens.weight" in names else ""
@@ -103,9 +103,9 @@ def _full_names(stored: Iterable[str]) -> dict[str, str]:
 def give_back_pages(tensors: Sequence[Tensor]) -> None:
     """Drop the pages of tensors that lie in a mapped file: they are read again when touched.
 
-    Tensors in other memory are left alone, as all are on other systems than Linux.
+    Does nothing to tensors in other memory, nor on systems other than Linux.
     """
-    # Of a device's the addresses mean nothing here, and its driver maps files of its own.
+    # Addresses of GPU tensors mean nothing here, and could fall into a file the driver maps.
     tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     if sys.platform != "linux" or not tensors:
         return
@@ -113,7 +113,7 @@ def give_back_pages(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         start = tensor.data_ptr()
         if any(low <= start < high for low, high in mapped):
-            # Pages that lie wholly within: the next tensor's begin may share the last.
+            # Only pages that lie wholly within: the last may hold the start of the next tensor.
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             last = (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if last > first:
@@ -127,7 +127,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Where this process has files in its memory: first address and the one after the last."""
+    """Address ranges [low, high) of the files mapped into this process."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
         if inode != "0":

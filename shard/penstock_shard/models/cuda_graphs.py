@@ -1,18 +1,18 @@
-"""Steps whose rows have one token each, recorded once and replayed: the device then waits for no
-launch of a kernel.
+"""Decode steps, whose rows have one token each, captured as CUDA graphs and replayed: the GPU then
+does not wait for kernel launches.
 
-A graph computes a fixed number of rows over tables of a fixed width, on memory that stays where it
-is. Steps that are smaller have rows of nobody besides, which see one token, in a block that no
-request has. All graphs share one pool, in which the logits of one lie where the next will write:
-they are good until the next forward. Knows nothing of requests or of sampling.
+A graph computes a fixed number of rows over block tables of a fixed width, at fixed addresses.
+Smaller steps are filled up with padding rows, which see one token, in a block that no request has.
+All graphs share one memory pool, where the next replay overwrites the logits of the last: logits
+are valid until the next forward. Knows nothing of requests or of sampling.
 
-Tables come in several widths because backends launch work for each run of keys that a table could
-have: for many rows a table for the longest sequence would cost more than the attention itself.
+Block tables come in several widths because backends launch work for every run of keys that a table
+has room for: with many rows, a table for the longest sequence would cost more than the attention.
 
-Several rows may be of one sequence, one for each of its last tokens. Either kind of model has all
-keys and values of a layer written to the cache before any row of it attends, and the backends that
-are `capturable` (triton, flash_attn, torch_varlen) read them there alone: each row sees those
-before it.
+Several rows may belong to one sequence, one for each of its last tokens (draft tokens). Both kinds
+of model write all keys and values of a layer to the cache before any row attends, and the
+`capturable` backends (triton, flash_attn, torch_varlen) read them from the cache alone: each row
+sees the tokens before it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from penstock_shard.models.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.models.base import CausalModel, Forwarded
 from penstock_shard.models.step_inputs import InputLayout, StepInputs
 
-# Up to the first bound rows are padded to a multiple of the first step, and so on. Steps of more
-# rows than the last bound, as those with drafts may have, are launched kernel by kernel: what a
-# graph would save is little beside what they compute.
+# (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps of
+# more rows than the last bound, as draft tokens may make them, run without a graph: a graph would
+# save little beside what they compute.
 _STEPS = ((256, 8), (1024, 64))
-# The narrowest table of so many rows has this many tokens over all of them, or this many a row. Our
-# own attention, where it is exact, launches a program for each 256 of them and each KV head.
+# The narrowest block table has room for this many tokens over all rows, or for this many a row,
+# whichever is more. Our exact attention launches a program for every 256 of them and KV head.
 _NARROW_TOKENS = 2**16
 _NARROW_ROW_TOKENS = 1024
-# Each wider one is so much wider than the one before; only powers of two of rows, and the most
-# rows, have these. Only they have graphs with adapters too, which are as many again as they would
-# be otherwise: rows of nobody cost such a step little, as its products read all adapters anyway.
+# Each wider table has room for this many times the tokens of the one before. Only row counts that
+# are powers of two, and the largest, get wider tables and graphs with adapters: so adapters need
+# fewer graphs. Padding rows cost such a step little: its products read all adapters anyway.
 _WIDER = 4
-# Numbers that come along for each row: its request's, that of a gap, and the place of that gap.
+# Numbers in `StepInputs.extra` for each row: its request's, and for a token id that only the device
+# knows yet, its request's and its index in the step.
 _EXTRA_PER_ROW = 3
 
 
 class GraphShape(NamedTuple):
-    """Rows, the blocks that each may have, and whether rows may have adapters."""
+    """Number of rows, blocks in each row's table, and whether rows may have adapters."""
 
     num_rows: int
     num_blocks: int
@@ -58,8 +59,8 @@ class GraphShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """Where the inputs of a graph lie: the whole memory, how it is laid out, and its parts as a
-    forward takes them. `rows` int64 are the tokens whose logits are given: all.
+    """The fixed inputs of a graph: the whole memory, its layout, and its parts as a forward takes
+    them. `rows` int64 are the tokens whose logits are computed: all.
     """
 
     memory: Tensor
@@ -70,7 +71,7 @@ class StaticInputs:
 
 
 class Graphs(CausalModel, Protocol):
-    """A model whose decodes may be recorded, on one device or on many; see `GraphedModel`."""
+    """A model whose decode steps may be captured, on one device or several; see `GraphedModel`."""
 
     def shapes(self, block_size: int) -> list[GraphShape]: ...
 
@@ -89,17 +90,17 @@ class Graphs(CausalModel, Protocol):
 
 
 class Graph(Protocol):
-    """Records work of a device."""
+    """Captures and replays work of a device."""
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Do the work once, then record it; where its result will be."""
+        """Run `work` once, then capture it. Returns the tensor that replays write to."""
 
     def replay(self) -> None:
-        """Do it again, on the same memory."""
+        """Run the captured work again, on the same memory."""
 
 
 class CudaGraph:
-    """A `Graph` of CUDA. What one of a pool computes is good until another of them is replayed."""
+    """A CUDA `Graph`. Its result is valid until another graph of its pool is replayed."""
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -109,7 +110,7 @@ class CudaGraph:
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Kernels are compiled and workspaces made now: neither can be recorded.
+            # Compiles kernels and allocates workspaces now: neither can be captured.
             work()
             self._stream.synchronize()
             # Not `torch.cuda.graph`, which collects garbage each time.
@@ -127,19 +128,19 @@ class CudaGraph:
         self._graph.replay()
 
     def _abandon(self) -> None:
-        """End a recording that failed."""
+        """End a capture that failed."""
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # torch gives up before its allocator knows: it would keep back memory ever after, as
-            # one does while something is recorded.
+            # torch raises before it has told its allocator that the capture is over: without this
+            # the allocator would go on holding back memory for the pool, for ever.
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
 
 
 class GraphPool:
-    """Makes graphs that share their memory."""
+    """Makes graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -158,8 +159,8 @@ class _Captured:
 
 
 class GraphedModel:
-    """A `CausalModel` that replays steps of decodes from graphs, once there are any; see
-    `penstock_shard.models.base`. All else the model that it wraps computes as ever.
+    """A `CausalModel` that replays decode steps from graphs once there are any; see
+    `penstock_shard.models.base`. Other steps run through the wrapped model as usual.
     """
 
     def __init__(
@@ -171,8 +172,8 @@ class GraphedModel:
         *,
         serves_adapters: bool = False,
     ) -> None:
-        """For steps of at most `max_rows` rows; where the model has places for adapters, also of
-        rows that have some.
+        """Graphs for steps of at most `max_rows` rows; with `serves_adapters`, also for steps whose
+        rows have adapters.
         """
         self.device = model.device
         self._model = model
@@ -185,7 +186,7 @@ class GraphedModel:
         self._pad_block = 0
         self._block_size = 1
         self._captured: dict[GraphShape, _Captured] = {}
-        # Those that are captured, without adapters and with them, the smallest first.
+        # Captured shapes without adapters, and with them; the smallest first.
         self._shapes: tuple[list[GraphShape], list[GraphShape]] = ([], [])
 
     @property
@@ -212,7 +213,7 @@ class GraphedModel:
     # ---- graphs ----
 
     def shapes(self, block_size: int) -> list[GraphShape]:
-        """Those that steps want, the largest first."""
+        """The shapes to capture, the largest first."""
         most_blocks = -(-self._max_model_len // block_size)
         shapes: set[GraphShape] = set()
         counts = _row_counts(self._max_rows)
@@ -230,8 +231,8 @@ class GraphedModel:
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[GraphShape], block_size: int, pad_block: int) -> None:
-        """Record steps of these shapes, besides those that are recorded, over the cache there is.
-        Rows of nobody use `pad_block`. Raises RuntimeError for work that cannot be recorded.
+        """Capture steps of these shapes, in addition to those captured already, over the present KV
+        cache. Padding rows use `pad_block`. Raises RuntimeError for work that cannot be captured.
         """
         if self._make_graph is None:
             self._make_graph = self._make_pool()
@@ -245,7 +246,7 @@ class GraphedModel:
             self._shapes[shape.has_adapters].append(shape)
 
     def drop(self) -> None:
-        """Forget all graphs, and give back their memory."""
+        """Drop all graphs and free their memory."""
         self._captured, self._shapes, self._make_graph = {}, ([], []), None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -256,8 +257,8 @@ class GraphedModel:
     def inputs(
         self, num_rows: int, num_blocks: int, has_adapters: bool = False
     ) -> StaticInputs | None:
-        """The smallest inputs that hold such a step, if there are any. What is written there must
-        be complete: rows beyond its own are filled by `pad`.
+        """The inputs of the smallest graph that such a step fits; None if there is none. The caller
+        writes all of them: rows beyond the step's own are filled by `pad`.
         """
         shapes = self._shapes[has_adapters]
         for index in range(bisect_left(shapes, (num_rows, 0)), len(shapes)):
@@ -266,7 +267,7 @@ class GraphedModel:
         return None
 
     def pad(self, arrays: StepInputs[NDArray[Any]], num_rows: int) -> None:
-        """Make all rows after the first `num_rows` those of nobody."""
+        """Turn all rows after the first `num_rows` into padding rows."""
         arrays.input_ids[num_rows:] = 0
         arrays.positions[num_rows:] = 0
         arrays.slots[num_rows:] = self._pad_block * self._block_size
@@ -295,7 +296,7 @@ class GraphedModel:
         captured.graph.replay()
         logits = captured.logits
         if batch is captured.static.attention:
-            # Those of nobody are the last.
+            # Padding rows come last.
             logits = logits[: len(logit_rows)]
         elif len(logit_rows) < len(logits):
             logits = logits.index_select(0, logit_rows)
@@ -319,7 +320,7 @@ class GraphedModel:
         return _Captured(graph, static, logits, logits.new_empty(0, self.hidden_size))
 
     def _static_inputs(self, shape: GraphShape) -> StaticInputs:
-        """Of rows of nobody, until others are written there."""
+        """Inputs of padding rows, until a step's own are written over them."""
         count, num_blocks, _ = shape
         layout = self._layout(shape)
         memory = self._memory[: layout.num_bytes]
@@ -331,7 +332,7 @@ class GraphedModel:
         inputs = layout.tensors(memory)
         attention = AttentionBatch(
             query_lens=[1] * count,
-            # What the host knows of any step: no row has more.
+            # The host's bound for any step: no row has more tokens.
             seq_lens=[num_blocks * self._block_size] * count,
             num_decodes=count,
             block_size=self._block_size,
@@ -369,7 +370,7 @@ def _copy_inputs(
 
 
 def _row_counts(most: int) -> list[int]:
-    """Of graphs for steps of up to so many rows, as far as there are graphs."""
+    """Row counts of the graphs for steps of up to `most` rows, up to the last bound."""
     counts = [1, 2, 4]
     for bound, step in _STEPS:
         counts += range(counts[-1] // step * step + step, bound + 1, step)
@@ -378,7 +379,7 @@ def _row_counts(most: int) -> list[int]:
 
 
 class _BorrowedTensor:
-    """Memory of the device that a tensor shows and does not keep."""
+    """Device memory of a tensor, exposed without a reference that keeps it allocated."""
 
     def __init__(self, tensor: Tensor, typestr: str) -> None:
         self.__cuda_array_interface__ = {
@@ -390,8 +391,8 @@ class _BorrowedTensor:
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
-    """The same contiguous tensor, which does not keep its memory from being used again: there it
-    is anew each time that its graph was replayed.
+    """A view of a contiguous tensor that does not keep its memory allocated, so that the pool can
+    use it for other graphs. Each replay of the tensor's graph writes it anew.
     """
     memory = _BorrowedTensor(tensor, f"<i{tensor.dtype.itemsize}")
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)

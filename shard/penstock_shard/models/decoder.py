@@ -1,6 +1,6 @@
 """One decoder for the Llama family, driven by a spec and written on an ops interface.
 
-Layers are pre-norm; what a block computes is added to the residual stream by the norm that follows
+Layers are pre-norm. The output of a block is added to the residual stream by the norm that follows
 it, so that each layer is ten calls whatever the number of tokens. Knows layers. Knows nothing of
 checkpoints, requests or of how ops are computed.
 """
@@ -26,7 +26,7 @@ from penstock_shard.models.ops.base import Ops, Rope
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """All that is fixed of a layer."""
+    """What a layer has that does not change from step to step."""
 
     spec: LayerSpec
     weights: LayerWeights
@@ -35,7 +35,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Memory for what layers compute on the way, [T, ...]; each layer uses it again."""
+    """Memory for intermediate results, [T, ...], reused by every layer."""
 
     hidden: Tensor | None
     qkv: Tensor | None
@@ -59,7 +59,7 @@ class Decoder:
             _Layer(layer, weights.layers[layer.index], ropes[spec.rope_types[layer.index]])
             for layer in spec.layers
         )
-        # The layers that forward runs: all of them, but for checks.
+        # The layers that forward runs: all, or fewer within `shortened`.
         self._running = self._layers
         self._caches: dict[int, LayerCache] = {}
         self._scratch: dict[int, _Scratch] = {}
@@ -74,18 +74,18 @@ class Decoder:
 
     @property
     def fused_tensors(self) -> bool:
-        """Whether queries, keys and values are one module, and so gate and up."""
+        """Whether the checkpoint has query, key and value in one tensor, and gate and up too."""
         return self._spec.fused_tensors
 
     @property
     def capturable(self) -> bool:
-        """Whether steps of decodes alone may run in a CUDA graph, as far as layers go beside their
-        attention.
+        """Whether pure decode steps may run in a CUDA graph, as far as the feed-forward parts are
+        concerned; attention backends say it for themselves.
         """
         return all(layer.weights.feed_forward.capturable for layer in self._layers)
 
     def change_weights(self, change: Callable[[int, LayerWeights], LayerWeights]) -> None:
-        """Of each layer, by its index."""
+        """Replace each layer's weights by change(layer index, weights)."""
         self._layers = tuple(
             dataclasses.replace(layer, weights=change(layer.spec.index, layer.weights))
             for layer in self._layers
@@ -110,7 +110,8 @@ class Decoder:
         }
         running = sorted(kinds.values(), key=lambda layer: layer.spec.index)
         if running[-1] is not self._layers[-1]:
-            # `forward` computes less of the last layer that runs, so one more is needed.
+            # `forward` computes fewer tokens in the last layer that runs, so a layer must follow
+            # those that are being checked.
             running.append(self._layers[-1])
         self._running = tuple(running)
         try:
@@ -119,7 +120,7 @@ class Decoder:
             self._running = self._layers
 
     def _kind(self, index: int) -> tuple[str, bool]:
-        """What a layer differs in from others, beside its attention."""
+        """How layers differ besides their window: rope type, and dense or experts."""
         experts = self._spec.experts
         return self._spec.rope_types[index], experts is not None and index in experts.layers
 
@@ -142,7 +143,7 @@ class Decoder:
         for layer in self._running:
             attended = self._attention(layer, stream, update, positions, batch, tokens)
             if layer is self._running[-1] and not needs_all:
-                # Past its keys and values, the last layer matters for these tokens only.
+                # Once keys and values are cached, only these tokens need the last layer.
                 stream, attended = stream[rows], attended[rows]
                 tokens = None if tokens is None else tokens.of(rows)
             update = self._feed_forward(layer, stream, attended, tokens)
@@ -159,8 +160,8 @@ class Decoder:
         batch: AttentionBatch,
         adapters: TokenAdapters | None,
     ) -> Tensor:
-        """Adds the update to the stream; attention of the layer [T, Hq * D], before its output
-        matrix.
+        """Adds `update` to the residual stream. Returns the layer's attention [T, Hq * D], before
+        its output matrix.
         """
         ops, weights, spec = self._ops, layer.weights, layer.spec
         scratch = self._scratch_for(len(stream))
@@ -188,7 +189,9 @@ class Decoder:
         attended: Tensor,
         adapters: TokenAdapters | None,
     ) -> Tensor:
-        """Adds the output of attention to the stream; the update that is to be added next."""
+        """Adds the output of attention to the residual stream. Returns the feed-forward output,
+        which the next norm adds.
+        """
         weights = layer.weights
         scratch = self._scratch_for(len(stream))
         update = weights.output(attended, scratch.update, adapters)
@@ -212,7 +215,7 @@ class Decoder:
     def _norm(
         self, stream: Tensor, update: Tensor | None, weight: Tensor, out: Tensor | None
     ) -> Tensor:
-        """`stream += update`, then the norm of the stream."""
+        """`stream += update` in place, then the RMSNorm of the stream."""
         spec = self._spec
         if update is None:
             return self._ops.add_rms_norm(
@@ -221,7 +224,7 @@ class Decoder:
         return self._ops.add_rms_norm(update, stream, weight, spec.norm_eps, spec.norm_offset, out)
 
     def _scratch_for(self, num_tokens: int) -> _Scratch:
-        """That of the last steps while their sizes last: T tokens, and those that need logits."""
+        """Kept for two sizes at most: a step's T tokens, and its tokens that need logits."""
         scratch = self._scratch.get(num_tokens)
         if scratch is None:
             if len(self._scratch) == 2:

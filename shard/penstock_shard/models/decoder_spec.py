@@ -1,8 +1,8 @@
-"""A configuration of transformers -> the few numbers that drive our own decoder, or why not.
+"""A transformers configuration -> the spec of our own decoder, or why it cannot be one.
 
-Strict: a configuration that says anything not read here is left to transformers' own code, since
-an ignored value would make silently wrong text. Knows configurations and the names of tensors in
-checkpoints; knows nothing of how layers are computed.
+Strict: a model whose configuration has a value that is not read here runs through transformers'
+own code, since ignoring a value could silently give wrong text. Knows configurations and the names
+of tensors in checkpoints; knows nothing of how layers are computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock_shard.models.attention.base import LayerSpec
 from penstock_shard.models.ops.base import Activation, Rope
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Angles that depend on the position alone.
+# Rope types whose angles depend on the position alone.
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 _ROPE_VALUES = {
     "rope_type",
@@ -36,7 +36,7 @@ _ROPE_VALUES = {
     "mscale_all_dim",
     "truncate",
 }
-# Values that every family has and that `decoder_spec` reads.
+# Configuration values of every family that `decoder_spec` reads.
 _READ = {
     "auto_map",
     "vocab_size",
@@ -53,7 +53,7 @@ _READ = {
     "max_position_embeddings",
     "original_max_position_embeddings",
 }
-# Values that do not bear on what a forward pass computes.
+# Configuration values that do not change what a forward pass computes.
 _INDIFFERENT = {
     "architectures",
     "attention_dropout",
@@ -88,7 +88,9 @@ _INDIFFERENT = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a family names the tensors of a layer's experts; {} is an expert's index."""
+    """Names of a layer's expert tensors in a family's checkpoints; {} stands for the expert's
+    index.
+    """
 
     router: str
     gate: str
@@ -100,19 +102,19 @@ class ExpertNames:
 class _Family:
     """How the models of one type differ from Llama."""
 
-    # Module and prefix of the classes in transformers.
+    # In transformers: the module under `models`, and the prefix of its class names.
     module: str
     prefix: str
-    # Further values of the configuration that are read.
+    # Configuration values that are read beside `_READ`.
     reads: frozenset[str] = frozenset()
     qkv_bias: bool = False
     head_norms: bool = False
     # Query, key and value in one tensor, gate and up in another.
     fused_tensors: bool = False
     partial_rotary: bool = False
-    # Norm weights are stored less 1, each block's output is normed too, embeddings are scaled.
+    # Norm weights are stored minus 1, each block's output is normed too, embeddings are scaled.
     gemma: bool = False
-    # The feed-forward part of layers may be experts.
+    # For families whose layers may have experts.
     experts: ExpertNames | None = None
 
 
@@ -134,7 +136,7 @@ _EXPERT_READS = frozenset(
         "num_experts",
         "num_local_experts",
         "num_experts_per_tok",
-        # Of training only.
+        # Used in training only.
         "output_router_logits",
         "router_aux_loss_coef",
         "router_jitter_noise",
@@ -190,23 +192,25 @@ class ExpertsSpec:
 
     layers: frozenset[int]
     num_experts: int
-    # Experts that a token goes to.
+    # Experts per token.
     top_k: int
     intermediate_size: int
-    # The weights of a token's experts sum to 1.
+    # Whether the weights of a token's experts are scaled to sum to 1.
     normalised: bool
     names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder of the Llama family. Sizes count elements; biases and norms are there or not."""
+    """A decoder of the Llama family. Sizes are in elements; bools say which biases and norms there
+    are.
+    """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
-    # For each layer, which of the rotary tables it uses; see `rope_tables`.
+    # For each layer, the name of its rotary table; see `rope_tables`.
     rope_types: tuple[str, ...]
     activation: Activation
     norm_eps: float
@@ -225,13 +229,13 @@ class DecoderSpec:
 
 
 class NotOurs(Exception):
-    """This model is not one for our decoder; the message names what stands in the way."""
+    """Our decoder does not compute this model; the message names the reason."""
 
 
 def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> DecoderSpec:
-    """Raises NotOurs for a configuration that our decoder might not compute as transformers.
+    """Raises NotOurs for a configuration that our decoder might not compute like transformers.
 
-    With `trust_remote_code` a model that brings its own code is to be computed by that.
+    With `trust_remote_code`, a model that comes with its own code runs that code.
     """
     family = _FAMILIES.get(config.model_type)
     if family is None or type(config).__module__.split(".")[:2] != ["transformers", "models"]:
@@ -239,7 +243,7 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     _refuse_unknown(config, family)
     if trust_remote_code and getattr(config, "auto_map", None):
         raise NotOurs("auto_map in the configuration")
-    # Some Gemmas state the older name too, with another value.
+    # Some Gemmas also state the older name, hidden_act, with another value.
     activation = config.hidden_activation if family.gemma else config.hidden_act
     if activation not in _ACTIVATIONS:
         raise NotOurs(f"activation {activation}")
@@ -268,12 +272,12 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 
 def _experts(config: PreTrainedConfig, family: _Family) -> ExpertsSpec | None:
-    """None if no layer has any. What a family does not state is as in Mixtral: experts in all
-    layers, as wide as `intermediate_size`.
+    """None if no layer has experts. Where the configuration does not say, as in Mixtral: experts in
+    all layers, as wide as `intermediate_size`.
     """
     if family.experts is None:
         return None
-    # Releases of transformers differ in the name.
+    # The name depends on the release of transformers.
     count = int(getattr(config, "num_local_experts", None) or config.num_experts)
     top_k = int(config.num_experts_per_tok)
     step = int(getattr(config, "decoder_sparse_step", 1))
@@ -342,7 +346,7 @@ def _layers(config: PreTrainedConfig, family: _Family) -> Iterator[LayerSpec]:
 
 
 def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
-    """An older way to say `layer_types`, which must say the same."""
+    """Raises NotOurs if sliding_window_pattern, an older form of `layer_types`, disagrees."""
     period = int(getattr(config, "sliding_window_pattern", None) or 0)
     for index, layer_type in enumerate(types if period else ()):
         if (layer_type == "full_attention") != ((index + 1) % period == 0):
@@ -350,7 +354,7 @@ def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
 
 
 def _default_types(config: PreTrainedConfig, count: int) -> list[str]:
-    """Without types of layers a window holds for all of them."""
+    """Without `layer_types`, a window applies to all layers."""
     windowed = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if windowed else "full_attention"] * count
 
@@ -364,8 +368,8 @@ def _rope_types(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
 def rope_tables(
     config: PreTrainedConfig, spec: DecoderSpec, max_positions: int, device: torch.device
 ) -> dict[str, Rope]:
-    """Tables for each of `spec.rope_types`, from the rotary module of the family in transformers,
-    which knows all ways to scale frequencies.
+    """A table for each of `spec.rope_types`, from the family's rotary module in transformers, which
+    knows all ways to scale frequencies.
     """
     family = _FAMILIES[config.model_type]
     module = importlib.import_module(
@@ -377,7 +381,7 @@ def rope_tables(
     tables = {}
     for name in set(spec.rope_types):
         layer_type = {"layer_type": name} if name else {}
-        # Each [1, max_positions, rotary_dim]: the angles of the pairs, twice.
+        # cos and sin are [1, max_positions, rotary_dim]; the second half repeats the first.
         cos, sin = (part[0].chunk(2, dim=-1)[0] for part in rotary(like, positions, **layer_type))
         tables[name] = Rope(cos.contiguous().to(device), sin.contiguous().to(device))
     return tables
@@ -447,8 +451,8 @@ def _linear_shapes(
 
 
 def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
-    """Norms of a layer in the order they are applied: before attention, its output's, before the
-    feed-forward part, its output's.
+    """Norms of a layer in the order of their use: before attention, on its output, before the
+    feed-forward part, on its output. Without output norms only the two "before".
     """
     if spec.output_norms:
         return (
@@ -461,7 +465,7 @@ def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
 
 
 def check_tensors(spec: DecoderSpec, found: dict[str, tuple[int, ...]]) -> None:
-    """Raises NotOurs unless a checkpoint with tensors of these shapes is what the spec says."""
+    """Raises NotOurs unless the checkpoint has the tensors that the spec needs, and no others."""
     wanted = tensor_shapes(spec)
     for name, shape in wanted.items():
         if found.get(name) != shape:

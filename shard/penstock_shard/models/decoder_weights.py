@@ -30,17 +30,17 @@ _REPORT_S = 3.0
 
 
 class TensorSource(Protocol):
-    """Where tensors come from."""
+    """Where `read_weights` gets tensors from."""
 
     def read(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
         """The tensors, good until the context ends."""
 
 
 class RandomTensors:
-    """Made-up weights for a spec: the same ones each time on a kind of device, norms near 1."""
+    """Random weights for a spec: the same on every load on one type of device; norms near 1."""
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
-        """They are made on the device: a processor would take minutes for a large model."""
+        """The weights are drawn on the device: on a CPU a large model would take minutes."""
         self._shapes = tensor_shapes(spec)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
@@ -59,7 +59,9 @@ class RandomTensors:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Norms are float32 [H]; those of outputs are None where there are none."""
+    """The weights of one layer. Norms are float32 [H]; output norms are None for families without
+    them.
+    """
 
     input_norm: Tensor
     qkv: Linear
@@ -73,9 +75,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All of a decoder."""
+    """The weights of a decoder."""
 
-    # Of a tied model the head's own matrix, where its rows can be had.
+    # In a tied model the head's own matrix, if it can give rows.
     embedding: Embedding | Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
@@ -86,7 +88,7 @@ class DecoderWeights:
 def read_weights(
     spec: DecoderSpec, source: TensorSource, ops: Ops, progress: Callable[[str], None]
 ) -> DecoderWeights:
-    """Read and pack all weights; `progress` gets a line now and then.
+    """Read and pack all weights; `progress` gets a line every few seconds.
 
     Raises ModelError, naming the tensor, for a value that the kind of weights cannot hold.
     """
@@ -112,7 +114,7 @@ class _Reader:
         self._nbytes = 0
 
     def read(self) -> DecoderWeights:
-        # The largest first, while little else is in memory.
+        # The largest matrix first, while little else is in memory: packing it needs the most.
         head_name = "model.embed_tokens.weight" if self._spec.tied else "lm_head.weight"
         head = Linear(self._matrix([head_name], exact=self._ops.dense_head), None)
         shares = self._spec.tied and head.matrix.has_rows
@@ -176,7 +178,9 @@ class _Reader:
         return Linear(matrix, self._vector(biases, self._ops.dtype) if has_bias else None)
 
     def _experts(self, prefix: str, count: int, patterns: Sequence[str]) -> Experts:
-        """Of each expert the tensors of these names, one below the other."""
+        """Packs the tensors of these names for every expert; those of one expert become one matrix,
+        one below the other.
+        """
         reading: Sequence[str] = ()
 
         def parts() -> Iterator[list[Tensor]]:

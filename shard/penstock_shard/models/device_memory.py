@@ -1,8 +1,8 @@
-"""What a GPU's memory holds, what work takes of it at most, and what is left: asked here alone.
+"""A GPU's memory: used, peak and free. The only module that asks.
 
-torch counts what its tensors take; the device counts all that is taken, by other processes too. On
-cpu there is nothing to ask: memory of the host is the system's. Knows nothing of what the memory is
-for.
+torch counts the memory of its own tensors; the driver counts all, that of other processes too. On
+cpu these functions give 0 or do nothing: `runner.host_memory` knows the host's memory. Knows
+nothing of what the memory is for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 
 class PeakMemory:
-    """The most memory that tensors take on a device from when this is made, beyond what they took
-    then. One at a time for each device: torch keeps one peak.
+    """Peak memory of tensors on a device since this object was made, beyond what they took then.
+    Use one at a time for each device: torch keeps a single peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(device)
 
     def extra_bytes(self) -> int:
-        """So far, when all work that the device was given is done; on cpu 0."""
+        """The peak so far, in bytes. Waits for the device to finish its work; 0 on cpu."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)
@@ -32,7 +32,7 @@ class PeakMemory:
 
 
 def used_bytes(device: torch.device) -> int:
-    """What is taken of the device's memory, by whomever; on cpu 0."""
+    """Bytes taken of the device's memory, by all processes; 0 on cpu."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -41,18 +41,18 @@ def used_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, share: float) -> int:
-    """What may still be taken on a GPU of whose memory so great a share may be used."""
+    """Bytes that may still be taken on a GPU, if at most `share` of its memory may be used."""
     free, total = _free_and_total(device)
     return int(total * share) - (total - free)
 
 
 def empty_caches(device: torch.device) -> None:
-    """Give back what torch keeps for later."""
+    """Release memory that torch's caching allocator holds unused."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """In bytes. What torch only keeps for later is free."""
+    """Free and total bytes. What torch's allocator holds unused counts as free."""
     empty_caches(device)
     return torch.cuda.mem_get_info(device)

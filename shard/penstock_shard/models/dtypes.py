@@ -1,4 +1,4 @@
-"""How a dtype is called in messages, flags and fingerprints. Knows nothing else."""
+"""The name of a dtype in messages, flags and fingerprints. Knows nothing else."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As torch calls it, without "torch."."""
+    """torch's name without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")

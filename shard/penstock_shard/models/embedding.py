@@ -1,4 +1,4 @@
-"""Embedding tables: rows stay small in memory and are widened when they are looked up.
+"""Embedding tables: kept in a small dtype; rows are widened when they are looked up.
 
 Knows tensors. Knows nothing of models.
 """
@@ -22,7 +22,7 @@ class Embedding:
         """Copies the table. Raises ValueError for a value that float16 cannot hold."""
         self.table = torch.empty(table.shape, dtype=_stored_dtype(table, ops), device=ops.device)
         self._dtype = ops.dtype
-        # In pieces, so that a mapped file and the copy are never in memory as a whole.
+        # In pieces, so that the mapped file and the copy are never both in memory as a whole.
         for start in range(0, len(table), _ROWS):
             piece = table[start : start + _ROWS]
             copy = self.table[start : start + _ROWS].copy_(piece)
@@ -37,7 +37,9 @@ class Embedding:
 
 
 def _stored_dtype(table: Tensor, ops: Ops) -> torch.dtype:
-    """The checkpoint's own if it is small, else as precise as the weights are."""
+    """The ops' dtype, if that is not float32; else the checkpoint's own, but float16 in place of
+    float32 where the other weights are float16 or int8.
+    """
     if ops.dtype is not torch.float32:
         return ops.dtype
     if ops.weights in ("float16", "int8") and table.dtype is torch.float32:

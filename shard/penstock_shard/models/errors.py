@@ -1,5 +1,5 @@
-"""The one exception for a model that cannot be served, and what may go wrong with a device: how
-memory that is short shows, and how it is told.
+"""The exception for a model that cannot be served; how to recognise and report that a device is
+out of memory; which exceptions a failing device or compiler raises.
 
 Knows nothing of models or torch.
 """
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 from penstock_shard.models.triton_here import is_installed
 
-# Of torch's allocator on cpu, of CUDA and Triton, and of cuBLAS.
+# Messages: of torch's allocator on cpu; of CUDA and Triton; of cuBLAS.
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")
-# torch's class, by its name: torch takes seconds to import.
+# torch's exception, by its name: importing torch takes seconds.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
 
 
@@ -27,19 +27,19 @@ class ModelError(Exception):
 
 
 def cannot_hold(names: str, error: ValueError, weights: str) -> ModelError:
-    """For a tensor with a value that its kind of weights does not have."""
+    """The error for tensors with a value that this kind of weights cannot represent."""
     advice = "; use --dtype float32" if weights == "float16" else ""
     return ModelError(f"{names}: {error}{advice}")
 
 
 def first_line(error: BaseException) -> str:
-    """What the error says, as far as it is one line; its class where it says nothing."""
+    """The first line of the error's message; the name of its class if the message is empty."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Libraries, and on cpu torch itself, have no class for it, only words."""
+    """Libraries, and torch on cpu, raise a plain RuntimeError: only its words tell."""
     if any(kind.__name__ == _OUT_OF_MEMORY_CLASS for kind in type(error).__mro__):
         return True
     return any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -47,8 +47,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def out_of_memory_told(when: str) -> Iterator[None]:
-    """Where memory ends inside, raises a ModelError that says what to lower; nobody nearer to it
-    knew better. Everything else is raised as it is.
+    """Turns an out-of-memory error into a ModelError that says which flags to lower. Other errors,
+    and ModelErrors of inner code that knew more, pass unchanged.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def out_of_memory_told(when: str) -> Iterator[None]:
 
 
 def device_failures() -> tuple[type[Exception], ...]:
-    """What libraries and compilers raise where they cannot do what they are asked."""
+    """What GPU libraries and compilers raise when they cannot do what they are asked."""
     known: tuple[type[Exception], ...] = (
         RuntimeError,
         ValueError,
@@ -73,7 +73,7 @@ def device_failures() -> tuple[type[Exception], ...]:
         LookupError,
         OSError,
         ImportError,
-        # Of the C compiler that Triton runs.
+        # Triton runs a C compiler.
         subprocess.SubprocessError,
     )
     if not is_installed():

@@ -1,7 +1,7 @@
-"""The feed-forward part of a layer: one for all tokens, or experts that each token chooses among.
+"""The feed-forward part of a layer: dense, or a mixture of experts.
 
-Either is one call. Knows what it computes, on the ops interface. Knows nothing of checkpoints,
-attention or the residual stream.
+Both are called alike. Written on the ops interface. Knows nothing of checkpoints, attention or the
+residual stream.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from penstock_shard.models.ops.base import Activation, Experts, Matrix, Ops
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix and its bias, and where it takes any what adapters add to it."""
+    """A linear layer: a matrix, its bias, and what adapters add to the product, if it takes any."""
 
     matrix: Matrix
     bias: Tensor | None
     delta: Delta | None = None
-    # Where this process has some of the matrix's columns: adds up what all processes give.
+    # With tensor parallelism over columns: the all-reduce that sums the products of all ranks.
     add_up: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, out: Tensor | None = None, adapters: TokenAdapters | None = None
     ) -> Tensor:
-        # A bias is added once, to the sum, and not by every process.
+        # The bias is added once, to the sum, and not by every rank.
         product = self.matrix.linear(x, self.bias if self.add_up is None else None, out)
         if adapters is not None and self.delta is not None:
             self.delta.add(x, product, adapters)
@@ -41,11 +41,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardScratch:
-    """Memory for what is computed on the way, [T, ...], which may be used or not."""
+    """Memory for intermediate results, [T, ...], which ops may use or not."""
 
     gate_up: Tensor | None
     active: Tensor | None
-    # For the result.
+    # For the output of the feed-forward part.
     update: Tensor | None
 
 
@@ -66,7 +66,7 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """One gated part for all tokens."""
+    """A gated feed-forward part that all tokens go through."""
 
     ops: Ops
     activation: Activation
@@ -90,10 +90,10 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Several such parts, the experts, of which each token takes the `top_k` best.
+    """Mixture of experts: each token goes to its `top_k` best.
 
-    All experts' products are two calls, on tokens sorted by expert, so that each weight is read
-    once a step. The router is kept in the precision of activations.
+    The products of all experts are two calls, on tokens sorted by expert, so that a step reads each
+    weight once. The router's weight keeps the precision of activations.
     """
 
     ops: Ops
@@ -102,7 +102,7 @@ class Sparse:
     gate_up: Experts
     down: Experts
     top_k: int
-    # A token's weights sum to 1.
+    # Whether a token's weights are scaled to sum to 1.
     normalised: bool
 
     @property
@@ -115,7 +115,7 @@ class Sparse:
         scratch: FeedForwardScratch,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
-        # Experts take no adapters: none is let in that has matrices for them.
+        # No adapters here: `check_fit` refuses those with matrices for experts.
         ops = self.ops
         logits = self.router.linear(hidden)
         routing = ops.route(logits, self.top_k, normalised=self.normalised)

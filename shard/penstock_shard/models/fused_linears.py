@@ -1,9 +1,9 @@
-"""Linear layers of a transformers module on one input, computed as one product.
+"""Linear layers of a transformers module that share an input, fused into one product.
 
-Modelling code asks for query, key and value one after the other, and for gate and up. Here the
-first to ask has all of them computed, and the others get their parts of it. That their inputs are
-one and the same is seen while the model is probed: where it is not so, each gets a matrix of its
-own again.
+Modelling code calls the query, key and value projections one after the other, and gate and up too.
+Here the first call computes the products of all of them, and the later calls get their parts of the
+result. Whether the layers really share an input is checked while the model is probed; where they do
+not, each gets a matrix of its own again.
 
 Knows which layers go together and how a result is kept between their calls. Knows nothing of how
 products are computed.
@@ -23,13 +23,13 @@ from torch.nn import functional
 from penstock_shard.models.ops.base import Matrix, Ops
 from penstock_shard.models.weight_proxies import WeightProxy, product
 
-# Children of one module that get the same input, where a model has them all.
+# Child modules that are fused where a module has all of them.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """Linear layers that may be computed as one; names as in the module."""
+    """Linear layers that may be fused, with their names in the whole module."""
 
     names: tuple[str, ...]
     linears: tuple[nn.Linear, ...]
@@ -40,7 +40,7 @@ class Siblings:
 
 
 def find_siblings(module: nn.Module) -> Iterator[Siblings]:
-    """All sets of linear layers that can be one matrix."""
+    """All sets of linear layers that can become one matrix."""
     for prefix, parent in module.named_modules():
         children = dict(parent.named_children())
         for names in _SIBLINGS:
@@ -61,7 +61,7 @@ def _fit(linears: Sequence[nn.Linear]) -> bool:
 
 
 class FusedProduct:
-    """A matrix of several layers, and its last result until each layer has its part of that."""
+    """One matrix for several layers. Keeps its last result until each layer has taken its part."""
 
     def __init__(self, siblings: Siblings, matrix: Matrix, ops: Ops) -> None:
         self.names = siblings.names
@@ -73,13 +73,13 @@ class FusedProduct:
             bounds.append(bounds[-1] + linear.out_features)
         self._bounds = bounds
         self._matrix = matrix
-        # Each layer's own matrix, where they turn out not to share their input.
+        # Each layer's own matrix, once the layers turned out not to share their input.
         self._apart: list[Matrix] = []
         self._input: Tensor | None = None
         self._result: Tensor | None = None
-        # Layers that have not asked for their part of the result.
+        # Indices of layers that have not yet taken their part of the result.
         self._open: set[int] = set()
-        # While the model is probed: the input as it was, and whether it stayed so.
+        # While the model is probed: a copy of the input, and whether all layers saw the same.
         self._watched = False
         self._before: Tensor | None = None
         self._shared = True
@@ -101,11 +101,11 @@ class FusedProduct:
 
     def _compute(self, x: Tensor) -> None:
         if self._watched:
-            # Someone has not asked for what was computed for all.
+            # A layer that has not taken its part of the last result does not share its input.
             self._shared = self._shared and not self._open
             self._before = x.clone()
         self._result = product(x, self._matrix, self._bias)
-        # As long as it is held, nothing else can lie where it is.
+        # Holding the input keeps its memory from reuse, so that `_is_input` may compare addresses.
         self._input = x
         self._open = set(range(len(self._biases)))
 
@@ -124,12 +124,12 @@ class FusedProduct:
         return same
 
     def watch(self) -> None:
-        """From here to `settle`, see whether the layers share their input."""
+        """From now until `settle`, check whether the layers share their input."""
         self._watched, self._shared = True, True
 
     def settle(self) -> bool:
-        """Whether they do. If not, they are taken apart where the matrix can be; else each computes
-        the whole, which is slow and no less right.
+        """Whether the layers share their input. If not, the matrix is split, one for each layer;
+        where its kind cannot be split, each layer computes the whole: slow, but right.
         """
         shared = self._shared and not self._open
         self._watched = False
@@ -153,7 +153,7 @@ def _joined(biases: Sequence[Tensor | None], ops: Ops) -> Tensor | None:
 
 
 class FusedPart(WeightProxy):
-    """In the place of one layer's weight [N, K]."""
+    """Stands in for one layer's weight [N, K]."""
 
     def __init__(self, fused: FusedProduct, index: int, linear: nn.Linear, ops: Ops) -> None:
         super().__init__(linear.weight.shape, ops.dtype, ops.device)
@@ -169,19 +169,19 @@ FusedPart.handlers = {functional.linear: _linear}
 
 
 def put_in_place(siblings: Siblings, matrix: Matrix, ops: Ops) -> None:
-    """Have the layers computed by a matrix that is made of their weights, which they lose."""
+    """Replace the weights of the layers by parts of `matrix`, which was made of them."""
     fused = FusedProduct(siblings, matrix, ops)
     for index, linear in enumerate(siblings.linears):
         part = FusedPart(fused, index, linear, ops)
         del linear.weight
-        # Not a parameter any more.
+        # Past nn.Module.__setattr__: the proxy is not a parameter.
         object.__setattr__(linear, "weight", part)
 
 
 def fuse_linears(module: nn.Module, ops: Ops) -> None:
-    """Fuse all that can be, of weights that are ordinary tensors in the dtype of activations.
+    """Fuse all sets of layers whose weights are ordinary tensors in the dtype of activations.
 
-    One set after the other, so that never more than one is in memory twice.
+    One set after the other, so that the weights of only one are in memory twice.
     """
     for siblings in find_siblings(module):
         put_in_place(siblings, ops.pack(siblings.weights), ops)
@@ -189,8 +189,8 @@ def fuse_linears(module: nn.Module, ops: Ops) -> None:
 
 @contextmanager
 def probing(module: nn.Module) -> Iterator[list[str]]:
-    """Around one forward of all layers: afterwards the list has the names of a layer of each set
-    that did not share its input and is computed apart.
+    """Wraps one forward of all layers. Afterwards the list names the first layer of each set that
+    turned out not to share its input.
     """
     parts = (getattr(linear, "weight", None) for linear in module.modules())
     sets = list(dict.fromkeys(part.fused for part in parts if isinstance(part, FusedPart)))

@@ -1,9 +1,9 @@
-"""Refuses models that would be served wrongly, by name and before they serve anything.
+"""Refuses models that would be served wrongly, by name, at load.
 
-transformers does not fail when a model ignores a registered attention function, or when it says
-something only in the mask that the function never sees: its text is then silently wrong. Four
-checks: what the configuration says, what the class can do, what each layer asked for when probed,
-and a comparison of logits with the model's own attention.
+transformers does not fail when a model ignores a registered attention function, or expresses
+something only in the attention mask, which our function never sees: its text would silently be
+wrong. Four checks: the configuration, the class, what each layer asked attention for when probed,
+and a comparison of logits with those of the model's own attention.
 
 Knows what makes an architecture unfit. Knows nothing of requests or scheduling.
 """
@@ -21,23 +21,23 @@ from penstock_shard.models.attention.base import LayerSpec
 from penstock_shard.models.errors import ModelError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Their angles depend on the longest position in the batch once it passes the original context.
+# Rope types whose angles change for the whole batch once a position passes the original context.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Difference of a logit that rounding explains, in standard deviations of the model's own logits.
+# Largest error of a logit that rounding explains, in standard deviations of the model's logits.
 _TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3, "int8": 0.3, "fp8": 0.3}
-# Share of the tokens that must keep to it. In half precision rounding sends a few tokens of a
-# mixture-of-experts model to other experts, while wrong attention spoils nearly all tokens.
+# Share of the tokens that must stay within that. In half precision rounding sends a few tokens of
+# a mixture-of-experts model to other experts, while wrong attention spoils nearly all tokens.
 _SHARE = {"float32": 1.0, "float16": 0.75, "bfloat16": 0.75, "int8": 0.75, "fp8": 0.75}
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """The name operators know a model by, as LlamaForCausalLM."""
+    """The architecture's name, such as LlamaForCausalLM."""
     architectures = getattr(config, "architectures", None) or [type(config).__name__]
     return str(architectures[0])
 
 
 def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Raises ModelError for what the configuration alone rules out."""
+    """Raises ModelError for a model that its configuration alone rules out."""
     name = architecture_of(config)
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
@@ -57,7 +57,9 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
 
 
 def _check_heads(name: str, text: PreTrainedConfig) -> None:
-    """Modelling code fails on these at its first step only, in words about tensors."""
+    """Checked here because modelling code fails only at its first step, with an error about
+    tensor shapes.
+    """
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
     if heads and kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
@@ -75,7 +77,7 @@ def _check_heads(name: str, text: PreTrainedConfig) -> None:
 
 def _check_rope(name: str, text: PreTrainedConfig, max_model_len: int) -> None:
     parameters = getattr(text, "rope_parameters", None) or {}
-    # One set of parameters, or one for each type of layer.
+    # One set of rope parameters, or one for each type of layer.
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:
         if rope.get("rope_type", "default") not in _BATCH_DEPENDENT_ROPE:
@@ -110,7 +112,9 @@ def check_layers(
     specs: Sequence[LayerSpec],
     max_model_len: int,
 ) -> None:
-    """Raises ModelError if a probe's attention calls are not one a layer, or lack something."""
+    """Raises ModelError unless the probed model called attention once a layer, with the window and
+    softcap that its configuration states.
+    """
     name = type(module).__name__
     text = module.config.get_text_config()
     expected = int(text.num_hidden_layers)
@@ -132,7 +136,7 @@ def check_layers(
 def _check_windows(
     name: str, text: PreTrainedConfig, specs: Sequence[LayerSpec], max_model_len: int
 ) -> None:
-    """A window that the configuration names must have reached the attention call."""
+    """A window that the configuration states must have reached the attention call."""
     layer_types = getattr(text, "layer_types", None)
     if layer_types:
         wrong = [
@@ -153,9 +157,9 @@ def _check_windows(
 
 
 def check_logits(module: PreTrainedModel, input_ids: Tensor, paged: Tensor, precision: str) -> None:
-    """Compare logits [B * L, V] of the paged path for input_ids [B, L] with those of the model's
-    own attention. Raises ModelError if they differ by more than `precision`, the coarsest dtype
-    that products take, explains.
+    """Compare `paged`, logits [B * L, V] of input_ids [B, L] over the paged cache, with logits from
+    the model's own attention. Raises ModelError if they differ by more than rounding to
+    `precision`, the coarsest dtype of any product, explains.
     """
     implementation = module.config._attn_implementation
     module.set_attn_implementation("eager")

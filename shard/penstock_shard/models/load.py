@@ -1,9 +1,10 @@
 """A model directory -> a model that computes: our decoder where it fits, else transformers' code.
 
-Our decoder's layers are known from the configuration, so their attention is chosen before weights
-are read; a transformers module has to be whole, and is asked what its layers call.
+For our decoder the configuration describes the layers, so the attention backend is chosen before
+weights are read. A transformers module must be complete first: one token run through it shows what
+its layers ask of attention.
 
-Knows both ways and which comes first. Knows nothing of steps or memory for keys and values.
+Knows both kinds of model and that ours comes first. Knows nothing of steps or of KV cache memory.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ from penstock_shard.models.quantized_checkpoint import (
 from penstock_shard.models.transformers_loader import LoadOptions, load_module
 from penstock_shard.models.transformers_model import ATTENTION_NAME, TransformersModel
 
-# What comes of values in a configuration that mean nothing to us: left to transformers, which
-# knows better or says so.
+# Raised by configuration values that our decoder cannot interpret: transformers' code then either
+# knows them or reports them.
 _ODD_VALUES = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
-# Flags with which modules keep their weights as they are.
+# Flags with which transformers modules keep their weights as ordinary tensors.
 _PLAINEST = "--attention-backend sdpa --dtype float32"
 _BEST = AttentionWish()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What is loaded: a directory, its configuration, and how it is to be read."""
+    """The model to load: a directory, its configuration, and how to read it."""
 
     path: Path
     config: PreTrainedConfig
@@ -76,7 +77,7 @@ class ModelFiles:
 
 
 def _nothing() -> None:
-    """There is nothing to check."""
+    """The check of a model that needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,9 @@ class ModelPart:
     """A model, or one rank's part of it."""
 
     model: Decoder | TransformersModel
-    # What a rank has of each linear layer that is divided.
+    # This rank's share of each divided linear layer.
     shares: Shares = field(default_factory=dict)
-    # To be called by all ranks, once each has its part. Raises ModelError.
+    # All ranks must call it once each has its part. Raises ModelError.
     check: Callable[[], None] = _nothing
 
 
@@ -97,12 +98,12 @@ def load_model(
     wish: AttentionWish = _BEST,
     ranks: Ranks | None = None,
 ) -> ModelPart:
-    """Load the weights, and give the ops the attention backend that serves the model; `progress`
-    gets lines. Of several ranks each loads its part. Raises ModelError, with one line, if that
+    """Load the weights, and set the ops' attention backend to one that serves the model; `progress`
+    gets lines. With `ranks`, loads this rank's part. Raises ModelError, with one line, if that
     fails.
     """
     checkpoint = None if files.dummy else _open(files, ops, progress)
-    # What it says of quantization is dealt with.
+    # `_open` has dealt with quantization_config: from here on weights read as ordinary ones.
     files = dataclasses.replace(files, config=plain_config(files.config))
     loading = _Loading(files, checkpoint, ops, wish, ranks, progress)
     try:
@@ -126,8 +127,8 @@ def _open(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) -> Check
 
 
 def _check_not_exact(ops: Ops, reason: Exception) -> None:
-    """Raises ModelError where the code of transformers would not keep what exact ops promise."""
-    # Its products are ours where weights are packed, and torch's where they stay tensors.
+    """Raises ModelError where transformers' code would break the promise of exact ops."""
+    # Its products are our exact ones only where weights are packed; on tensors they are torch's.
     if ops.exact and ops.keeps_tensors:
         raise ModelError(
             f"--exact: this model runs through transformers' code ({reason}), whose results on "
@@ -137,7 +138,7 @@ def _check_not_exact(ops: Ops, reason: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """What either way goes by."""
+    """The inputs of a load, for both kinds of model."""
 
     files: ModelFiles
     # None for random weights.
@@ -150,7 +151,7 @@ class _Loading:
     # ---- our decoder ----
 
     def spec(self) -> DecoderSpec:
-        """Of the whole model. Raises NotOurs for one that our decoder does not compute."""
+        """The spec of the whole model. Raises NotOurs if our decoder does not compute it."""
         files, checkpoint = self.files, self.checkpoint
         spec = decoder_spec(files.config, trust_remote_code=files.trust_remote_code)
         if checkpoint is None:
@@ -211,10 +212,10 @@ class _Loading:
         files, checkpoint, ops = self.files, self.checkpoint, self.ops
         dtype = ops.dtype
         if ops.device.type == "cpu" and not ops.keeps_tensors:
-            # What is packed anyway is left as it is on disk, and so in the file's memory.
+            # Packing converts weights anyway: loaded in the file's dtype they stay in its mapping.
             stored = None if checkpoint is None else checkpoint.main_dtype()
             dtype = stored or torch.float32
-        # A whole model may be too much for one device of several: there it is cut first.
+        # With several ranks the whole model may not fit one device: it is divided on cpu first.
         device = ops.device if self.ranks is None else torch.device("cpu")
         options = LoadOptions(device, dtype, files.trust_remote_code, files.dummy)
         if not isinstance(checkpoint, QuantizedCheckpoint):
@@ -223,7 +224,7 @@ class _Loading:
         return dataclasses.replace(options, tensors=tensors, needless=needless)
 
     def _probed(self, module: PreTrainedModel) -> TransformersModel:
-        """The module as a model: one token runs through it, which shows what its layers call."""
+        """The module as a model; one token runs through it to show what its layers ask for."""
         alone = contextlib.nullcontext() if self.ranks is None else self.ranks.apart()
         try:
             with probing(module) as apart, alone:
@@ -245,8 +246,9 @@ class _Loading:
 
 
 def _as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """What transformers takes from the checkpoint over what the configuration says: a head of its
-    own makes the embedding not tied, and the embedding's scale has the dtype of the weights.
+    """The spec where the checkpoint overrides the configuration, as in transformers: with a head
+    that differs from the embedding the two are not tied, and the embedding's scale is rounded to
+    the dtype of the weights.
     """
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied = spec.tied and (head not in checkpoint.shapes or checkpoint.equal(embedding, head))

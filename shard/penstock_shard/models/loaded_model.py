@@ -1,6 +1,6 @@
-"""What a rank has of a model once it is loaded: passed to whatever checks, follows or runs it.
+"""A rank's loaded model, with all that the code which checks, follows or runs it needs.
 
-Knows nothing of how any of it came to be.
+Knows nothing of how it was loaded.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from penstock_shard.models.ops.base import Ops
 class LoadedModel:
     """A model, or one rank's part of it, and all that it is computed with."""
 
-    # What was loaded here: it has the weights, and takes adapters.
+    # The model that holds this rank's weights and takes adapters.
     part: CausalModel
-    # Its places for adapters.
+    # Holds the adapters of `part`; None where it takes none.
     bank: LoraBank | None
-    # Of several ranks: to be called by all, once each has its part. Raises ModelError.
+    # With several ranks, all must call it once each has its part. Raises ModelError.
     check: Callable[[], None]
-    # What computes steps: the part, through its graphs where decodes may be recorded; on rank 0 of
-    # several, all ranks at once.
+    # Runs steps: `part`, wrapped for CUDA graphs where decodes may be captured; on rank 0 of
+    # several, a `MirroredModel` over all ranks.
     model: CausalModel
-    # The same model, where its decodes may be recorded.
+    # The same object as `model` where decodes may be captured, else None.
     graphs: Graphs | None
     ops: Ops
-    # Of cached keys and values.
+    # Dtype of cached keys and values.
     kv_dtype: torch.dtype
     hf_config: PreTrainedConfig
     max_model_len: int
-    # That compute, on cpu.
+    # Compute threads on cpu.
     threads: int
 
     @property
@@ -46,6 +46,6 @@ class LoadedModel:
         return int(self.hf_config.get_text_config().vocab_size)
 
     def over_ranks(self, whole: Graphs) -> LoadedModel:
-        """Rank 0's, when the others have their parts."""
+        """Rank 0's loaded model once all ranks have their parts; `whole` runs steps on all."""
         graphs = None if self.graphs is None else whole
         return dataclasses.replace(self, model=whole, graphs=graphs)

@@ -1,16 +1,16 @@
-"""Adapters beside a model's products: what each adds to a product's outputs, token by token.
+"""LoRA adapters: what each adds to the outputs of a model's products, token by token.
 
-An adapter has an index, from 1 on, and each token of a step that of its adapter, or 0. Two ways
-compute the same. `LoopedDelta` goes through the adapters that are in the step, each on its own
-tokens alone, with the products of the ops: where those give a row the same bits in any batch, so
-does this. `StackedDelta` keeps all adapters in two tensors and computes them all for every token,
-of which it keeps the token's own: shapes depend on no adapter, so nothing is looked at on the host,
-which never waits for the device. It costs `adapters * rank` more columns a product.
+An adapter has an index, from 1 on; each token of a step has the index of its adapter, or 0. Two
+implementations compute the same. `LoopedDelta` loops over the adapters in the step, each on its own
+tokens, with the products of the ops: where those give a row the same bits in any batch, so does
+this. `StackedDelta` keeps all adapters in two tensors, computes all of them for every token, and
+masks out all but the token's own: shapes depend on no adapter, so the host never waits for the
+device. It costs `adapters * rank` more columns a product.
 
-Where a model is divided, a rank that has some rows of a weight adds with the same rows of B, and
-one that has some columns with the same columns of A: what it adds is its part of a sum.
+With tensor parallelism, a rank with some rows of a weight uses the same rows of B, and a rank with
+some columns uses the same columns of A: its addition is then part of the sum over ranks.
 
-Knows matrices. Knows nothing of which model they are of, files, or requests.
+Knows matrices. Knows nothing of models, files or requests.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from penstock_shard.models.errors import ModelError
 from penstock_shard.models.lora_files import AdapterFiles
 from penstock_shard.models.ops.base import Matrix, Ops
 
-# Ranks are padded to a multiple of this, which products on devices take whole.
+# LoRA ranks are padded to a multiple of this, so that GPU products run on whole tiles.
 _RANK_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """How many adapters there may be at once, and how large."""
+    """The most adapters that may be loaded at once, and the highest LoRA rank."""
 
     max_adapters: int
     max_rank: int
@@ -42,42 +42,44 @@ class LoraLimits:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one matrix: `b @ a`, float32, with the scale in `b` [N, r]."""
+    """What an adapter adds to one weight [N, K]: `b @ a`; a [r, K], b [N, r], float32. `b` includes
+    the scale.
+    """
 
     a: Tensor
     b: Tensor
 
 
-# By the modules' names.
+# By module name.
 AdapterWeights = Mapping[str, LowRank]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has of a weight [N, K]: rows, range after range, of these columns."""
+    """A rank's share of a weight [N, K]: ranges of rows, in order, and of these some columns."""
 
-    # N and K of the whole.
+    # N and K of the whole weight.
     shape: tuple[int, int]
     rows: tuple[slice, ...] = (slice(None),)
     columns: slice = field(default_factory=lambda: slice(None))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Of the whole weight, or of its bias [N]."""
+        """The share of `tensor`, which is the whole weight or its bias [N]."""
         parts = [tensor[rows] for rows in self.rows]
         part = parts[0] if len(parts) == 1 else torch.cat(parts)
         return part[:, self.columns] if part.dim() == 2 else part
 
     def of_pair(self, pair: LowRank) -> LowRank:
-        """What of an adapter of the whole goes with it."""
+        """The part of a whole model's adapter that goes with this share."""
         return LowRank(pair.a[:, self.columns], Share(self.shape, self.rows).of(pair.b))
 
 
-# By the modules' names; of others a rank has the whole.
+# By module name; modules that are not listed are whole on every rank.
 Shares = Mapping[str, Share]
 
 
 class TokenAdapters:
-    """Which adapter's index each token of a step has: int64 [T], 0 for none. Made once a step."""
+    """The adapter index of each token of a step: int64 [T], 0 for none. Made once a step."""
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
@@ -85,12 +87,12 @@ class TokenAdapters:
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """Those that occur, and the tokens of each. Waits for the device."""
+        """The adapter indices in the step, each with its tokens. Waits for the device."""
         present = [index for index in torch.unique(self.indices).tolist() if index]
         return [(index, (self.indices == index).nonzero().squeeze(1)) for index in present]
 
     def mask(self, num_adapters: int, rank: int) -> Tensor:
-        """bool [T, num_adapters * rank]: whether a column is another adapter's than the token's."""
+        """bool [T, num_adapters * rank]: true where a column is not of the token's adapter."""
         mask = self._masks.get((num_adapters, rank))
         if mask is None:
             columns = torch.arange(num_adapters * rank, device=self.indices.device) // rank + 1
@@ -98,13 +100,13 @@ class TokenAdapters:
         return mask
 
     def of(self, rows: Tensor) -> TokenAdapters:
-        """Those of some of the tokens."""
+        """The indices of some of the tokens."""
         return TokenAdapters(self.indices[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module within a product: its outputs are columns [start, end) of the product's."""
+    """A module within a fused product: its outputs are columns [start, end) of the result."""
 
     module: str
     start: int
@@ -115,21 +117,23 @@ class Delta(Protocol):
     """What adapters add to one product."""
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
-        """Add to y [T, N] what the adapters of its tokens make of x [T, K]."""
+        """Add to y [T, N] what each token's adapter computes from x [T, K]."""
 
     def place(self, index: int, pairs: Mapping[str, LowRank]) -> None:
-        """Of the product's modules; an adapter without any adds nothing."""
+        """Set the adapter's matrices, by module name. An adapter without matrices for this
+        product's modules adds nothing.
+        """
 
     def drop(self, index: int) -> None:
-        """It adds nothing any more. No token has it."""
+        """Remove the adapter at `index`, which no token has any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """One adapter's matrices for a product: all of its A in one, and of each part B."""
+    """One adapter's matrices for a product: the A of all its parts as one, and each part's B."""
 
     down: Matrix
-    # The part, its columns of what `down` gives, and B.
+    # For each part: its columns in the result of `down`, and its B.
     ups: tuple[tuple[Part, slice, Matrix], ...]
 
 
@@ -176,7 +180,7 @@ class StackedDelta:
         self, parts: Sequence[Part], in_features: int, limits: LoraLimits, ops: Ops
     ) -> None:
         self._parts = parts
-        # Where a row's bits may depend on that row alone, products are of the ops' own kind.
+        # With exact ops, products must be exact too: a row's bits depend on that row alone.
         self._exact = ops.exact
         self._num_adapters = limits.max_adapters
         self._rank = padded_rank(limits.max_rank)
@@ -194,7 +198,7 @@ class StackedDelta:
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
         down = self._product(x, self._a).view(len(x), len(self._parts), self._width)
-        # Not multiplied: another adapter's numbers may be no numbers.
+        # Filled, not multiplied by 0: another adapter may give NaN or infinity.
         down = down.masked_fill(tokens.mask(self._num_adapters, self._rank).unsqueeze(1), 0.0)
         for number, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
             if self._exact:
@@ -205,7 +209,7 @@ class StackedDelta:
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self._exact:
             return functional.linear(x, weight)
-        # Here and not above: needs Triton.
+        # Imported here because it needs Triton.
         from penstock_shard.models.kernels.triton_matmul import fixed_linear
 
         return fixed_linear(x, weight)
@@ -231,32 +235,35 @@ class StackedDelta:
 
 
 def padded_rank(rank: int) -> int:
-    """The rank that an adapter of this one takes the place of."""
+    """The rank, rounded up to the multiple that an adapter's place is sized for."""
     return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
 
 
 class LoraBank:
-    """All places of a model that take adapters, and the adapters in them."""
+    """All products of a model that take adapters, and the adapters placed there."""
 
     def __init__(
         self, limits: LoraLimits, ops: Ops, *, stacked: bool, shares: Shares | None = None
     ) -> None:
-        """`stacked` says which of the two ways computes them; `shares` what this rank has of the
-        modules of a model that is divided.
+        """`stacked` chooses `StackedDelta` over `LoopedDelta`; `shares` are this rank's shares of
+        the divided modules.
         """
         self.limits = limits
         self._shares = shares or {}
         self._ops = ops
         self._stacked = stacked
-        # Adapters' values must be numbers in this: another adapter's tokens meet them, times zero.
+        # Adapters' values must be finite in this dtype: tokens of other adapters are multiplied
+        # with them too, and the results masked out.
         self.dtype = ops.dtype if stacked else torch.float32
         self._deltas: list[Delta] = []
-        # What is here of each module that takes adapters.
+        # This rank's share of each module that takes adapters.
         self._open: dict[str, Share] = {}
         self.nbytes = 0
 
     def open(self, modules: Sequence[tuple[str, int]], in_features: int) -> Delta:
-        """A place for adapters of a product: its modules and how many outputs each has here."""
+        """Let a product take adapters. `modules` are the names of its modules and the number of
+        outputs that each has on this rank.
+        """
         parts = []
         start = 0
         for module, size in modules:
@@ -274,26 +281,26 @@ class LoraBank:
 
     @property
     def modules(self) -> Mapping[str, tuple[int, int]]:
-        """Names of modules that take adapters, and their in_features and out_features, whole."""
+        """(in_features, out_features) of the modules that take adapters, in the whole model."""
         return {module: share.shape[::-1] for module, share in self._open.items()}
 
     def place(self, index: int, weights: AdapterWeights) -> None:
-        """Put an adapter of the whole model, which `check_fit` let pass, where no token has its
-        index.
+        """Set an adapter of the whole model, which passed `check_fit`, at an index that no token
+        has.
         """
         own = {module: self._open[module].of_pair(pair) for module, pair in weights.items()}
         for delta in self._deltas:
             delta.place(index, own)
 
     def drop(self, index: int) -> None:
-        """Empty a place whose index no token has any more."""
+        """Remove the adapter at an index that no token has any more."""
         for delta in self._deltas:
             delta.drop(index)
 
 
 def check_fit(bank: LoraBank, files: AdapterFiles) -> None:
-    """Raises ModelError for modules that the model has not, or has of another shape, and for ranks
-    that are too high.
+    """Raises ModelError for modules that the model lacks or that have another shape, and for a LoRA
+    rank over the limit.
     """
     limit, modules = bank.limits.max_rank, bank.modules
     trained_on = repr(files.base_model[:80]) if files.base_model else "another model"

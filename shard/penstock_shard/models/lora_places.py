@@ -1,6 +1,6 @@
-"""A loaded model -> the same with places for adapters, whichever code computes it.
+"""Lets the products of a loaded model take adapters, for our decoder and transformers' code.
 
-Knows how either kind of model names its products. Knows nothing of how adapters are computed.
+Knows how both kinds of model name their products. Knows nothing of how adapters are computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock_shard.models.feed_forward import Dense, FeedForward, Linear
 from penstock_shard.models.lora import Delta, LoraBank
 from penstock_shard.models.transformers_model import TransformersModel
 
-# Within their layer: what chooses experts, and experts, which see some of the tokens only.
+# Modules of a layer without adapters: routers, and experts, which see only some of the tokens.
 _CLOSED = {"experts", "gate", "router"}
 
 _Module = tuple[str, int]
@@ -26,7 +26,7 @@ _Module = tuple[str, int]
 def make_adaptable(model: Decoder | TransformersModel, bank: LoraBank) -> None:
     """Let the model's linear layers take the bank's adapters.
 
-    Raises ModelError for a model none of whose products can.
+    Raises ModelError for a model without any such layer.
     """
     if isinstance(model, Decoder):
         model.change_weights(lambda index, weights: _adapted(bank, index, weights, model))
@@ -87,21 +87,21 @@ def _hook_products(model: TransformersModel, bank: LoraBank) -> None:
             if isinstance(module, nn.Linear) and not _CLOSED & set(name.split(".")):
                 out_features, in_features = module.weight.shape
                 delta = bank.open([(f"{prefix}.{name}", out_features)], in_features)
-                # Before those of a model that is divided, which make the ranks' parts whole.
+                # Before the hooks of tensor parallelism, which combine the ranks' results.
                 module.register_forward_hook(_adding(model, delta), prepend=True)
 
 
 def _adding(
     model: TransformersModel, delta: Delta
 ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    """A hook that adds to the product what the tokens' adapters do."""
+    """A forward hook that adds what the tokens' adapters compute to the product."""
 
     def add(module: nn.Module, arguments: tuple[Tensor, ...], product: Tensor) -> None:
         tokens = model.token_adapters
         if tokens is None:
             return
         x = arguments[0].reshape(-1, arguments[0].shape[-1]).contiguous()
-        # A view: what is added shows in the product.
+        # A view, so that adding to y changes the product.
         y = product.view(-1, product.shape[-1])
         if len(y) != len(tokens.indices):
             raise RuntimeError(f"a product of {len(y)} rows in a step of {len(tokens.indices)}")

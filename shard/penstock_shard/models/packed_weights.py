@@ -1,7 +1,7 @@
-"""Products of a transformers module on packed matrices: one family of products for every model.
+"""Replaces the weights of a transformers module by packed matrices, as our own decoder has them.
 
-Modelling code keeps calling torch on `module.weight`; what stands there then is no tensor but an
-object that computes the product.
+Modelling code keeps calling torch functions on `module.weight`, which is no tensor then but a proxy
+that computes the product.
 
 Knows how transformers' modules hold weights. Knows nothing of attention or requests.
 """
@@ -27,11 +27,11 @@ from penstock_shard.models.ops.base import Matrix, Ops
 from penstock_shard.models.weight_proxies import WeightProxy, product
 
 _REPORT_S = 3.0
-# Names of the small products that choose experts: rounding them would change the choice.
+# Names of routers, the small products that choose experts: rounding would change the choice.
 _ROUTERS = {"gate", "router"}
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
-# Error of a packed matrix's product that rounding explains, relative to the product: a row of
-# weights with a large outlier loses much in int8. A wrong layout or scale gives 1 or more.
+# Largest error of a packed matrix's product that rounding explains, relative to the product: int8
+# loses much in a row of weights with a large outlier. A wrong layout or scale gives 1 or more.
 _TOLERANCE = {
     "float32": 1e-3,
     "float16": 0.03,
@@ -40,14 +40,14 @@ _TOLERANCE = {
     "fp8": 0.5,
     "int4": 0.5,
 }
-# Half of float16's smallest step: what values that are nearly zero may lose.
+# Half of float16's smallest step: the rounding error of values that are nearly zero.
 _SMALLEST = 2.0**-25
 # Rows of weights compared at once.
 _ROWS = 1024
 
 
 class PackedWeight(WeightProxy):
-    """A matrix [N, K] in the place of a weight; `transposed` if the weight was [K, N]."""
+    """A matrix [N, K] in place of a weight; `transposed` if the weight was [K, N]."""
 
     def __init__(self, matrix: Matrix, ops: Ops, *, transposed: bool) -> None:
         shape = (matrix.out_features, matrix.in_features)
@@ -58,7 +58,7 @@ class PackedWeight(WeightProxy):
 
 
 class PackedStack(WeightProxy):
-    """The weights of several experts in the place of one tensor."""
+    """The weights of several experts in place of one tensor [E, ., .]."""
 
     def __init__(self, weights: list[PackedWeight], ops: Ops) -> None:
         shape = torch.Size((len(weights), *weights[0].shape))
@@ -70,7 +70,7 @@ class PackedStack(WeightProxy):
 
 
 class PackedTable(WeightProxy):
-    """An embedding table."""
+    """An embedding table in place of its weight."""
 
     def __init__(self, embedding: Embedding, ops: Ops) -> None:
         super().__init__(embedding.table.shape, ops.dtype, ops.device)
@@ -108,13 +108,13 @@ PackedTable.handlers = {functional.embedding: _embedding}
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Parameters that become one packed object, or one each of a set that is fused."""
+    """A parameter to pack, or the parameters of sibling layers to fuse into one matrix."""
 
     names: tuple[str, ...]
     holders: tuple[nn.Module, ...]
     parameter: str
     siblings: Siblings | None = None
-    # To be kept as precise as activations.
+    # Whether the weight keeps the precision of activations.
     exact: bool = False
 
     @property
@@ -127,14 +127,14 @@ class _Place:
 
 
 def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], None]) -> None:
-    """Put packed matrices in the place of the module's weights, and the rest into the dtype of
+    """Replace the module's weights by packed matrices, and convert the rest to the dtype of
     activations.
 
     Packed are linear layers, GPT-2's transposed ones, stacked experts, routers and embeddings;
-    those that share an input as one matrix. Raises ModelError, naming the tensor, for a value that
-    the kind of weights cannot hold.
+    linear layers that share an input become one matrix. Raises ModelError, naming the tensor, for a
+    value that the kind of weights cannot hold.
     """
-    # The largest first, while little else is in memory.
+    # The largest first, while little else is in memory: packing it needs the most.
     places = sorted(_places(module, ops), key=lambda place: place.nbytes, reverse=True)
     reported_s = time.monotonic()
     for done, place in enumerate(places):
@@ -142,11 +142,12 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
         if time.monotonic() - reported_s >= _REPORT_S:
             reported_s = time.monotonic()
             progress(f"loading weights: {100 * done // len(places)} %")
-    # The models' own loops over experts, each a product; the others want all experts in one tensor.
+    # "eager" is the modelling code's loop over experts, a product each; other implementations need
+    # all experts in one tensor.
     module.set_experts_implementation("eager")
     module.to(ops.dtype)
     for left in module.parameters():
-        # What needs no packing still lies in the file's memory, which may be written to.
+        # Other parameters still lie in the mapping of the file, which may be written to: copy them.
         left.data = left.data.clone()
     if next(module.parameters(), None) is None:
         # Modelling code asks the first parameter for the model's dtype, even where none is left.
@@ -185,7 +186,7 @@ def _places(module: PreTrainedModel, ops: Ops) -> Iterator[_Place]:
             exact = name.rpartition(".")[2] in _ROUTERS or (head is not None and holder is head)
             yield _Place((name,), (holder,), "weight", exact=exact)
         elif hasattr(holder, "is_transposed"):
-            # What transformers marks as experts: parameters [experts, ...], biases have two.
+            # transformers marks experts so: weights have 3 dimensions, biases 2.
             for parameter, value in list(holder.named_parameters(recurse=False)):
                 if value.dim() == 3:
                     yield _Place((name,), (holder,), parameter)
@@ -218,8 +219,8 @@ def _pack_matrix(
 
 
 def _checked(parts: list[Tensor], ops: Ops, *, exact: bool = False) -> Matrix:
-    """The weights [N_i, K] as one matrix whose product was compared with theirs as they were: what
-    is compared later with the model's own attention has these matrices on both sides.
+    """The weights [N_i, K] as one matrix, whose product is compared with that of the weights. The
+    later comparison with the model's own attention cannot find a wrong matrix: both sides use it.
     """
     matrix = ops.pack(parts, exact=exact)
     kind = "float32" if exact and ops.dtype is torch.float32 else ops.weights

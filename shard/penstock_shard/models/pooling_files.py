@@ -1,7 +1,7 @@
 """Whether a model is meant for embeddings, and how they are pooled: sentence-transformers' files.
 
-`modules.json` lists what follows the transformer: a Pooling module, whose own config.json says how
-it pools, and maybe a Normalize module. Knows these files; imports no torch.
+`modules.json` lists the modules after the transformer: Pooling, whose own config.json says how it
+pools, and maybe Normalize. Knows these files; imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = "pooling_mode_"
 
 
 class _NotServed(Exception):
-    """The files ask for something else than a last or a mean hidden state."""
+    """The files ask for other pooling than the last or the mean hidden state."""
 
 
 def pooling_of(
@@ -29,8 +29,8 @@ def pooling_of(
 ) -> tuple[Pooling, bool] | None:
     """The pooling, and whether vectors are normalised; None for a model without embeddings.
 
-    `asked` is --embeddings: "auto" leaves the pooling to the files. Where these ask for what is not
-    served, `progress` gets a line. Raises ModelError for files that cannot be read.
+    `asked` is --embeddings: "auto" leaves the pooling to the files. Where the files ask for pooling
+    that is not served, `progress` gets a line. Raises ModelError for files that cannot be read.
     """
     modules = _modules(model_dir)
     normalizes = "Normalize" in modules
@@ -46,11 +46,11 @@ def pooling_of(
 
 
 def _modules(model_dir: Path) -> dict[str, str]:
-    """Kind of each module -> its folder, in order; empty without the file."""
+    """Kind of each module -> its folder, in order; empty if there is no modules.json."""
     path = model_dir / _MODULES
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
-        # The kind is the name of a class, whichever module it is in.
+        # The type is a dotted path; its last part, the class name, is the kind.
         return {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
     except FileNotFoundError:
         return {}

@@ -1,9 +1,9 @@
 """Checkpoints with a `quantization_config`, read as if their weights were ordinary ones.
 
-compressed-tensors, fp8 in blocks, GPTQ and AWQ: each quantized matrix shows up under the name and
-with the shape it would have in a plain checkpoint, and is turned into float32 when it is read, on
-the device that is to have it. Which matrices are quantized, and how finely, is read off the tensors
-in the files; the configuration must agree.
+compressed-tensors, fp8 in blocks, GPTQ and AWQ: each quantized matrix appears under the name and
+shape that it would have in a plain checkpoint, and is dequantized to float32 when it is read, on
+the device that will hold it. Which matrices are quantized, and in what groups, is taken from the
+tensors in the files; the configuration must agree.
 
 Knows configurations and names of tensors. Knows nothing of models, nor of what becomes of the
 matrices.
@@ -34,7 +34,7 @@ from penstock_shard.models.quantized_formats import (
 
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _FP8, _INT8 = "F8_E4M3", "I8"
-# Formats of compressed-tensors that are matrices of one kind or another read here.
+# Formats of compressed-tensors whose matrices are read here.
 _FORMATS = {
     "dense",
     "float-quantized",
@@ -44,8 +44,8 @@ _FORMATS = {
     "mixed-precision",
 }
 _STRATEGIES = {"tensor", "channel", "group", "block"}
-# What checkpoints have for activations and for cached keys and values, which are rounded as the
-# flags say and not as the checkpoint does.
+# Tensors that quantize activations, keys and values: not used, since the flags alone say how these
+# are rounded.
 _FOR_ACTIVATIONS = (
     "input_scale",
     "input_zero_point",
@@ -59,7 +59,7 @@ _FOR_ACTIVATIONS = (
     "k_zero_point",
     "v_zero_point",
 )
-# Names that only quantized matrices have.
+# Last parts of names that only tensors of quantized matrices have.
 _PARTS = {
     "qweight",
     "qzeros",
@@ -76,25 +76,25 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a configuration says of its checkpoint, checked."""
+    """A checkpoint's quantization as its configuration states it, checked."""
 
     method: str
-    # Of integers; 8 for fp8.
+    # Bits of a quantized number: one size, or several in one checkpoint; 8 for fp8.
     bits: frozenset[int]
-    # Columns that may share a scale.
+    # Sizes of groups: columns that share a scale.
     groups: frozenset[int]
-    # Rows and columns that do, where scales are for blocks.
+    # Rows and columns of a block, where a block shares a scale.
     block: tuple[int, int] | None = None
-    # All its matrices are fp8.
+    # Whether all quantized matrices are fp8.
     is_fp8: bool = False
-    # Added to zero points of GPTQ.
+    # Added to GPTQ's stored zero points; see `GptqMatrix`.
     zero_offset: int = 0
     desc_act: bool = False
 
     def computed_in(self, weights: str) -> str:
-        """What is made of such a checkpoint, as a line for the operator."""
+        """How weights are stored and how they are computed with: a line for the operator."""
         if weights != "fp8":
-            how = f"each matrix is turned into numbers again and kept in {weights}"
+            how = f"each matrix is dequantized and kept in {weights}"
         elif self.is_fp8 and self.block is None:
             how = "kept in fp8 as they are"
         else:
@@ -114,7 +114,7 @@ class Scheme:
 
 
 def quantization_config(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """What a model's configuration says of its quantization; None if nothing."""
+    """The model's quantization_config; None if it has none."""
     for place in (config, config.get_text_config()):
         found = getattr(place, "quantization_config", None)
         if found is not None:
@@ -123,9 +123,9 @@ def quantization_config(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
-    """None for a model that is not quantized.
+    """The model's quantization; None if it is not quantized.
 
-    Raises ModelError, naming the field, for a quantization that is not read here.
+    Raises ModelError, naming the field, for a quantization that is not served.
     """
     stated = quantization_config(config)
     if stated is None:
@@ -192,7 +192,7 @@ def _check_args(field: str, args: Mapping[str, Any]) -> None:
 
 
 def _strategy(args: Mapping[str, Any]) -> str:
-    """As stated, or as the size of groups implies."""
+    """The stated strategy, or the one that group_size implies."""
     stated, group = args.get("strategy"), args.get("group_size")
     if stated is not None:
         return str(stated)
@@ -246,7 +246,7 @@ def _awq_scheme(stated: Mapping[str, Any]) -> Scheme:
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A configuration without what it says of quantization: that of the model as it is read."""
+    """The configuration without quantization_config, since weights are read dequantized."""
     if quantization_config(config) is None:
         return config
     plain = copy.deepcopy(config)
@@ -257,7 +257,7 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """A checkpoint whose quantized matrices are read in float32, on a device."""
+    """A checkpoint whose quantized matrices are dequantized to float32 on a device when read."""
 
     def __init__(self, model_dir: Path, scheme: Scheme, device: torch.device) -> None:
         """Raises ModelError, naming a tensor, for files that are not what the scheme says."""
@@ -266,18 +266,18 @@ class QuantizedCheckpoint(Checkpoint):
         found = _Finder(scheme, self.shapes, self.stored, self._small(".weight_shape"))
         self._matrices = {f"{module}.weight": found.matrix(module) for module in found.modules()}
         self._show(scheme)
-        # Some tools write biases of zeros for matrices that have none.
+        # Some tools write zero biases for layers that have no bias.
         self.zero_biases = self._zero_biases() if scheme.method in ("gptq", "awq") else frozenset()
 
     def _small(self, suffix: str) -> dict[str, tuple[int, ...]]:
-        """The values of all tensors whose names end so."""
+        """The values of all tensors whose names end in `suffix`."""
         names = [name for name in self.shapes if name.endswith(suffix)]
         with super().read(names) as tensors:
             values = [tuple(int(value) for value in tensor) for tensor in tensors]
         return dict(zip(names, values, strict=True))
 
     def _show(self, scheme: Scheme) -> None:
-        """Put the matrices in the place of their parts."""
+        """List each dequantized matrix in place of the tensors that make it up."""
         used = {name for matrix in self._matrices.values() for name in matrix.names}
         used.update(f"{name}_shape" for name in self._matrices)
         for name in list(self.shapes):
@@ -308,13 +308,13 @@ class QuantizedCheckpoint(Checkpoint):
         return {name: LazyTensor(self, name) for name in self.shapes}
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Forget tensors that nobody asks for."""
+        """Drop tensors that the model does not use."""
         for name in names:
             del self.shapes[name], self.stored[name], self.dtypes[name]
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """As `Checkpoint.read`. Raises ModelError for a matrix whose parts do not fit together."""
+        """Like `Checkpoint.read`. Raises ModelError for a matrix whose tensors do not fit."""
         plain = [name for name in names if name not in self._matrices]
         with super().read(plain) as tensors:
             found = dict(zip(plain, tensors, strict=True))
@@ -343,16 +343,16 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Which matrices of a checkpoint are quantized, and how."""
+    """Finds which matrices of a checkpoint are quantized, and how."""
 
     scheme: Scheme
     shapes: Mapping[str, tuple[int, ...]]
     stored: Mapping[str, str]
-    # Values of the tensors that hold a matrix's shape.
+    # Values of the `weight_shape` tensors, by name.
     stated_shapes: Mapping[str, tuple[int, ...]]
 
     def modules(self) -> list[str]:
-        """Names of the quantized matrices without their last part."""
+        """Module names of the quantized matrices."""
         wanted = "qweight" if self.scheme.method in ("gptq", "awq") else "weight_packed"
         modules = []
         for name in self.shapes:
@@ -423,7 +423,7 @@ class _Finder:
         return PackedMatrix(names, (rows, columns), bits, group, has_zeros, has_order)
 
     def _bits(self, packed: str, rows: int, columns: int) -> int:
-        """Of the numbers in a packed tensor, of those that the configuration states."""
+        """Bits of a number in a packed tensor: the stated size that fits its shape."""
         shape = self._shape(packed, 2)
         for bits in sorted(self.scheme.bits):
             if shape == (rows, -(-columns * bits // 32)):
@@ -454,7 +454,7 @@ class _Finder:
         return ScaledMatrix(tuple(names), (rows, columns), block)
 
     def _block(self, scale: str, rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns that share one of the scales."""
+        """Rows and columns that share a scale, by the shape of the scales."""
         shape = self.shapes[scale]
         count = torch.Size(shape).numel()
         if count == 1:
@@ -472,7 +472,7 @@ class _Finder:
         )
 
     def _group(self, name: str, columns: int, count: int) -> int:
-        """Columns of one group, of those that the configuration states."""
+        """Columns in a group: the stated size that gives `count` groups."""
         if count == 1:
             return columns
         for group in sorted(self.scheme.groups):

@@ -1,4 +1,4 @@
-"""How quantized matrices lie in checkpoints, and the float32 matrix [N, K] that each stands for.
+"""Layouts of quantized matrices in checkpoints, and how to dequantize them to float32 [N, K].
 
 The layouts are those of compressed-tensors 0.20 (`pack_quantized`, `naive_quantized`), of
 transformers' `finegrained_fp8`, of AutoGPTQ and of AutoAWQ's GEMM version, read in their sources.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _WORD = 32
-# Where AWQ puts each of eight columns in a word: column j is nibble _AWQ_PLACES[j].
+# AWQ's order of eight columns in a word: column j is nibble _AWQ_PLACES[j].
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -24,21 +24,21 @@ class StoredMatrix(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[N, K] of the matrix it stands for."""
+        """N and K of the dequantized matrix."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its tensors, in the order in which `dense` takes them."""
+        """Names of its tensors, in the order in which `dense` takes them."""
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
-        """The matrix in float32. Raises ValueError, in words that can follow a tensor's name, for
-        parts that make none.
+        """The dequantized matrix, float32 [N, K]. Raises ValueError for tensors that do not fit
+        together, with a message that can follow a tensor's name.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """Numbers of 8 bits [N, K], times a scale for each `block` of rows and columns."""
+    """8-bit numbers [N, K] with a scale for each `block` of rows and columns."""
 
     names: tuple[str, ...]
     shape: tuple[int, int]
@@ -46,7 +46,7 @@ class ScaledMatrix:
     block: tuple[int, int]
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
-        """parts: numbers, scales of any shape with a number for each block, zero points likewise if
+        """parts: the numbers; scales, one for each block, in any shape; zero points likewise, if
         there are any.
         """
         weight = parts[0].float()
@@ -55,7 +55,7 @@ class ScaledMatrix:
         return weight.mul_(self._spread(parts[1]))
 
     def _spread(self, values: Tensor) -> Tensor:
-        """A number for each block -> something that broadcasts to [N, K]."""
+        """A number for each block -> a tensor that broadcasts to [N, K]."""
         counts = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
         spread = values.float().reshape(counts)
         for dim, size in enumerate(self.shape):
@@ -75,7 +75,7 @@ class PackedMatrix:
     bits: int
     group: int
     has_zeros: bool
-    # A further tensor [K] says which group each column is of.
+    # Whether a further tensor [K] has the group of each column.
     has_order: bool
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
@@ -101,14 +101,14 @@ class GptqMatrix:
     shape: tuple[int, int]
     bits: int
     group: int
-    # What is added to stored zero points: the first version of the format keeps them less 1.
+    # Added to stored zero points: the first version of the format stores them minus 1.
     zero_offset: int
     has_order: bool
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
         packed, packed_zeros, scales, *order = parts
         highest = (1 << self.bits) - 1
-        # A stored -1 is all ones and comes round to 0.
+        # A stored -1 is all ones and wraps around to 0.
         zeros = unpack(packed_zeros, self.bits, 1).add_(self.zero_offset).bitwise_and_(highest)
         groups = _groups(order[0] if order else None, self.shape[1], self.group)
         groups = _checked_groups(groups.to(scales.device), len(scales))
@@ -136,7 +136,7 @@ class AwqMatrix:
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """int32 words -> int32 numbers from 0 to 2^bits - 1, along `dim` as many more as fit a word."""
+    """int32 words -> int32 numbers from 0 to 2^bits - 1; `dim` grows by the factor 32 / bits."""
     if words.dtype is not torch.int32:
         raise ValueError(f"is packed in {words.dtype}, not in int32")
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32, device=words.device)
@@ -155,8 +155,8 @@ def _in_order(numbers: Tensor) -> Tensor:
 
 
 def _groups(order: Tensor | None, columns: int, group: int) -> Tensor:
-    """Which group each of the K columns is of, int64 [K]."""
-    # A first entry of -1 says that there is no order after all.
+    """The group of each of the K columns, int64 [K]."""
+    # Negative entries mean that there is no order after all.
     if order is None or bool((order < 0).any()):
         return torch.arange(columns) // group
     return order.long()

@@ -1,7 +1,7 @@
-"""The inputs of a step in one piece of memory: one copy brings them to the device.
+"""The inputs of a step in one buffer, so that one copy brings them to the device.
 
-Knows which numbers a forward takes and where each lies. Knows nothing of requests or of what is
-computed.
+Knows which inputs a forward takes and where each lies in the buffer. Knows nothing of requests or
+of what is computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# What kernels are compiled for depends on whether an address is a multiple of 16.
+# Triton specializes kernels on whether an address is a multiple of 16.
 _ALIGNMENT = 64
 
 Numbers = TypeVar("Numbers")
@@ -24,8 +24,8 @@ Numbers = TypeVar("Numbers")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs(Generic[Numbers]):
-    """What one forward takes; see `AttentionBatch` for the names. `adapters` are none where no
-    token has one, `extra` is what comes along.
+    """The inputs of one forward; see `AttentionBatch` for the names. `adapters` is empty where no
+    token has an adapter; `extra` are other numbers that share the copy.
     """
 
     input_ids: Numbers
@@ -41,7 +41,9 @@ class StepInputs(Generic[Numbers]):
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Where they lie, for so many tokens and rows, a block table so wide and so much besides."""
+    """Where the inputs lie in a buffer, for given numbers of tokens, rows, blocks in a row's table
+    and extra numbers.
+    """
 
     num_tokens: int
     num_rows: int
@@ -51,7 +53,7 @@ class InputLayout:
 
     @cached_property
     def _lengths(self) -> tuple[tuple[int, int], ...]:
-        """Of each part: how many numbers it has, and how many bytes each of these."""
+        """For each part: how many numbers it has, and the bytes of each number."""
         tokens, rows = (self.num_tokens, 8), self.num_rows
         adapters = (self.num_tokens if self.has_adapters else 0, 8)
         extra = (self.num_extra, 8)
@@ -60,7 +62,7 @@ class InputLayout:
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
-        """Where each part begins, and where the last one ends."""
+        """The byte at which each part begins, and at which the last one ends."""
         offsets = [0]
         for count, size in self._lengths:
             offsets.append(-(-(offsets[-1] + count * size) // _ALIGNMENT) * _ALIGNMENT)
@@ -71,14 +73,14 @@ class InputLayout:
         return self._offsets[-1]
 
     def arrays(self, buffer: NDArray[np.uint8]) -> StepInputs[NDArray[Any]]:
-        """The parts of memory of the host."""
+        """The parts of a buffer in host memory."""
         return self._parts(
             lambda start, end, size: buffer[start:end].view(np.int64 if size == 8 else np.int32),
             lambda table: table.reshape(self.num_rows, self.num_blocks),
         )
 
     def tensors(self, buffer: Tensor) -> StepInputs[Tensor]:
-        """The parts of memory of the device, uint8."""
+        """The parts of a uint8 buffer on the device."""
         return self._parts(
             lambda start, end, size: buffer[start:end].view(
                 torch.int64 if size == 8 else torch.int32

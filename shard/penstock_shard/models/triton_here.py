@@ -1,7 +1,7 @@
-"""Whether Triton's kernels may be launched on a device: one answer, for all that have any.
+"""Whether Triton kernels may be launched on a type of device: one answer for all modules with any.
 
-They may where the package is installed and the check at load, which reports here, found nothing
-wrong. Knows nothing of torch, of kernels or of how they are checked.
+They may if the package is installed and the check at load, which reports here, found no fault.
+Knows nothing of torch, of kernels or of how they are checked.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import importlib.util
 
 _MISSING = "the triton package is not installed; torch for CUDA brings it along"
 
-# What the last check of a kind of device found.
+# The fault that the last check of each device type found.
 _faults: dict[str, str] = {}
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is a Triton, right or wrong."""
+    """Whether the package is installed, whatever its kernels compute."""
     return importlib.util.find_spec("triton") is not None
 
 
 def remember(device_type: str, fault: str | None) -> None:
-    """Keep what the check of a device found; None is nothing."""
+    """Record the fault that the check of a device type found; None if it found none."""
     if fault is None:
         _faults.pop(device_type, None)
     else:
@@ -30,5 +30,5 @@ def remember(device_type: str, fault: str | None) -> None:
 
 
 def fault_on(device_type: str) -> str | None:
-    """Why no kernel may be launched on such a device, in words; None if any may."""
+    """Why no kernel may be launched on this type of device, for messages; None if they may."""
     return _faults.get(device_type) if is_installed() else _MISSING

@@ -1,8 +1,8 @@
-"""Objects in the places of weights in modelling code: they compute what torch is asked of these.
+"""Proxies that stand in for weights in modelling code and compute the products with them.
 
-torch hands a call on such an object to the object (its `__torch_function__` protocol). So nothing
-of the modules is rewritten, and a use of a weight that is not foreseen fails instead of going
-another way. Knows that protocol. Knows nothing of models.
+torch hands a call with a proxy among its arguments to the proxy (`__torch_function__`). So modules
+are not rewritten, and a use of a weight that no handler covers fails instead of computing something
+else. Knows that protocol. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock_shard.models.ops.base import Matrix
 
 
 class WeightProxy:
-    """What all proxies share: they look like a parameter in the dtype of activations."""
+    """The base of all proxies: looks like a parameter in the dtype of activations."""
 
-    # Functions of torch that a kind of proxy takes part in, and what is computed instead.
+    # torch functions that this class of proxy supports, and what is called in their place.
     handlers: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
 
     is_meta = False

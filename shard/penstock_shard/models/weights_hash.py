@@ -1,8 +1,8 @@
-"""A name for a set of weights: equal names mean equal bytes. Knows files only; imports no torch.
+"""A hash of a model's weights: equal hashes mean equal bytes. Knows files only; imports no torch.
 
-Covers the full content of config.json and of every *.safetensors file, with their names, and where
-a model's own code runs, of every *.py file. Files are hashed in pieces on several threads (hashlib
-releases the interpreter lock), then the piece hashes.
+Covers the names and contents of config.json, of every *.safetensors file, and, where the model's
+own code runs, of every *.py file. Pieces of files are hashed on several threads (hashlib releases
+the interpreter lock); the result is a hash of the pieces' hashes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def hash_weights(
 
 
 def _pieces(model_dir: Path, config_only: bool, with_code: bool) -> Iterator[tuple[Path, int]]:
-    """Each file in the order of names, cut at multiples of the piece size."""
+    """(file, offset) of each piece: config.json, then weights and code by name."""
     weights = [] if config_only else sorted(model_dir.glob("*.safetensors"))
     code = sorted(model_dir.glob("*.py")) if with_code else []
     for path in (model_dir / "config.json", *weights, *code):

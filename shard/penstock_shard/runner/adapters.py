@@ -1,4 +1,4 @@
-"""The adapters of a model that computes: found, read, checked against the model, put in place.
+"""The LoRA adapters of a loaded model: finds, reads and checks their files, and places weights.
 
 Knows files, and the model's places for adapters. Knows nothing of requests or names.
 """
@@ -31,8 +31,8 @@ class ModelAdapters:
     def __init__(
         self, bank: LoraBank, find: Callable[[str], Path], whole: MirroredModel | None = None
     ) -> None:
-        """`find` gives the directory of a source. Of several ranks `bank` is this one's, and
-        `whole` tells the others.
+        """`find` gives the directory of a source. With several ranks, `bank` is this rank's, and
+        `whole` passes changes to the others.
         """
         self._bank = bank
         self._find = find
@@ -59,9 +59,9 @@ class ModelAdapters:
 def open_bank(
     config: ShardConfig, loaded: ModelPart, ops: Ops, progress: Callable[[str], None]
 ) -> LoraBank | None:
-    """Let a model that was just loaded have adapters; None where none are to be served.
+    """Set aside places for adapters in a loaded model; None if the configuration serves none.
 
-    Raises ModelError if it can have none.
+    Raises ModelError if the model cannot have adapters.
     """
     if not config.serves_adapters:
         return None
@@ -76,7 +76,7 @@ def open_bank(
 def adapter_store(
     config: ShardConfig, bank: LoraBank | None, model: CausalModel
 ) -> ModelAdapters | None:
-    """The adapters of a model, over all its ranks; None where none are to be served."""
+    """The adapters of a model, over all its ranks; None if none are served."""
     if bank is None:
         return None
     whole = model if isinstance(model, MirroredModel) else None
@@ -84,7 +84,7 @@ def adapter_store(
 
 
 def read_weights(files: AdapterFiles, dtype: torch.dtype = torch.float32) -> dict[str, LowRank]:
-    """By module. Raises ModelError for a value that is no number in this dtype."""
+    """The weights of each module. Raises ModelError for a value that is not finite in `dtype`."""
     try:
         with safe_open(files.path / WEIGHTS, framework="pt") as tensors:
             weights = {

@@ -1,8 +1,8 @@
-"""What a request's tokens and wishes change in its logits before a token is drawn.
+"""Changes to logits before a token is drawn: penalties, biases, bans and constraint masks.
 
-Knows penalties, biases, bans and masks, one pass over all rows each; in which order, `sampler`
-says. Knows nothing of distributions. An element is computed from its own row alone, with operations
-that round the same way everywhere.
+Each is one pass over all rows that have it; `sampler` documents the order. Knows nothing of
+distributions. An element is computed from its own row alone, with operations that round the same
+way everywhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _penalize(logits: Tensor, rows: Sequence[tuple[int, TokenState, TokenCounts]
     flat = logits.view(-1)
     values = flat.index_select(0, elements)
     values = torch.where(values > 0, values / factor, values * factor)
-    # A tiny penalty divides to infinity.
+    # Division by a tiny penalty gives infinity.
     values = values.clamp(max=_LARGEST_LOGIT) - to_device(subtracted, logits.device)
     flat.index_copy_(0, elements, values)
 
@@ -78,7 +78,7 @@ def _ban(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
 
 
 def _mask(logits: Tensor, rows: Sequence[tuple[int, Mask | None]]) -> None:
-    """Leave what the masks have; a row without one, whose constraint failed, loses all."""
+    """Ban what the masks do not allow. In a row without one, whose constraint failed, ban all."""
     for i, mask in rows:
         if mask is None:
             logits[i] = float("-inf")
@@ -87,25 +87,25 @@ def _mask(logits: Tensor, rows: Sequence[tuple[int, Mask | None]]) -> None:
         return
     masks = np.stack([mask for _, mask in masked])
     if is_host(logits):
-        # Row by row on this thread: torch would wake others for it, which compute already.
+        # Row by row on this thread: torch would use its thread pool, which is already computing.
         values, forbidden = logits.numpy(), unpacked(~masks, logits.shape[1])
         for (i, _), row in zip(masked, forbidden, strict=True):
             np.copyto(values[i], -np.inf, where=row)
         return
-    # A bit a token goes to the device, not a byte.
+    # One bit a token is copied to the device, not one byte.
     index = _index([i for i, _ in masked], logits)
     rest = forbidden_bits(to_device(masks, logits.device), logits.shape[1])
     logits.index_copy_(0, index, logits[index].masked_fill_(rest, float("-inf")))
 
 
 def forbidden_bits(packed: Tensor, vocabulary: int) -> Tensor:
-    """The same of masks int32 [n, words], on their own device."""
+    """bool [n, vocabulary]: the ids that masks int32 [n, words] do not allow, on their device."""
     ids = torch.arange(vocabulary, device=packed.device)
     return (packed[:, ids >> 5] >> (ids & 31)) & 1 == 0
 
 
 def _elements(logits: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
-    """Where ids of some rows are in the flat logits, row after row."""
+    """Indices in the flat logits of each row's ids, row after row."""
     vocabulary = logits.shape[1]
     places = np.concatenate([i * vocabulary + ids for i, ids in rows])
     return to_device(places, logits.device)

@@ -1,4 +1,4 @@
-"""The seam between the engine loop and whatever computes tokens.
+"""The interface between the engine loop and what computes tokens.
 
 A runner turns a plan of plain integers into sampled tokens. It owns weights, KV memory and the
 sampler; it knows nothing of queues, block accounting or the wire. Importing this module must not
@@ -18,17 +18,17 @@ from penstock_shard.request import Pooling, Request
 class ScheduledRequest:
     """A row of a step: compute tokens [start, start + count) of the request.
 
-    When that reaches its last token (`samples`), one more is sampled, at output position
-    start + count - `request.num_prompt_tokens`. `request.block_ids` covers at least start + count
-    tokens. The last of them may be missing in `request.token_ids`: the step before, which has not
-    been collected, samples it. A request with `pooling` gets the vector of its prompt where
-    another would get a token. The first `num_prompt_logprobs` of its tokens predict prompt tokens
-    whose log-probabilities are wanted.
+    If that range ends with the request's last token (`samples`), the row samples the next one, at
+    output position start + count - `request.num_prompt_tokens`. `request.block_ids` covers at least
+    start + count tokens. The last token of the range may be missing in `request.token_ids`: the
+    step before, which has not been collected, samples it. A request with `pooling` gets the vector
+    of its prompt instead of a token. The first `num_prompt_logprobs` tokens of the range predict
+    prompt tokens whose log-probabilities are wanted.
 
-    With `drafts` the row computes its last known token and these, which are drafts of those that
-    follow: after each of them a token is sampled as ever, for as long as what was sampled is what
-    was drafted and does not end the sequence. So it gives 1 to `count` tokens, and nothing may be
-    launched for its request until it is collected.
+    With `drafts` the row computes its request's last known token and the draft tokens after it. A
+    token is sampled at each of these positions, up to the first that differs from its draft or ends
+    the sequence. So the row gives 1 to `count` tokens, and no other step may be launched for its
+    request until it is collected.
     """
 
     request: Request
@@ -41,8 +41,8 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything one forward pass computes. Rows with `count` 1 that sample come first, then those
-    with drafts.
+    """Everything one step computes. Decode rows (`count` 1, sampling) come first, then rows with
+    drafts, then other chunks.
     """
 
     rows: tuple[ScheduledRequest, ...]
@@ -54,10 +54,10 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log-probabilities of n tokens, in columns.
+    """Log-probabilities of n tokens, in flat columns.
 
-    `top_*` hold n times `top_n`, best first; `requested` holds n times as many as the request's
-    `logprob_token_ids`.
+    `top_*` hold `top_n` values for each token, best first; `requested` holds one for each of the
+    request's `logprob_token_ids` for each token.
     """
 
     chosen: list[float] = field(default_factory=list)
@@ -69,11 +69,11 @@ class Logprobs:
 
     @property
     def num_requested(self) -> int:
-        """Of each token."""
+        """Values in `requested` for each token."""
         return len(self.requested) // max(1, len(self.chosen))
 
     def first(self, count: int) -> Logprobs:
-        """Those of the first `count` tokens."""
+        """The log-probabilities of the first `count` tokens."""
         keep = count * self.top_n
         keep_requested = count * self.num_requested
         return Logprobs(
@@ -86,7 +86,7 @@ class Logprobs:
         )
 
     def without_first(self, count: int) -> Logprobs:
-        """The same without the first `count` tokens."""
+        """The log-probabilities of all but the first `count` tokens."""
         skip = count * self.top_n
         skip_requested = count * self.num_requested
         return Logprobs(
@@ -99,7 +99,7 @@ class Logprobs:
         )
 
     def extend(self, later: Logprobs) -> None:
-        """Append those of the tokens that follow."""
+        """Append the log-probabilities of the tokens that follow."""
         self.chosen += later.chosen
         self.ranks += later.ranks
         self.top_token_ids += later.top_token_ids
@@ -114,10 +114,10 @@ class RowResult:
     `token_id` is None for a row that did not sample. `prompt_logprobs` covers the prompt tokens at
     indices start + 1 .. start + count (bounded by the prompt's end): those that the row's logits
     predict. `error` ends the request (NaN logits, say) and leaves the rest of the step alone;
-    `is_callers` where the request asked for what cannot be.
+    `is_callers` says that the request itself is the cause: it asked for something impossible.
 
-    Of a row with drafts `more_token_ids` are the tokens after that one, and `logprobs` are those of
-    all. What would be an error after its first token is none: the next step finds it again.
+    For a row with drafts, `more_token_ids` are the tokens after `token_id`, and `logprobs` covers
+    all of them. An error after the first token is not reported: the next step meets it again.
     """
 
     token_id: int | None = None
@@ -125,14 +125,14 @@ class RowResult:
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
     is_callers: bool = False
-    # The prompt's pooled final hidden states, whole and as they are: float32, little-endian.
+    # The prompt's pooled final hidden states, neither cut nor normalized: float32, little-endian.
     embedding: bytes | None = None
     more_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDefaults:
-    """How embeddings of a model are meant to be made; `size` is the number of their values."""
+    """How a model's embeddings are meant to be made; `size` is their number of dimensions."""
 
     pooling: Pooling
     normalize: bool
@@ -141,7 +141,7 @@ class EmbeddingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that is loaded. `content_hash` is over its files, `source` as it was named."""
+    """A loaded LoRA adapter. `content_hash` is over its files; `source` is what the caller gave."""
 
     name: str
     content_hash: str
@@ -151,7 +151,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """An adapter that fits the model and can be put in place; `weights` are the store's."""
+    """An adapter that was read and fits the model; `weights` are opaque to all but the store."""
 
     content_hash: str
     rank: int
@@ -159,20 +159,20 @@ class ReadAdapter:
 
 
 class AdapterStore(Protocol):
-    """Where a runner keeps adapters: under indices from 1 on, which its caller gives out."""
+    """Where a runner keeps adapters, under indices from 1 on that its caller assigns."""
 
     def read(self, source: str) -> ReadAdapter:
-        """Find, read and check an adapter: slow, and in any thread.
+        """Find, read and check an adapter. Slow; may be called from any thread.
 
         Raises:
             ModelError: one line that says what is wrong with it.
         """
 
     def place(self, index: int, adapter: ReadAdapter) -> None:
-        """Under an index that no request has."""
+        """Put an adapter under an index that no request uses."""
 
     def drop(self, index: int) -> None:
-        """That of an index which no request has any more."""
+        """Remove the adapter of an index that no request uses any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class RunnerInfo:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    # Defaults from the model's generation_config; SamplingParams field names to values.
+    # Defaults from the model's generation_config: SamplingParams field names to values.
     default_sampling: dict[str, float]
     block_size: int
     num_blocks: int
@@ -194,26 +194,26 @@ class RunnerInfo:
     attention_backend: str
     # Request features this runner honours; see `penstock_shard.validation`.
     capabilities: frozenset[str]
-    # Where "embed" is among the capabilities.
+    # Set if "embed" is among the capabilities.
     embedding: EmbeddingDefaults | None = None
     batch_invariant: bool = False
     numerics_fingerprint: str = ""
-    # How many steps may be launched before the oldest is collected, less one: 1 keeps a device
-    # busy while results are handled, 0 takes in each step before the next is scheduled.
+    # How many steps may be launched beyond the oldest that is not collected: 1 keeps a device busy
+    # while results are handled, 0 collects each step before the next is scheduled.
     max_steps_ahead: int = 0
-    # How long the largest step took when it was tried at load; 0 where none was.
+    # How long the largest step took in the trial at load; 0 if none was run.
     worst_step_s: float = 0.0
-    # Where "adapter" is among the capabilities: those that are loaded.
+    # Loaded adapters, if "adapter" is among the capabilities.
     adapters: tuple[Adapter, ...] = ()
 
 
 class StepOutOfMemory(Exception):
-    """The device's memory did not hold a step. Nothing of it counts, and what the runner keeps of
-    its requests may be as before it or after it, never half-way. The text says what was asked for.
+    """A step ran out of device memory. Nothing of it counts. The runner's state of its requests may
+    be that before the step or that after it, never in between. The text says what was asked for.
 
-    Steps that were launched before this was raised are void, whatever becomes of them: they are
-    collected, may raise this too, and what they give is thrown away. They must fail in no other
-    way, though tokens that they need were never sampled. What is launched later runs as ever.
+    All other steps launched before this was raised are void too: they are still collected, may
+    raise this again, and their results are thrown away. They must not fail in any other way, though
+    tokens that they need were never sampled. Steps launched later run as usual.
     """
 
 
@@ -225,17 +225,17 @@ class Runner(Protocol):
 
     @property
     def adapters(self) -> AdapterStore | None:
-        """None where no requests with adapters are served."""
+        """None if requests with adapters are not served."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Hand over the inputs of a step. Returns before the step is over where it can."""
+        """Start a step. Returns before the step is over where the runner can."""
 
     def collect(self) -> Sequence[RowResult]:
         """Wait for the oldest launched step; one result a row, in the plan's order.
 
         Raises:
-            StepOutOfMemory: that step gave nothing, and is over.
+            StepOutOfMemory: that step is over, without results.
         """
 
     def release(self, request: Request) -> None:
-        """The request is over: drop what is kept for it."""
+        """The request has ended: drop the state kept for it."""

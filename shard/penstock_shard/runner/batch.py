@@ -3,15 +3,14 @@
 Knows how rows are packed, where their keys and values go, and which logits are wanted. Knows
 nothing of models or of how tokens are drawn.
 
-This runs between steps of the device, for hundreds of rows: what is done for each row is a look at
-its attributes, all else is done for all rows at once. Blocks of a row are read when there are new
-ones.
+This runs between steps of the device, for hundreds of rows: per row only attributes are read, all
+else is done for all rows at once. A row's blocks are read only when it has new ones.
 
-A prompt token's log-probability needs a whole row of logits, so a long prompt that asks for them
-is computed in pieces, one forward pass each, to keep the logits in memory few.
+A prompt token's log-probability needs a whole row of logits, so a long prompt that asks for them is
+computed in pieces, one forward pass each, to bound the memory for logits.
 
-A step that a graph computes has a row for each token; that of a draft is one of its request's
-tokens, which see those before them as those of decodes do.
+A step computed by a CUDA graph has an attention row for each token: a draft token is a row of its
+own, which attends to the tokens before it as a decode does.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from penstock_shard.runner.request_numbers import Integers, RequestNumbers, grow
 Array: TypeAlias = NDArray[Any]
 
 _FIRST_WIDTH = 16
-# As rows of their own the tokens of a draft read again, each for itself, what is before them. Past
-# so many keys in all a step is launched kernel by kernel instead: a layer has some ten launches of
-# some microseconds, and by its data sheet an H200 reads a thousand keys of 4 kB (8 heads of 128 in
-# bfloat16, and their values) in one. An estimate, never measured.
+# In a graph each draft token is an attention row of its own and reads all keys before it again. A
+# step that would read more keys again than this is launched kernel by kernel instead: a layer has
+# some ten launches of some microseconds, and by its data sheet an H200 reads a thousand keys of
+# 4 kB (8 heads of 128 in bfloat16, and their values) in one microsecond. An estimate, not measured.
 _MOST_KEYS_AGAIN = 2**15
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
@@ -59,7 +58,7 @@ class Piece:
     num_prompt_logprobs: int
     # The last this many of its tokens have final hidden states that are pooled.
     num_pooled: int = 0
-    # The logits of so many tokens, all it has, verify its drafts; then it does not sample.
+    # If it has drafts: `count`, as the logits of all its tokens verify them; `samples` is False.
     num_verified: int = 0
 
     @property
@@ -69,22 +68,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The rows of a pass that give a token, in columns: whose, at which position of the output, and
-    the number of the request, on the host and on the device (int64).
+    """The rows of a pass that sample, in columns: their requests, the output positions, and the
+    request numbers, on the host and on the device (int64).
     """
 
     requests: Sequence[Request]
     positions: Integers
     numbers: Integers
     device_numbers: Tensor
-    # Of the plan.
+    # Row indices in the plan.
     rows: Integers
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Tokens of `input_ids` that the step before is still to sample: those of the requests with
-    these numbers, int64 [G], on the device. They go to `places` int64 [G]; None: the first G.
+    """Input tokens that the step before is still to sample, by the numbers of their requests, int64
+    [G] on the device. Their places in `input_ids` are `places` int64 [G], or the first G if None.
     """
 
     numbers: Tensor
@@ -95,11 +94,11 @@ class Gaps:
 class StepBatch:
     """The inputs of one forward pass.
 
-    `logit_rows` int64 [N] are, row by row, those of its prompt log-probabilities, those that verify
-    its drafts, or the one it samples from; `hidden_rows` int64 [M] those that are pooled, None
-    where none are. `scored` and `drafted` say which pieces have the first two, with the place in N
-    of their first; `sampled_logits` the places of those that are sampled from, None where no
-    others are wanted.
+    `logit_rows` int64 [N] are the tokens whose logits are wanted, piece by piece: for its prompt
+    log-probabilities, to verify its drafts, or to sample from. `hidden_rows` int64 [M] are the
+    tokens whose hidden states are pooled, None without any. `scored` (log-probabilities) and
+    `drafted` (drafts) list the pieces, each with the index in `logit_rows` of its first token.
+    `sampled_logits` are the indices in `logit_rows` to sample from, None if that is all of them.
     """
 
     input_ids: Tensor
@@ -113,29 +112,30 @@ class StepBatch:
     scored: tuple[tuple[Piece, int], ...] = ()
     drafted: tuple[tuple[Piece, int], ...] = ()
     pooled: tuple[Piece, ...] = ()
-    # The index of each token's adapter, int64 [T]; None where no row has one.
+    # Each token's adapter index, int64 [T]; None if no row has an adapter.
     adapters: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The pieces of a pass; one number of each."""
+    """The pieces of a pass, in columns with one value for each piece."""
 
     pieces: Sequence[Piece | ScheduledRequest]
     requests: Sequence[Request]
-    # Of the plan.
+    # Row indices in the plan.
     rows: Integers
     starts: Integers
     counts: Integers
     samples: NDArray[np.bool_]
-    # Logits wanted for prompt log-probabilities, logits that verify drafts, pooled tokens.
+    # How many tokens have logits for prompt log-probabilities, logits that verify drafts, and
+    # hidden states that are pooled.
     scores: Integers
     verified: Integers
     pooled: Integers
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but tokens is wanted."""
+        """Whether nothing but sampled tokens is wanted."""
         return not (self.scores.any() or self.verified.any() or self.pooled.any())
 
     def piece(self, index: int) -> Piece:
@@ -147,7 +147,7 @@ class _Columns:
 
 
 class BatchBuilder:
-    """Makes batches of plans, and keeps the blocks of their requests in an array."""
+    """Turns plans into batches, and keeps the block tables of their requests in an array."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class BatchBuilder:
         numbers: RequestNumbers | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """Steps of decodes and drafts alone are made to fit `graphs`, if there are any."""
+        """Steps of only decodes and drafts use the static inputs of `graphs`, if given."""
         self._block_size = block_size
         self._device = device
         self._numbers = numbers or RequestNumbers()
@@ -164,7 +164,7 @@ class BatchBuilder:
         self._tables = _BlockTables(block_size, self._numbers)
 
     def build(self, plan: StepPlan, max_prompt_logprobs: int) -> list[StepBatch]:
-        """All passes of a step, in order; one unless prompt log-probabilities are many."""
+        """All passes of a step, in order: one, unless it has many prompt log-probabilities."""
         columns = _columns(plan)
         if columns.scores.sum() <= max_prompt_logprobs:
             return [self._build(columns)]
@@ -186,7 +186,7 @@ class BatchBuilder:
         extra = [
             numbers[columns.samples],
             numbers[gaps],
-            # Where the first tokens are the ones that lack, they need no places.
+            # If every token of the pass is missing, no places are needed.
             tokens.offsets[1:][gaps] - 1 if len(gaps) < tokens.total else _NONE,
             wanted.logit_rows if static is None else _NONE,
             wanted.hidden_rows,
@@ -225,8 +225,8 @@ class BatchBuilder:
     def _static(
         self, tokens: _Tokens, wanted: _Wanted, lengths: Integers, has_adapters: bool
     ) -> StaticInputs | None:
-        """The inputs of the graph that computes these tokens, if there is one: all of them are
-        sampled from, or verify a draft.
+        """The static inputs of the graph for these tokens; None without one. A graph needs the
+        logits of every token, to sample from or to verify a draft.
         """
         if self._graphs is None or len(wanted.logit_rows) != tokens.total:
             return None
@@ -241,7 +241,7 @@ class BatchBuilder:
         return InputLayout(tokens.total, len(lengths), width, num_extra, bool(len(adapters)))
 
     def _width(self, lengths: Integers) -> int:
-        """Of the block table: the most blocks of a row."""
+        """Width of the block table: the most blocks that a row has."""
         return -(-int(lengths.max()) // self._block_size)
 
     def _fill(
@@ -251,7 +251,7 @@ class BatchBuilder:
         tokens: _Tokens,
         rows: _Rows,
     ) -> None:
-        """All but `adapters` and `extra`. Rows beyond these are those of nobody."""
+        """Fill all but `adapters` and `extra`. Rows of a graph beyond these are padding."""
         count, total, size = len(rows.numbers), tokens.total, self._block_size
         blocks = self._tables.blocks
         own_numbers = rows.numbers if count == total else rows.numbers[tokens.rows]
@@ -287,15 +287,15 @@ class BatchBuilder:
 
 
 class _BlockTables:
-    """The blocks of requests, under their numbers."""
+    """Block tables of requests, in arrays indexed by request number."""
 
     def __init__(self, block_size: int, numbers: RequestNumbers) -> None:
         self._block_size = block_size
         self._numbers = numbers
         # int32 [numbers, most blocks of a request]: blocks, then zeros.
         self.blocks: NDArray[np.int32] = np.zeros((0, _FIRST_WIDTH), dtype=np.int32)
-        # How many blocks are there, up to which token steps have come, whose they are, and how
-        # often that request had been preempted.
+        # For each number: how many blocks were read, the sequence length that steps have reached,
+        # the serial of the request, and how often it had been preempted.
         self._known: Integers = np.zeros(0, dtype=np.int64)
         self._reached: Integers = np.zeros(0, dtype=np.int64)
         self._serials: Integers = np.zeros(0, dtype=np.int64)
@@ -304,13 +304,11 @@ class _BlockTables:
     def update(
         self, requests: Sequence[Request], numbers: Integers, starts: Integers, lengths: Integers
     ) -> None:
-        """Read what is new of the requests' blocks; they compute tokens from `starts` on, and have
-        `lengths` of them then.
-        """
+        """Read the requests' new blocks; the step computes tokens [starts, lengths) of them."""
         self._grow()
         preemptions = _column("preemptions", requests)
         serials = self._numbers.serials[numbers]
-        # A request that was preempted has other blocks; one that steps back may have.
+        # A preempted request has other blocks; one that computes earlier tokens again may have.
         stale = self._serials[numbers] != serials
         stale |= self._preemptions[numbers] != preemptions
         stale |= starts < self._reached[numbers]
@@ -344,7 +342,7 @@ class _BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of a pass: of which row each is, and its position; where each row begins."""
+    """The tokens of a pass: each one's row and position, and the index of each row's first."""
 
     rows: Integers
     positions: Integers
@@ -368,7 +366,7 @@ class _Tokens:
         return cls(rows, positions, offsets, False)
 
     def keys_again(self, lengths: Integers) -> int:
-        """How many keys more are read if each token is a row of its own."""
+        """How many more keys attention reads if each token is a row of its own."""
         if self.is_decode:
             return 0
         return int(self.positions.sum()) + self.total - int(lengths.sum())
@@ -376,8 +374,8 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows that attention sees: the number of each one's request, where it begins, and how
-    many keys it has with its last token's own.
+    """The attention rows: each one's request number, the index of its first token, and its number
+    of keys, its last token's own included.
     """
 
     numbers: Integers
@@ -386,13 +384,13 @@ class _Rows:
 
     @classmethod
     def of_tokens(cls, numbers: Integers, tokens: _Tokens) -> _Rows:
-        """One for each token, of requests with these numbers."""
+        """One row for each token; `numbers` are the request numbers of the pieces."""
         return cls(numbers[tokens.rows], np.arange(tokens.total + 1), tokens.positions + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is wanted of the tokens of a pass; see `StepBatch`."""
+    """Which outputs of a pass are wanted; see `StepBatch`."""
 
     logit_rows: Integers
     sampled_logits: Integers | None
@@ -406,7 +404,7 @@ def _wanted(columns: _Columns, offsets: Integers) -> _Wanted:
     last = offsets[1:] - 1
     if columns.is_plain:
         return _Wanted(last[columns.samples], None, _NONE)
-    # Of each row the first so many tokens, and then its last where it samples.
+    # In each piece: its first `first` tokens, and then its last one if it samples.
     first = columns.scores + columns.verified
     counts = first + columns.samples
     places = np.cumsum(counts) - counts
@@ -427,20 +425,22 @@ def _wanted(columns: _Columns, offsets: Integers) -> _Wanted:
 
 
 def _runs(starts: Integers, counts: Integers) -> Integers:
-    """Of each start so many numbers from it on, one after the other."""
+    """The ranges [start, start + count) of all pairs, concatenated."""
     begins = np.cumsum(counts) - counts
     numbers: Integers = np.repeat(starts - begins, counts)
     return numbers + np.arange(len(numbers))
 
 
 def _adapters(columns: _Columns, tokens: _Tokens) -> Integers:
-    """The index of each token's adapter; none at all where no row has one."""
+    """Each token's adapter index; empty if no row has an adapter."""
     index = _column("adapter_index", columns.requests)
     return index[tokens.rows] if index.any() else _NONE
 
 
 def _gaps(columns: _Columns, lengths: Integers) -> Integers:
-    """The rows whose last token is still to be sampled. Drafts stand behind the last that is."""
+    """The rows whose last token is still to be sampled. Rows with drafts never lack one: their last
+    tokens are drafts, which are not in `token_ids` either.
+    """
     known = np.fromiter(
         map(len, map(attrgetter("token_ids"), columns.requests)), np.int64, len(lengths)
     )
@@ -448,7 +448,7 @@ def _gaps(columns: _Columns, lengths: Integers) -> Integers:
 
 
 def _token_ids(columns: _Columns, tokens: _Tokens) -> Integers | list[int]:
-    """The tokens of all pieces, with 0 in the gaps."""
+    """The tokens of all pieces, with 0 for those still to be sampled."""
     requests, starts = columns.requests, columns.starts.tolist()
     if tokens.is_decode:
         return [
@@ -521,14 +521,14 @@ def _columns_of_pieces(pieces: Sequence[Piece]) -> _Columns:
 
 
 def _column(name: str, rows: Sequence[object]) -> Integers:
-    """An attribute of all, int64."""
+    """The attribute `name` of all rows, int64."""
     return np.fromiter(map(attrgetter(name), rows), np.int64, len(rows))
 
 
 def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ...]]:
     """Cut rows so that no pass computes more than `max_prompt_logprobs` prompt log-probabilities.
 
-    Rows that want none are computed whole, in the first pass.
+    Rows without any are computed whole, in the first pass.
     """
     passes = []
     progress = [row.start for row in plan.rows]
@@ -562,6 +562,6 @@ def _piece(index: int, row: ScheduledRequest, start: int, count: int, logprobs: 
 
 
 def _num_decodes(counts: Integers) -> int:
-    """How many rows at the front have one token."""
+    """How many rows at the front have a single token."""
     longer = np.flatnonzero(counts != 1)
     return int(longer[0]) if longer.size else len(counts)

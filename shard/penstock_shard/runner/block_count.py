@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
 
-# Without a wish of the operator's a cpu shard takes this much for KV blocks, more only to hold one
-# sequence of full length, and never over this share of the memory that is free.
+# Without flags a cpu shard takes this much for KV blocks, more only to hold one sequence of full
+# length, and never more than this share of free memory.
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a block costs and what a sequence needs."""
+    """The size of a KV block, and what sequences need."""
 
     block_size: int
     block_bytes: int
@@ -30,9 +30,9 @@ class KVShape:
 def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> int:
     """Number of KV blocks: what the flags say, else what memory allows and requests can use.
 
-    `free_bytes` is the memory KV blocks may take at most. Raises ModelError if not even one
-    sequence of max_model_len fits, or on cpu if the flags ask for more than there is: memory there
-    is taken only when it is first written, so a wish that cannot be met would end in a kill.
+    `free_bytes` is the most that KV blocks may take. Raises ModelError if not even one sequence of
+    max_model_len fits, or on cpu if the flags ask for more than is free: the system gives memory
+    only when it is first written, so too large an allocation would get the process killed later.
     """
     needed = shape.blocks_per_sequence
     if config.kv_blocks is not None:
@@ -62,7 +62,7 @@ def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_c
 
 
 def no_room(shape: KVShape, blocks: int, free_bytes: int, flag: str) -> str:
-    """The message for KV blocks that cannot be had."""
+    """The error message for KV blocks that do not fit."""
     most = max(0, free_bytes // shape.block_bytes)
     return (
         f"KV cache: no room for {blocks} blocks ({blocks * shape.block_bytes >> 20} MiB): "

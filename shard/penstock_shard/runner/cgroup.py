@@ -1,4 +1,4 @@
-"""What the control groups of this process leave it, as containers are bounded by them.
+"""Memory and processor time that this process's control groups allow: the limits of a container.
 
 Knows the files of cgroup v1 and v2 (see the kernel's admin-guide/cgroup-v1/memory.rst,
 scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst). Knows nothing of the machine around them.
@@ -15,7 +15,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
-    """Bytes this process may still take; None where no group has a limit (of version 1: a number
+    """Bytes this process may still take; None if no group has a limit (with version 1: a number
     beyond all memory).
     """
     lefts = (_memory_left_in(group) for group in _groups("memory"))
@@ -23,16 +23,16 @@ def memory_left() -> int | None:
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of time this process may use; None where no group has a limit."""
+    """Processor time this process may use, in cores; None if no group has a limit."""
     quotas = (_cpu_quota_of(group) for group in _groups("cpu"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """This process's own group and those around it, each of which has limits of its own.
+    """This process's own group and its ancestors, each of which has its own limits.
 
-    A container may see its group under a path that is not mounted there: then the mount itself is
-    its group, which is the last one here.
+    A container may see its group under a path that is not mounted inside it: then the mount itself,
+    the last one here, is its group.
     """
     for line in _read(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -41,7 +41,7 @@ def _groups(controller: str) -> Iterator[Path]:
         # Version 2 has one tree and names no controllers.
         mount = _MOUNT / controller if controllers else _MOUNT
         own = PurePosixPath(path.lstrip("/"))
-        # So begins the path of a group outside of the namespace.
+        # A path with ".." is that of a group outside of this cgroup namespace.
         below = PurePosixPath() if ".." in own.parts else own
         yield from (mount / group for group in (below, *below.parents))
 
@@ -56,7 +56,7 @@ def _memory_left_in(group: Path) -> int | None:
         prefix = "total_"
     if not used or limit in ("", "max"):
         return None
-    # Pages of files are charged to the group, and given back when it needs memory.
+    # The page cache is charged to the group, but is reclaimed when it needs memory.
     cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     return max(0, int(limit) - max(0, int(used) - cached))
 
@@ -73,7 +73,7 @@ def _cpu_quota_of(group: Path) -> float | None:
 
 def _read(path: Path) -> str:
     try:
-        # Names of groups are bytes.
+        # Group names are arbitrary bytes.
         return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return ""

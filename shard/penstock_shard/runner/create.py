@@ -1,7 +1,7 @@
 """A model directory -> a `ModelRunner` that is ready.
 
-Knows in which order a model is loaded, given places for adapters, checked and described, and says
-so as it goes. Knows nothing of steps.
+Knows the order: load the model, add places for adapters, check it, describe it; reports progress.
+Knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _load(
 
 @contextmanager
 def _hashing(config: ShardConfig, model_dir: Path) -> Iterator[Future[str]]:
-    """The weights' hash, computed while they are loaded."""
+    """Compute the weights' hash in a thread while they are loaded."""
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
@@ -86,7 +86,7 @@ def _hashing(config: ShardConfig, model_dir: Path) -> Iterator[Future[str]]:
                 stop=stop,
             )
         finally:
-            # Not to wait for the hash of weights that cannot be loaded.
+            # If loading failed, do not wait for the hash.
             stop.set()
 
 
@@ -98,7 +98,7 @@ def _info(
     weights_hash: str,
     progress: Callable[[str], None],
 ) -> RunnerInfo:
-    """What is told of the runner. Raises ModelError if the model's files cannot be read."""
+    """The runner's `RunnerInfo`. Raises ModelError if the model's files cannot be read."""
     model, ops = loaded.model, loaded.ops
     text = loaded.hf_config.get_text_config()
     eos_token_ids, defaults = _generation(model_dir, text, progress)
@@ -134,7 +134,7 @@ def _info(
 def _generation(
     model_dir: Path, text: PreTrainedConfig, progress: Callable[[str], None]
 ) -> tuple[tuple[int, ...], dict[str, float]]:
-    """Ids that end a sequence, and how tokens are drawn where nobody says."""
+    """The model's eos ids, and its default sampling values."""
     generation = generation_defaults(model_dir)
     eos_token_ids, outside = _eos_token_ids(generation, text)
     if outside:
@@ -148,8 +148,8 @@ def _generation(
 def _eos_token_ids(
     generation: dict[str, Any], text: PreTrainedConfig
 ) -> tuple[tuple[int, ...], list[int]]:
-    """From generation_config.json, else from the configuration; () if neither names one. Apart from
-    them those that no token has: banned before min_tokens, they would be no ids of the row.
+    """Eos ids from generation_config.json, else from the configuration, () if neither has any; and
+    apart those outside the vocabulary, as banning them before min_tokens would index out of range.
     """
     value = generation.get("eos_token_id")
     if value is None:
@@ -169,7 +169,7 @@ def _embedding(
     config: ShardConfig, model_dir: Path, model: CausalModel, progress: Callable[[str], None]
 ) -> EmbeddingDefaults | None:
     """None for a model that serves no embeddings. Raises ModelError if files cannot be read, or if
-    they are asked for and cannot be had.
+    the flags ask for embeddings that the model cannot give.
     """
     found = pooling_of(model_dir, config.embeddings, progress)
     if found is None:

@@ -1,6 +1,6 @@
-"""Between a runner's host and its device: copies that nobody waits for.
+"""Asynchronous copies between host and device.
 
-On cpu there is nothing to copy, and all is over when it returns.
+On cpu nothing is copied, and all work is done when its call returns.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Whether what is computed there can be looked at for nothing."""
+    """Whether the tensor is on the host, so that reading it does not wait for a device."""
     return tensor.device.type == "cpu"
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory of the host, uint8, from which the device copies without anybody waiting. torch keeps
-    it from being used again until such copies are over.
+    """Host memory, uint8, that can be copied to the device asynchronously. torch does not reuse it
+    before such copies are done.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array there; on cpu the same memory."""
+    """The array on the device; on cpu the same memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -35,8 +35,8 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete once the device has come to a `mark` set after this; on cpu the
-    same memory.
+    """A copy on the host, complete once a `mark` set after this call is reached; on cpu the same
+    memory.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -45,8 +45,8 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """A place behind all that the device was given so far; to call it is to wait until the device
-    has come there.
+    """Mark the end of all work given to the device so far. Calling the result waits until that work
+    is done.
     """
     if device.type == "cpu":
         return _come_already

@@ -3,14 +3,13 @@
 Knows distributions; knows nothing of penalties, requests or what was drawn before.
 
 One uniform number a row is looked up in the row's cumulative distribution. A row without top-k,
-top-p and typical-p has its tokens in the order of their ids; with top-k or top-p the most likely
-stand first; with typical-p those nearest to the row's entropy. The lower id goes first among
-equals, also at the edge of what is kept. Which of these holds follows from the row's own
-parameters.
+top-p and typical-p has its tokens ordered by id; with top-k or top-p the most likely come first;
+with typical-p those nearest to the row's entropy. Among equals the lower id comes first, also at
+the cut-off of a filter. A row's own parameters alone decide which order it has.
 
 A token's weight is exp((logit - largest) / temperature) as an integer. Sums of integers are the
 same in any order, so that a row's token is bit for bit the same in any batch, on any number of
-threads, however wide a window it is found in.
+threads, and with any width of the window (the most likely tokens that are sorted).
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ Floats: TypeAlias = NDArray[np.float64]
 # The weight of the most likely token: a million of them fit into 63 bits. A token that is less
 # likely than that one by this factor is never drawn.
 _ONE = 2.0**42
-# What a row keeps is looked for among its first so many tokens, then among all.
+# Filters are tried on a row's first this many tokens in its order, then on all.
 _WINDOW = 1024
 # Smaller temperatures divide to infinity in float32; at this one the largest logit always wins
 # unless two differ by less than 3e-5.
 _MIN_TEMPERATURE = 1e-6
-# Logits that are looked at together: on cpu few enough to stay in the cache.
+# Logits that are processed together: on cpu few enough to stay in the cache.
 _CHUNK_LOGITS_CPU = 2**19
 _CHUNK_LOGITS_DEVICE = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What is kept of some rows of a chunk (int64 [n]): the first `count` [n, 1] of `ids` [n, w],
-    which stand in the order they are drawn in, their weights summed up in `cumulative` [n, w].
+    """What the filters keep of `rows` (int64 [n]) of a chunk: the first `count` [n, 1] of `ids`
+    [n, w], in the order they are drawn in; `cumulative` [n, w] are the running sums of weights.
     """
 
     rows: Tensor
@@ -55,8 +54,8 @@ class _Kept:
     count: Tensor
 
 
-# Rows of the chunk and their first ids [n, w] -> what is kept of these, and bool [n, 1]: nothing
-# beyond them is kept.
+# Rows of the chunk and their first ids [n, w] -> what is kept of these, and bool [n, 1]: whether
+# the filters keep nothing beyond these ids.
 _Keep = Callable[[Tensor, Tensor], tuple[_Kept, Tensor]]
 
 
@@ -83,8 +82,8 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     """A token for each of the rows `index` of logits [N, V], int64 [n] on their device; `best`
     float32 [N] is the largest of each row. None of the rows is greedy.
 
-    A row whose largest is not finite gets any token. The host looks at nothing that is computed
-    here, but for rows with typical-p, and without Triton for those with top-p and no top-k.
+    A row whose largest is not finite gets an arbitrary token. The host reads nothing that is
+    computed here, except for rows with typical-p, and without Triton those with top-p and no top-k.
     """
     vocabulary = logits.shape[1]
     columns = columns._replace(top_k=np.where(columns.top_k < vocabulary, columns.top_k, 0.0))
@@ -95,7 +94,7 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
             ~typical & ~ranked,
             _draw_by_id_there if _has_kernels(logits) else partial(_in_parts, _draw_by_id),
         ),
-        # Apart, as what follows is known of these beforehand.
+        # Apart from top-p alone: with top-k the host knows beforehand how many tokens are kept.
         (~typical & (columns.top_k > 0), partial(_in_parts, _draw_by_rank)),
         (~typical & ranked & (columns.top_k == 0), partial(_in_parts, _draw_by_rank)),
         (typical, partial(_in_parts, _draw_typical)),
@@ -113,7 +112,7 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 
 
 def _has_kernels(logits: Tensor) -> bool:
-    """Whether they are where Triton may be launched."""
+    """Whether the logits are on a device that Triton runs on."""
     return not is_host(logits) and fault_on(logits.device.type) is None
 
 
@@ -124,7 +123,7 @@ def _in_parts(
     index: NDArray[np.intp],
     columns: Columns,
 ) -> Tensor:
-    """A `_Route` that copies no more than so many logits at once."""
+    """A `_Route` that calls `route` on chunks of rows, to bound the logits copied at once."""
     most = _CHUNK_LOGITS_CPU if is_host(logits) else _CHUNK_LOGITS_DEVICE
     step = max(1, most // logits.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(index), step)]
@@ -135,10 +134,10 @@ def _in_parts(
 def _draw_by_id_there(
     logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 ) -> Tensor:
-    """A `_Route` without a copy of logits: what `_draw_by_id` gives, up to the last bits of an
+    """A `_Route` that copies no logits: the same as `_draw_by_id`, up to the last bits of an
     exponential.
     """
-    # Here: Triton is not everywhere, and takes long to import.
+    # Imported here: Triton is not always installed, and takes long to import.
     from penstock_shard.models.kernels.triton_draw import draw_by_id
 
     temperature = np.maximum(columns.temperature, _MIN_TEMPERATURE)
@@ -148,12 +147,12 @@ def _draw_by_id_there(
 
 
 class _Rows:
-    """Rows that go the same way, and a column [n, 1] for each parameter."""
+    """Rows of the same `_Route`, and a column [n, 1] for each parameter."""
 
     def __init__(
         self, logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     ) -> None:
-        """Of logits float [N, V] the rows `index`."""
+        """The rows `index` of logits float [N, V]."""
         device = logits.device
         self.columns = columns
         self.vocabulary = logits.shape[1]
@@ -165,7 +164,7 @@ class _Rows:
             scaled = logits.to(torch.float32, copy=True)
         table = to_device(np.stack(columns)[:, :, None], device)
         temperature, top_k, top_p, min_p, typical_p, random = table.unbind()
-        # At most 0: from the largest down, so that a small temperature gives no NaN.
+        # Relative to the largest, so at most 0: a small temperature then gives no NaN.
         self.scaled = scaled.sub_(best.float().unsqueeze(1))
         self.scaled.div_(temperature.clamp(min=_MIN_TEMPERATURE).float())
         self.top_k = top_k.long()
@@ -175,7 +174,7 @@ class _Rows:
 
     @property
     def ranked(self) -> list[int]:
-        """Those with top-k or top-p."""
+        """The rows with top-k or top-p."""
         return np.flatnonzero((self.columns.top_k > 0) | (self.columns.top_p < 1.0)).tolist()
 
     @property
@@ -208,8 +207,8 @@ def _draw_by_rank(rows: _Rows) -> Tensor:
 
 
 def _draw_without_a_look(rows: _Rows) -> Tensor:
-    """All in the first window; whatever that does not hold, over again by a kernel."""
-    # Here: Triton is not everywhere, and takes long to import.
+    """Draw all rows from the first window; a kernel draws those again that it was too small for."""
+    # Imported here: Triton is not always installed, and takes long to import.
     from penstock_shard.models.kernels.triton_draw import draw_unsettled
 
     weights = _weigh(rows.scaled)
@@ -247,7 +246,7 @@ def _pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
     """Columns [n, 1]: the first whose cumulative weight exceeds uniform [n, 1] of total [n, 1]."""
     # A uniform number has 53 bits, so its product with a whole number rounds to less than that.
     place = torch.searchsorted(cumulative, (uniform * total).long(), right=True)
-    # But for rows whose logits are no numbers, which must stay inside all the same.
+    # Only rows with NaN logits exceed the range; their index must be valid all the same.
     return place.clamp_(max=cumulative.shape[1] - 1)
 
 
@@ -267,8 +266,8 @@ def _most_likely(rows: _Rows, chosen: Sequence[int]) -> Iterator[_Kept]:
 def _keep_most_likely(
     rows: _Rows, totals: Tensor, index: Tensor, ids: Tensor
 ) -> tuple[_Kept, Tensor]:
-    """A `_Keep` by top-k, top-p and min-p; `totals` int64 [n, 1] are the weights of all tokens, of
-    rows without top-k.
+    """A `_Keep` by top-k, top-p and min-p; `totals` int64 [n, 1] are the summed weights of all
+    tokens, for rows without top-k.
     """
     weights = _weigh(rows.scaled[index].gather(1, ids))
     cumulative = weights.cumsum(1)
@@ -281,7 +280,7 @@ def _keep_most_likely(
     count = torch.minimum(count, most)
     if rows.has_floor:
         above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
-        # Without numbers none may be.
+        # With NaN logits none may be above it.
         count = torch.minimum(count, above).clamp_(min=1)
     return _Kept(index, ids, cumulative, count), cumulative[:, -1:] >= goal
 
@@ -290,7 +289,7 @@ def _nearest_to_entropy(rows: _Rows, weights: Tensor) -> Iterator[_Kept]:
     """What typical-p keeps of the tokens with a weight: those whose log-probability is nearest to
     its mean, which is minus the entropy, until they have `typical_p` of the mass.
 
-    As log-probabilities are scaled logits less a constant, distances are those of scaled logits.
+    Log-probabilities are scaled logits minus a constant, so distances are taken of scaled logits.
     """
     scaled = rows.scaled
     total = weights.sum(dim=1, keepdim=True)
@@ -310,7 +309,7 @@ def _nearest_to_entropy(rows: _Rows, weights: Tensor) -> Iterator[_Kept]:
 
 def _share(share: Tensor, total: Tensor) -> Tensor:
     """The least whole weight that is `share` of a total, both [n, 1]; never more than the total."""
-    # A total may round down as a float: all of it must not lose the last token.
+    # A total may round down as a float: a share of 1 must not lose the last token.
     return torch.where(share < 1.0, (share * total).ceil().long(), total)
 
 
@@ -320,10 +319,11 @@ def _widen(
     keep: _Keep,
     to_index: Callable[[Sequence[int]], Tensor],
 ) -> Iterator[_Kept]:
-    """What `keep` keeps of each row of keys [N, V], largest key first, in a window that holds it.
+    """What `keep` keeps of each row of keys [N, V], largest key first: tried on the first window,
+    then, where that is too small, on all.
 
-    `first` has the rows that are asked for, each with the least width to look at; where that is not
-    0, it holds all.
+    `first` maps the wanted rows to the least width of their window. A width other than 0 is known
+    to be enough.
     """
     vocabulary = keys.shape[1]
     pending = list(first)
@@ -338,7 +338,7 @@ def _widen(
             yield kept
             found = [True] * len(now)
         else:
-            # To look is to wait for the device.
+            # This waits for the device.
             found = settled.squeeze(1).tolist()
             yield kept if all(found) else _only(kept, settled.squeeze(1))
         settled_rows = {i for i, is_settled in zip(now, found, strict=True) if is_settled}
@@ -353,8 +353,9 @@ def ordered_topk(values: Tensor, k: int) -> Tensor:
     """Indices int64 [n, k] of the k largest of values float32 [n, V]: larger first, then lower
     index. No value may be above 0 or NaN, and V not above 2**29.
     """
-    # As the bits of positive floats rise with them, and those that a double has more than a float
-    # are free for the index, one integer stands for both, and no two are equal.
+    # The bits of positive floats, as integers, are in the order of their values, and a double made
+    # of a float has 29 zero bits at its end. With the index in these, one integer key has both
+    # value and index, and no two keys are equal.
     keys = (0.0 - values).double().view(torch.int64)
     keys += torch.arange(values.shape[1], device=keys.device)
     return _smallest(keys, k) & (2**29 - 1)
@@ -364,7 +365,7 @@ def _smallest(keys: Tensor, k: int) -> Tensor:
     """The k smallest of int64 keys [n, V], which are overwritten, in order."""
     if not is_host(keys):
         return keys.topk(k, dim=1, largest=False).values
-    # numpy's use vector instructions: a tenth of torch's time.
+    # numpy's partition and sort use vector instructions: a tenth of torch's time.
     array = keys.numpy()
     if k < array.shape[1]:
         array.partition(k - 1, axis=1)

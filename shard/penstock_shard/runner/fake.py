@@ -1,13 +1,12 @@
-"""A runner without torch or weights: for tests, for trying things, for measuring everything else.
+"""A runner without torch or weights: for tests, for trials, and to measure all but the model.
 
 Its token is a hash of its weights' name, the prompt, all output so far, every sampling parameter,
-the seed and the position, so whoever loses or mixes up one of them gives other tokens. It never
+the seed and the position, so code that loses or mixes up one of them gets other tokens. It never
 draws what a constraint, a spent thinking budget, allowed ids, bad words or min_tokens rule out; a
-penalty or a bias is in the hash and does nothing else.
-Log-probabilities come from the same hash. An embedding is a hash of weights' name, prompt and
-pooling. A sequence ends early only at `eos_rate`. A step takes
-`step_s`, counted, as on a device stream, from when its inputs are handed over and the step before
-is over.
+penalty or a bias is in the hash and has no other effect. Log-probabilities come from the same hash.
+An embedding is a hash of weights' name, prompt and pooling. A sequence ends early only at
+`eos_rate`. A step takes `step_s`, counted, as on a device stream, from when it is launched and the
+step before it is over.
 """
 
 from __future__ import annotations
@@ -65,20 +64,20 @@ CAPABILITIES = frozenset(
         *CONSTRAINT_KINDS,
     }
 )
-# Values of an embedding.
+# Number of values of an embedding.
 EMBEDDING_SIZE = 64
 
 
 USUAL_WEIGHTS = "fake"
 
-# Where a sequence that is to end the engine does so: in the middle, as a rule.
+# The output position at which a sequence with `crash_on` ends the process: amid its output.
 _CRASH_POSITION = 9
 
 
 @dataclass(slots=True)
 class _Progress:
-    """The chained hash over a request's tokens, and how many of them it covers; what else depends
-    on its output.
+    """The chained hash over a request's tokens and how many of them it covers; and other state that
+    follows its output.
     """
 
     digest: bytes
@@ -89,8 +88,8 @@ class _Progress:
 
 
 class FakeAdapters:
-    """An `AdapterStore` of adapters whose files are looked at as far as is possible without a
-    model. What they are is in each request.
+    """An `AdapterStore` that checks adapter files as far as is possible without a model, and keeps
+    nothing: each request has its adapter's content hash.
     """
 
     def __init__(self, find: Callable[[str], Path]) -> None:
@@ -131,7 +130,7 @@ class FakeRunner:
         self._step_s = step_s
         self._eos_rate = eos_rate
         self._crash_on = crash_on
-        # Weights of the usual name give what they always gave.
+        # No salt for the default name, so that its tokens stay what they were before salts.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
         self._progress: dict[Request, _Progress] = {}
@@ -177,11 +176,11 @@ class FakeRunner:
         return result
 
     def _sample_after(self, row: ScheduledRequest, result: RowResult) -> None:
-        """A token after each draft, as long as what was sampled is what was drafted."""
+        """Sample a token after each draft, as long as the sampled tokens equal the drafts."""
         request, more = row.request, list[int]()
         num_known = len(request.token_ids)
         token_id = result.token_id
-        # While the next one is looked for, those before it stand among the request's own.
+        # Accepted drafts are appended to the request's tokens while the next is sampled.
         for drafted in row.drafts:
             if token_id != drafted or request.ends_with(drafted):
                 break
@@ -198,7 +197,7 @@ class FakeRunner:
         result.more_token_ids = more
 
     def _sample(self, request: Request, num_tokens: int, result: RowResult) -> None:
-        """What follows the request's first `num_tokens` tokens."""
+        """Sample what follows the request's first `num_tokens` tokens."""
         if num_tokens - request.num_prompt_tokens == _CRASH_POSITION:
             self._crash_if_told(request)
         progress = self._progress_at(request, num_tokens)
@@ -222,7 +221,7 @@ class FakeRunner:
             os._exit(70)
 
     def _progress_at(self, request: Request, num_tokens: int) -> _Progress:
-        """Over no more than the first `num_tokens` tokens."""
+        """The request's progress, which covers at most the first `num_tokens` tokens."""
         progress = self._progress.get(request)
         if progress is None or progress.num_tokens > num_tokens:
             digest = hashlib.blake2b(_parameters(request), digest_size=32, salt=self._salt).digest()
@@ -280,8 +279,8 @@ class FakeRunner:
         only: Sequence[int],
         num_tokens: int,
     ) -> int | None:
-        """Any that the constraint has; what ends the sequence as ever, or where nothing else is.
-        Of `only` these, if there are any.
+        """A token that the constraint allows, and among `only` if that is not empty. Ends the
+        sequence at the usual rate, or if nothing else is allowed.
         """
         start = request.num_prompt_tokens
         constraint.move_to(
@@ -311,7 +310,7 @@ class FakeRunner:
         return values.astype("<f4").tobytes()
 
     def _prompt_logprobs(self, request: Request, start: int, end: int) -> Logprobs:
-        """Of the prompt tokens at start + 1 .. end."""
+        """Log-probabilities of the prompt tokens at start + 1 .. end."""
         top_n = request.prompt_logprobs or 0
         columns = Logprobs(top_n=top_n)
         for index in range(start + 1, end + 1):
@@ -344,7 +343,7 @@ class FakeRunner:
             columns.requested.append(_chosen_logprob(draw) - 0.25 * rank)
 
     def _place(self, draw: bytes, token_id: int) -> int:
-        """Among the ordinary ids, from where the draw starts; the others come after all of them."""
+        """An id's place among the ordinary ids, from where the draw starts; other ids follow."""
         count = len(self._ordinary_ids)
         index = bisect_left(self._ordinary_ids, token_id)
         if index < count and self._ordinary_ids[index] == token_id:
@@ -353,7 +352,7 @@ class FakeRunner:
 
 
 def _parameters(request: Request) -> bytes:
-    """All that tokens depend on beside the prompt and the output."""
+    """All that tokens depend on besides the prompt and the output."""
     parameters = [astuple(request.sampling), request.min_tokens]
     others = (request.constraint, request.thinking_budget, request.adapter)
     parameters += [part for part in others if part]
@@ -365,7 +364,7 @@ def _banned(request: Request, bad_words: BadWords, num_tokens: int) -> set[int]:
     position = num_tokens - request.num_prompt_tokens
     tail_start = num_tokens - min(position, bad_words.num_tail_tokens)
     banned = set(bad_words.completing(request.token_ids[tail_start:num_tokens]))
-    # A constraint says itself when they may be drawn.
+    # With a constraint, the constraint itself says when stop ids may be drawn.
     if position < request.min_tokens and request.matcher is None:
         return banned | request.stop_token_ids
     return banned

@@ -1,4 +1,5 @@
-"""With whom a shard's logits and draws are equal bit for bit: a name for all that decides.
+"""A hash of all that the bits of logits and drawn tokens depend on: shards with the same
+fingerprint give the same bits.
 
 Knows what results depend on. Knows nothing of how they are computed.
 """
@@ -23,11 +24,11 @@ from penstock_shard.models.ops.base import Ops
 from penstock_shard.runner.sampler import SAMPLER_REVISION
 
 _DIGEST_BYTES = 16
-# More than a vector's width and no multiple of one.
+# Longer than any vector register, and a multiple of none.
 _NUM_VALUES = 4099
-# Functions that the sampler, rotary tables and modelling code call and that are rounded otherwise
-# by other instructions. Torch hands some to a library that chooses them by the maker of the
-# processor, so that torch's own name for what it found does not tell.
+# Functions called by the sampler, rotary tables and modelling code whose rounding depends on the
+# processor's instructions. Torch passes some to a library that chooses code by processor vendor, so
+# torch's own report of the instruction set does not suffice.
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "log": lambda x: torch.log(x.abs() + 1),
@@ -48,8 +49,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_size: int = 1) -> str:
-    """32 hex digits (blake2b-128): shards with equal ones give equal bits. `parallel_size` ranks
-    add up what they compute, which rounds otherwise than one does.
+    """32 hex digits (blake2b-128). `parallel_size` is part of it, as the sum over several ranks
+    rounds differently than on one.
     """
     parts = (
         weights_hash,
@@ -59,7 +60,7 @@ def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_siz
         *_kernels(ops),
         torch.__version__,
         torch_bits(),
-        # Our decoder has its configuration's defaults and its rotary tables from there.
+        # Our decoder takes configuration defaults and rotary tables from transformers.
         transformers.__version__,
         str(MODEL_REVISION),
         str(SAMPLER_REVISION),
@@ -69,14 +70,14 @@ def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_siz
 
 
 def _kernels(ops: Ops) -> tuple[str, ...]:
-    """The kernels, and what compiles and runs them."""
+    """Hash of the kernels, with the compiler's version and the device for Triton's."""
     if ops.backend.name != "triton":
         return (kernel_hash(),)
     return (_triton_hash(), importlib.metadata.version("triton"), *_device(ops.device))
 
 
 def _triton_hash() -> str:
-    """Of the sources of all that launches or is a kernel."""
+    """Hash of the sources of all Triton kernels and of the code that launches them."""
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in sorted((Path(__file__).parents[1] / "models").glob("*/triton*.py")):
         total.update(path.read_bytes() + b"\0")
@@ -92,8 +93,8 @@ def _device(device: torch.device) -> tuple[str, ...]:
 
 
 def torch_bits(device: torch.device | None = None) -> str:
-    """What torch's functions give for fixed values here, in 32 hex digits (blake2b-128): on this
-    device, or on the cpu.
+    """Hash (blake2b-128, 32 hex digits) of what torch's functions give for fixed values on this
+    device, by default the cpu.
     """
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for values in _fixed_values():
@@ -105,7 +106,7 @@ def torch_bits(device: torch.device | None = None) -> str:
 
 @functools.cache
 def _fixed_values() -> tuple[Tensor, Tensor]:
-    """Between -8 and 8, in the two precisions that are computed in."""
+    """Values between -8 and 8, in float32 and float64, which both are used."""
     generator = random.Random(1)
     values = [generator.uniform(-8, 8) for _ in range(_NUM_VALUES)]
     return torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Memory of the host: what this process may still take, and what work takes for a while.
+"""Host memory: how much this process may still take, and how much some work takes temporarily.
 
 Knows the machine and its control groups. Knows nothing of what the memory is for; imports no torch.
 """
@@ -17,17 +17,17 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def extra_host_bytes(work: Callable[[], object]) -> int:
-    """Memory that `work` takes at its peak beyond what this process holds after it; 0 where the
-    system does not tell (macOS, a /proc that may not be written to).
+    """Memory that `work` takes at its peak beyond what this process holds after it; 0 if the system
+    does not report it (macOS, a read-only /proc).
     """
     try:
-        # Sets the peak back to what is held now. See proc(5).
+        # Resets the peak (VmHWM) to the current size. See proc(5).
         _CLEAR_REFS.write_text("5", encoding="ascii")
     except OSError:
         work()
         return 0
     work()
-    # Not getrusage: its peak is at least that of the process this one was started by.
+    # Not getrusage: its peak includes that of the parent process before exec.
     status = _sizes(_STATUS)
     return max(0, status["VmHWM"] - status["VmRSS"])
 
@@ -43,12 +43,12 @@ def _meminfo_available() -> int:
         available = _sizes(_MEMINFO).get("MemAvailable")
         if available is not None:
             return available
-    # No such file on macOS: assume half of what is built in.
+    # No such file on macOS: assume half of the machine's memory.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """Of the lines `name: number kB` of a file of /proc, in bytes."""
+    """Values in bytes, by name, of the lines `name: number kB` of a file in /proc."""
     lines = os.fsdecode(file.read_bytes()).splitlines()
     fields = (line.split() for line in lines if line.endswith(" kB"))
     return {name.rstrip(":"): int(number) * 1024 for name, number, _ in fields}

@@ -1,10 +1,10 @@
-"""Whether a model's logits have the same bits however steps are cut: tried out at load.
+"""Tests at load whether a model's logits have the same bits however steps are cut.
 
 One sequence is computed whole, and then again in every way a scheduler may cut it and beside other
 sequences, with several numbers of threads. One layer of each kind runs: layers of a kind run the
 same code on the same shapes, so if one gives equal bits for equal inputs, a stack of them does.
 
-Knows which ways there are. Knows nothing of how the model computes.
+Knows the ways to cut a sequence. Knows nothing of how the model computes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from torch import Tensor
 from penstock_shard.models.base import CausalModel
 from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
 
-# Tokens of the sequence that is watched: past one run of 256 keys of the attention kernel, and past
-# small windows.
+# Length of the tested sequence: more than the 256 keys that the attention kernel takes in one run,
+# and than small sliding windows.
 _LENGTH = 300
 _CHUNK = 48
-# Where decodes are tried: on either side of that run's end, and at the last tokens.
+# Positions where decodes are tried: around the end of that run, and the last ones.
 _EDGE = range(255, 258)
 _LAST = 4
-# Besides those one in so many tokens is watched: all would make the head the most of the work.
+# Besides those, every this many tokens is compared: with all, the output head would dominate.
 _STRIDE = 23
 _ROWS = (2, 3, 4, 5, 6, 8, 12, 64, 512)
-# Tokens computed besides: as many decodes as this, then one long chunk.
+# Tokens of other sequences beside it: up to this many decodes, then long chunks.
 _MAX_DECODES = 32
-# The head is a product like those of the layers, which all rows go through, but a large one.
+# Most logits computed in a step: the output head is the largest product, and the layers' products
+# already see all rows.
 _MOST_LOGITS = 64
 _FILLER_CHUNK = 448
 
-# A way to compute the sequence, or the end of it: steps in turn.
+# A way to compute the sequence, or its end: the rows of one step after another.
 _Way = list[list[Row]]
 
 
@@ -49,7 +50,7 @@ def first_variance(
 ) -> str | None:
     """The first way of cutting that changes a bit, in words; None if none does.
 
-    Tried, on cpu, with 1, 2 and `threads` threads; `set_threads` is left at any of them.
+    On cpu each is tried with 1, 2 and `threads` threads; the number is not set back afterwards.
     """
     length = min(_LENGTH, max_model_len)
     chunk = min(_FILLER_CHUNK, max_model_len)
@@ -72,7 +73,7 @@ def first_variance(
 
 
 class _Watched:
-    """A sequence of which some tokens' logits are watched, and others beside it."""
+    """A sequence with some tokens whose logits are compared, and other sequences beside it."""
 
     def __init__(self, steps: TrialSteps, length: int, chunk: int) -> None:
         self._steps = steps
@@ -82,25 +83,23 @@ class _Watched:
         count = _MAX_DECODES + -(-max(_ROWS) // chunk)
         self._fillers = [steps.sequence(chunk) for _ in range(count)]
         positions = {*range(0, length, _STRIDE), *_EDGE, *range(length - _LAST, length)}
-        # The index in `_expected` of each position that is watched.
+        # Compared positions, to their index in `_expected`.
         watched = sorted(position for position in positions if 0 <= position < length)
         self._index = {position: i for i, position in enumerate(watched)}
         self._expected = torch.empty(0)
 
     def expect(self) -> None:
-        """Take the whole sequence's logits as the right ones."""
+        """Compute the sequence whole, and take its logits as the expected ones."""
         _, self._expected = self._run([self._piece(0, self._length)])
 
     def is_as_expected(self, rows: Sequence[Row]) -> bool:
-        """Compute the rows; whether logits of the sequence's tokens among them have the bits of the
-        whole.
-        """
+        """Compute the rows; whether their compared tokens' logits have the expected bits."""
         positions, logits = self._run(rows)
         expected = self._expected[[self._index[position] for position in positions]]
         return torch.equal(_bits(logits), _bits(expected))
 
     def _run(self, rows: Sequence[Row]) -> tuple[list[int], Tensor]:
-        """Positions of the watched tokens among the rows', and their logits [n, V]."""
+        """Positions of the compared tokens in the rows, and their logits [n, V]."""
         positions, wanted, first = [], [], 0
         for sequence, start, count in rows:
             if sequence is self._sequence:
@@ -126,7 +125,7 @@ class _Watched:
         return (self._sequence, start, end - start)
 
     def _cut(self, starts: Sequence[int]) -> _Way:
-        """The sequence in pieces that start at 0 and at these positions, rising."""
+        """The sequence in pieces that start at 0 and at these ascending positions."""
         bounds = [0, *(start for start in starts if start < self._length), self._length]
         return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]
 
@@ -135,7 +134,7 @@ class _Watched:
         return [*self._beside(9), (self._sequence, start, count), *self._beside(20)[9:]]
 
     def _among(self, count: int) -> list[Row]:
-        """The last tokens as the first, a middle and the last of so many rows."""
+        """The sequence's last tokens as the first, a middle and the last of `count` decode rows."""
         watched = [(self._sequence, self._length - back, 1) for back in (3, 2, 1)]
         watched = [row for row in watched if row[1] >= 0][-count:]
         rows = self._beside(count - len(watched))
@@ -144,7 +143,7 @@ class _Watched:
         return rows
 
     def _beside(self, num_tokens: int) -> list[Row]:
-        """Other rows with so many tokens: decodes, then chunks from the start of a sequence."""
+        """Rows of other sequences with `num_tokens` in all: decodes, then chunks of prompts."""
         decodes = min(num_tokens, _MAX_DECODES)
         rows: list[Row] = [(self._fillers[i], 0, 1) for i in range(decodes)]
         left = num_tokens - decodes
@@ -156,5 +155,5 @@ class _Watched:
 
 
 def _bits(logits: Tensor) -> Tensor:
-    """So that a NaN equals itself."""
+    """The logits' bits, as integers: equal even for NaN."""
     return logits.float().contiguous().view(torch.int32)

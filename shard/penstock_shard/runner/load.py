@@ -1,7 +1,7 @@
 """A model directory -> a loaded model, or one rank's part of it: the same on every rank.
 
-Knows in which order it is decided what computes a model, and how far the flags may stretch it.
-Knows nothing of checks, of memory for keys and values, or of steps.
+Knows in which order the parts that compute a model are chosen, and the limits of flags. Knows
+nothing of self-checks, KV memory or steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock_shard.runner.adapters import open_bank
 def load_part(
     config: ShardConfig, model_dir: Path, ranks: Ranks | None, progress: Callable[[str], None]
 ) -> LoadedModel:
-    """Load the model of a directory, or of several ranks this one's part of it.
+    """Load the model of a directory, or with several ranks this rank's part of it.
 
     Raises ModelError if it cannot be loaded or would be served wrongly.
     """
@@ -56,9 +56,9 @@ def load_part(
     loaded = load_model(files, ops, progress, wish, ranks)
     part = loaded.model
     if ranks is not None:
-        # Where products have the same bits in any batch, so have sums then.
+        # With exact products, sums over ranks must have the same bits in any batch too.
         ranks.in_order = ops.exact
-    # Before anything is measured: places for adapters take memory.
+    # Before memory is measured, as places for adapters take some.
     bank = open_bank(config, loaded, ops, progress)
     graphs = _graphs(config, part, ops, max_model_len, progress)
     return LoadedModel(
@@ -82,7 +82,7 @@ def _graphs(
     max_model_len: int,
     progress: Callable[[str], None],
 ) -> GraphedModel | None:
-    """The part as one whose decodes may be recorded; None where they cannot be or must not."""
+    """The part, wrapped for recording decodes as CUDA graphs; None if it cannot or must not be."""
     if part.device.type != "cuda" or config.enforce_eager or not ops.backend.capturable:
         return None
     if isinstance(part, Decoder) and not part.capturable:
@@ -91,16 +91,16 @@ def _graphs(
     if ops.weights == "fp8" and not captures_fp8(part.device):
         progress("CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU")
         return None
-    # Steps with drafts have as many rows there as they have logits.
+    # In a graph, a step with drafts has a row for each of its logits.
     return GraphedModel(
         part, config.max_step_logits, max_model_len, serves_adapters=config.serves_adapters
     )
 
 
 def rank_device(config: ShardConfig, index: int) -> torch.device:
-    """The device of the rank with this index on its machine, which becomes the one torch uses.
+    """The device of the rank with this index on its machine; sets it as torch's current device.
 
-    Raises ModelError if there are too few.
+    Raises ModelError if the machine has too few devices.
     """
     device = resolve_device(config.device)
     if device.type == "cuda":
@@ -116,8 +116,8 @@ def rank_device(config: ShardConfig, index: int) -> torch.device:
 
 
 def default_threads() -> int:
-    """Compute threads on cpu: all cores this process may use but one. A quota of its control group
-    counts as so many cores: threads beyond it would use it up early and then all stand still.
+    """Compute threads on cpu: all cores this process may use but one. A control group's quota is
+    taken as a number of cores: more threads would exhaust it early in each period, and all stall.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -130,7 +130,7 @@ def default_threads() -> int:
 
 
 def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
-    """--max-model-len, or the positions the model states. Raises ModelError beyond what it has."""
+    """--max-model-len, or the positions the model states. Raises ModelError if it has fewer."""
     text = hf_config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len", "seq_length")
     positions = next((value for n in names if (value := getattr(text, n, None) or 0) > 0), None)
@@ -150,8 +150,8 @@ def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
 
 
 def _yarn_positions(text: PreTrainedConfig) -> int:
-    """How far YaRN stretches the original context (Peng et al., 2023), 0 without it. A model may
-    state its unstretched context as max_position_embeddings, as Qwen2.5 is documented.
+    """Context length that YaRN extends the original one to (Peng et al., 2023), 0 without YaRN. A
+    model may state the original one as max_position_embeddings, as documented for Qwen2.5.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")

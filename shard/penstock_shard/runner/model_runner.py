@@ -77,10 +77,10 @@ class _PromptScores:
 
 @dataclass(slots=True)
 class _Pass:
-    """A forward pass that the device was given, and what comes of it."""
+    """A launched forward pass, and its results."""
 
     batch: StepBatch
-    # Of the rows that are sampled, until they are; of all rows, where some have drafts.
+    # Logits to sample from, until they are sampled; all logits of the pass, if it has drafts.
     logits: Tensor | None = None
     all_logits: Tensor | None = None
     enqueued: Enqueued | None = None
@@ -92,7 +92,7 @@ class _Pass:
         return self.batch.sampled is not None and self.enqueued is None
 
     def gives_all_and_nothing_else(self, num_rows: int) -> bool:
-        """Whether what is sampled are the results of all rows of the plan, in order."""
+        """Whether the sampled tokens are the results of all rows of the plan, in order."""
         sampled = self.batch.sampled
         if sampled is None or len(sampled.rows) < num_rows:
             return False
@@ -101,26 +101,26 @@ class _Pass:
 
 @dataclass(slots=True)
 class _Step:
-    """A launched step: first its passes, in the end its results."""
+    """A launched step: its passes until it is finished, then its results."""
 
     num_rows: int
     passes: list[_Pass] = field(default_factory=list)
-    # Of rows that were pooled, before all others.
+    # Results of all rows with those of pooled ones filled in; None if none is pooled.
     pooled: list[RowResult] | None = None
-    # Waits for the device to be through with it.
+    # Waits until the device has finished the step.
     wait: Callable[[], None] | None = None
     results: list[RowResult] | None = None
-    # The memory that could not be had: nothing of it counts.
+    # Why the step is void: it ran out of memory, as the error says. Empty if it did not.
     failure: str = ""
 
 
 class ModelRunner:
     """A `Runner`: see `penstock_shard.runner.base`.
 
-    All work of a step is given to the device in `launch`, without waiting for any of it: a token
-    that the step before samples comes from a table that lies on the device. Where what a row draws
-    from depends on that token on the host too, the forward pass is launched and the step is sampled
-    as soon as the one before is finished, which is while the pass runs.
+    `launch` gives all work of a step to the device and waits for none of it: input tokens that the
+    step before samples are read from a table on the device. If a row's sampling state (penalties,
+    constraints) needs that token on the host, only the forward pass is launched; sampling follows
+    as soon as the step before is finished, while the pass runs.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
     ) -> None:
         """`mask_threads` fill the masks of constraints while a forward pass runs. `graphs` and
-        `adapters` are where the model has them, if it has any.
+        `adapters` are the model's CUDA graphs and LoRA adapters, if it has any.
         """
         self.model = model
         self._adapters = adapters
@@ -144,7 +144,7 @@ class ModelRunner:
         self._batches = BatchBuilder(info.block_size, model.device, self._numbers, graphs)
         self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads), self._numbers)
         self._pooler = Pooler()
-        # The token each request sampled last, under its number; the host may not know it yet.
+        # The last sampled token of each request, by request number; the host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
@@ -159,15 +159,15 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> None:
         step = _Step(len(plan.rows))
-        # Its last tokens are needed now, so it is sampled now.
+        # This step reads the tokens that deferred steps sample, so they are sampled now.
         self._sample_deferred(len(self._launched))
         failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
         if failure:
-            # Tokens that it needs were never sampled.
+            # Tokens that this step needs were never sampled.
             step.failure = failure
         else:
             self._guarded(step, partial(self._launch, step, plan))
-        # Not before: of a step that could not be launched nothing is collected.
+        # Only now: a launch that raises leaves nothing to collect.
         self._launched.append(step)
 
     def collect(self) -> Sequence[RowResult]:
@@ -175,7 +175,7 @@ class ModelRunner:
         self._finish(step)
         self._launched.popleft()
         if step.failure:
-            # Behind it tokens may be lacking that were never sampled.
+            # Later steps may need tokens that were never sampled.
             for later in self._launched:
                 later.failure, later.passes = later.failure or step.failure, []
             raise StepOutOfMemory(step.failure)
@@ -192,7 +192,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _guarded(self, step: _Step, work: Callable[[], None]) -> None:
-        """Do the work; without memory for it the step is void and what it holds is let go."""
+        """Do the work; if it runs out of memory the step is void, and its memory is freed."""
         try:
             work()
         except RuntimeError as error:
@@ -200,7 +200,7 @@ class ModelRunner:
                 raise
             step.failure = first_line(error)
         if step.failure:
-            # Here, as the error holds what was made on the way.
+            # Outside `except`: there the error's traceback still holds tensors of the step.
             step.passes = []
             self._sampler.abandon()
             empty_caches(self.model.device)
@@ -212,7 +212,7 @@ class ModelRunner:
             step.passes.append(one)
             defers = self._defers(batch)
             if defers and len(batches) > 1:
-                # Seldom: not worth keeping several passes apart.
+                # Rare: not worth deferring each of several passes.
                 self._finish_before(step)
                 defers = False
             self._forward(step, one, prepares=not defers)
@@ -223,7 +223,7 @@ class ModelRunner:
         step.wait = mark(self.model.device)
 
     def _defers(self, batch: StepBatch) -> bool:
-        """Whether what a row draws from depends on tokens that are not on the host yet."""
+        """Whether a row's sampling depends on tokens that are not on the host yet."""
         if batch.sampled is None or all(step.results is not None for step in self._launched):
             return False
         return self._sampler.needs_tokens(_sample_rows(batch))
@@ -256,7 +256,7 @@ class ModelRunner:
         one.logits = logits
 
     def _fill(self, batch: StepBatch, gaps: Gaps) -> None:
-        """Put in the tokens that the step before samples."""
+        """Fill in the input tokens that the step before samples."""
         if gaps.places is None:
             ids = batch.input_ids[: len(gaps.numbers)]
             torch.index_select(self._last_tokens, 0, gaps.numbers, out=ids)
@@ -277,17 +277,17 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, sampled.device_numbers, one.enqueued.tokens)
 
     def _verify(self, one: _Pass) -> None:
-        """Nothing that drafts need is still to be sampled: see `ScheduledRequest`."""
+        """Begin to verify drafts: all tokens before them are known, see `ScheduledRequest`."""
         assert one.all_logits is not None
         drafts = [_draft(piece, place) for piece, place in one.batch.drafted]
         logits, one.all_logits = one.all_logits, None
         if self._has_graphs and any(needs_state(draft.request) for draft in drafts):
-            # Some tokens are drawn later: a graph of the next step may write where these lie.
+            # Some tokens are drawn later, when a graph may have overwritten its output logits.
             logits = logits.clone()
         one.verification = Verification(self._sampler, logits, drafts)
 
     def _sample_deferred(self, count: int) -> None:
-        """Sample what was not of the first `count` steps, one after the other."""
+        """Sample those of the first `count` launched steps that are not sampled yet, in order."""
         for step in list(self._launched)[:count]:
             if step.failure:
                 return
@@ -304,7 +304,7 @@ class ModelRunner:
     # ---- the host's part ----
 
     def _finish_before(self, step: _Step) -> None:
-        """All that were launched before it, which is all there are while it is being launched."""
+        """Finish all steps launched before it (all there are, while it is being launched)."""
         for earlier in self._launched:
             if earlier is step:
                 return
@@ -325,12 +325,12 @@ class ModelRunner:
         for one in passes:
             _add_results(one, step.results)
         if any(one.verification is not None for one in passes):
-            # There may still be something to draw.
+            # Verification may still draw tokens on the device.
             self._guarded(step, partial(_add_verified, passes, step.results))
 
 
 def _add_results(one: _Pass, results: list[RowResult]) -> None:
-    """What a pass gave, to the results of its rows."""
+    """Add the results of a pass to those of its rows."""
     for prompt in one.prompt_scores:
         _add_prompt_logprobs(results[prompt.piece.row], prompt)
     if one.enqueued is None:
@@ -343,7 +343,7 @@ def _add_results(one: _Pass, results: list[RowResult]) -> None:
 
 
 def _add_verified(passes: Sequence[_Pass], results: list[RowResult]) -> None:
-    """What came of drafts, to the results of their rows."""
+    """Set the results of rows with drafts."""
     for one in passes:
         if one.verification is None:
             continue
@@ -354,7 +354,7 @@ def _add_verified(passes: Sequence[_Pass], results: list[RowResult]) -> None:
 
 def _draft(piece: Piece, place: int) -> Draft:
     row = piece.scheduled
-    # The first token to be sampled is the one behind the last that is known.
+    # The first token to be sampled follows the last known one, which is at `start`.
     position = row.start + 1 - row.request.num_prompt_tokens
     return Draft(row.request, row.drafts, position, place)
 
@@ -366,7 +366,7 @@ def _sample_rows(batch: StepBatch) -> SampleRows:
 
 
 def _score_prompt(logits: Tensor, piece: Piece) -> _PromptScores:
-    """logits [n, V] of the piece's first n tokens, which predict the prompt's next n."""
+    """Score the n prompt tokens that logits [n, V] of the piece's first n tokens predict."""
     request = piece.scheduled.request
     count = piece.num_prompt_logprobs
     first = piece.start + 1

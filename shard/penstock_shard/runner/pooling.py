@@ -1,7 +1,7 @@
 """Final hidden states -> one vector a prompt. Knows nothing of models or of how rows are packed.
 
-A prompt that is computed in chunks has its sum kept between them, in float64: then the mean does
-not depend on where the chunks were cut, but for the last bit of a value now and then.
+For a prompt computed in chunks the sum is kept between them, in float64: the mean then does not
+depend on where the chunks were cut, except for the last bit of a value now and then.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock_shard.runner.batch import Piece
 
 
 class Pooler:
-    """Keeps what has to be remembered of prompts that are computed in part."""
+    """Keeps the sums of prompts that are computed in part."""
 
     def __init__(self) -> None:
         self._sums: dict[Request, Tensor] = {}
 
     def pool(self, hidden: Tensor, pieces: Sequence[Piece], results: list[RowResult]) -> None:
-        """hidden [M, H] of the pieces' pooled tokens, piece by piece; the vectors of prompts that
-        end here go into the results of their rows. Called in the order of the steps.
+        """Pool hidden [M, H] of the pieces' pooled tokens, piece by piece, and put the vectors of
+        prompts that end here into the results of their rows. Called in the order of the steps.
         """
         parts = torch.split(hidden, [piece.num_pooled for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
@@ -35,7 +35,7 @@ class Pooler:
         request = piece.scheduled.request
         total = hidden.sum(dim=0, dtype=torch.float64)
         is_mean = request.pooling is Pooling.MEAN
-        # A prompt that begins anew, for it was preempted, has nothing before its first token.
+        # At start 0 a sum kept from before a preemption is dropped.
         if is_mean and piece.start:
             total += self._sums[request]
         if not piece.ends_prompt:
@@ -48,5 +48,5 @@ class Pooler:
             result.error = "the model gave no finite hidden states for the prompt"
 
     def forget(self, request: Request) -> None:
-        """The request is over."""
+        """Drop the sum of a request that ended."""
         self._sums.pop(request, None)

@@ -1,6 +1,6 @@
-"""A loaded model -> one that may serve: self-checks, then memory and graphs.
+"""A loaded model -> one that may serve: self-checks, then KV memory and CUDA graphs.
 
-Knows what is checked, and in which order all is done. Knows nothing of how models are loaded.
+Knows the checks and the order of it all. Knows nothing of how models are loaded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _CHECK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was found out and set up."""
+    """What was measured and set up."""
 
     num_blocks: int
     block_size: int
     batch_invariant: bool
-    # About how long the largest step takes.
+    # Estimated duration of the largest step.
     worst_step_s: float
-    # Whether decodes are replayed from graphs.
+    # Whether decode steps replay CUDA graphs.
     has_graphs: bool = False
 
 
@@ -53,10 +53,10 @@ def prepare(config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], 
     checks.attention()
     worst_step_s = checks.numbers()
     is_invariant = checks.invariance()
-    # The last check computed with other numbers of them.
+    # The last check changed the number of threads.
     loaded.ops.set_threads(loaded.threads)
     graphs = _graph_preparation(loaded, progress, is_exact=is_invariant)
-    # Before memory is given out: what graphs will take is not for keys and values.
+    # Measured before KV blocks are allocated, so that memory for graphs is left.
     graph_bytes = graphs.measure(block_size) if graphs else None
     num_blocks = MemoryPreparation(config, loaded, block_size).allocate(graph_bytes)
     progress(f"KV cache: {num_blocks} blocks of {block_size} tokens")
@@ -94,7 +94,7 @@ def _graph_preparation(
 
 @dataclass(frozen=True, slots=True)
 class _Checks:
-    """Of what a model computes."""
+    """Self-checks of what a model computes."""
 
     config: ShardConfig
     loaded: LoadedModel
@@ -102,8 +102,8 @@ class _Checks:
     progress: Callable[[str], None]
 
     def attention(self) -> None:
-        """Two random sequences in chunks on the paged cache against the model's own attention,
-        where its code has any.
+        """Compare two random sequences, in chunks on the paged cache, with the model's own
+        attention, if its code has one.
         """
         model, part = self.loaded.model, self.loaded.part
         if not isinstance(part, TransformersModel):
@@ -111,7 +111,8 @@ class _Checks:
         length = min(_CHECK_TOKENS, self.loaded.max_model_len)
         half = max(1, length // 2)
         paged: list[list[Tensor]] = [[], []]
-        # In the dtype of activations: the model's own attention rounds keys and values to no other.
+        # A cache in the activations' dtype, as the model's own attention does not round keys and
+        # values any further.
         with self._steps(2, length, self.loaded.ops.dtype) as steps:
             sequences = [steps.sequence(length) for _ in paged]
             for start, end in ((0, half), (half, length)):
@@ -126,13 +127,13 @@ class _Checks:
         gate.check_logits(part.module, tokens.to(model.device), found_logits, self._precision())
 
     def _precision(self) -> str:
-        """What decides how far logits may be off."""
+        """The type that decides the tolerance for logits."""
         weights = self.loaded.ops.weights
-        # Weights of 4 bits are multiplied by activations that are not rounded.
+        # With 4-bit weights the activations are not quantized.
         return weights if weights in ("int8", "fp8") else dtype_name(self.loaded.ops.dtype)
 
     def numbers(self) -> float:
-        """Some random tokens must give numbers: half precision may not suffice for a model.
+        """Random tokens must give finite logits: half precision may overflow in some models.
 
         Returns how long the largest step would take if all its tokens took as long as these.
         """
@@ -141,7 +142,7 @@ class _Checks:
         with self._steps(1, length, self.loaded.kv_dtype) as steps:
             rows = [(steps.sequence(length), 0, length)]
             if device.type != "cpu":
-                # What is made and compiled at first is no part of a step.
+                # Warm up: allocation and compilation in the first run are not part of a step.
                 torch.isfinite(steps.run(rows)).all().item()
             started_s = time.perf_counter()
             logits = steps.run(rows)
@@ -162,7 +163,7 @@ class _Checks:
         )
 
     def _full_precision(self) -> str:
-        """What to change in the flags to compute in float32 alone."""
+        """How to change the flags so that all is computed in float32."""
         changes = []
         if self.config.quantization is not None:
             changes.append("no --quantization")
@@ -173,7 +174,7 @@ class _Checks:
         return " and ".join(changes)
 
     def invariance(self) -> bool:
-        """Whether results are the same however steps are cut: tried where they are meant to be."""
+        """Whether results are the same however steps are cut; tested only if they should be."""
         loaded = self.loaded
         if not loaded.ops.exact:
             return False
@@ -196,7 +197,7 @@ class _Checks:
     def _steps(
         self, count: int, length: int, kv_dtype: torch.dtype
     ) -> AbstractContextManager[TrialSteps]:
-        """Over a cache for so many sequences of this length."""
+        """Trial steps with a cache for `count` sequences of this length."""
         loaded = self.loaded
         num_blocks = count * -(-length // self.block_size)
         return trial_steps(loaded.model, loaded.vocab_size, self.block_size, num_blocks, kv_dtype)

@@ -1,7 +1,7 @@
-"""Graphs of a loaded model: what memory they take, recorded, and checked against what they replay.
+"""CUDA graphs of a loaded model: measures their memory, records them and checks their replays.
 
-Where a model cannot be recorded, or a replay does not give what the model gives, steps are launched
-kernel by kernel as ever, and a line says so. Knows nothing of how graphs work.
+If a model cannot be recorded, or a replay gives other logits than the model, steps are launched
+kernel by kernel, and a log line says so. Knows nothing of how graphs work.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from penstock_shard.models.errors import ModelError, first_line, is_out_of_memor
 from penstock_shard.request import Request
 from penstock_shard.runner.trial import TrialSteps
 
-# Graphs of a small model take little each, and less than a driver tells apart.
+# Least size assumed for a graph: those of small models take less than the driver can report.
 _LEAST_GRAPH_BYTES = 2 * 2**20
-# The first is longer than what one program of our decode attention sees of a sequence.
+# The first is longer than the part of a sequence that one program of our decode attention reads.
 _CHECK_LENGTHS = (300, 40, 7, 23)
-# How far a replay may be from the model, in standard deviations of its logits: other numbers of
-# rows are multiplied by other kernels.
+# How far a replay's logits may be from the model's, in standard deviations of these: a different
+# number of rows is multiplied by different kernels.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences whose last tokens were computed, and what came of these: of all without adapters,
-    and then, where some are served, of all with one.
+    """Sequences, and the logits of their last tokens: without an adapter, and then, if adapters are
+    served, with one.
     """
 
     sequences: list[Request]
@@ -47,20 +47,20 @@ class GraphPreparation:
     vocab_size: int
     max_model_len: int
     progress: Callable[[str], None]
-    # A row's bits are its own in any step: a replay must give the same.
+    # Whether a row's bits are the same in any step: then a replay must give the same bits.
     is_exact: bool = False
 
     def measure(self, block_size: int) -> int | None:
-        """About how many bytes all graphs will take; None if the model cannot be recorded. There is
-        no cache before and after it.
+        """Estimate the bytes of all graphs; None if the model cannot be recorded. Allocates a cache
+        and frees it again.
 
-        Raises ModelError where there is too little memory for one.
+        Raises ModelError if there is too little memory for one graph.
         """
         shapes = self.graphs.shapes(block_size)
         self.graphs.allocate(1, block_size, self.kv_dtype)
         try:
             total = self._taken_bytes(shapes[0], block_size)
-            # With adapters there are more kernels in each.
+            # Measured apart, as graphs with adapters have more kernels.
             for has_adapters in (False, True):
                 others = [shape for shape in shapes[1:] if shape.has_adapters is has_adapters]
                 if others:
@@ -80,17 +80,17 @@ class GraphPreparation:
         return total
 
     def _taken_bytes(self, shape: GraphShape, block_size: int) -> int:
-        """What one graph more takes."""
+        """Bytes that one more graph takes."""
         before = used_bytes(self.graphs.device)
         self.graphs.capture([shape], block_size, pad_block=0)
         return used_bytes(self.graphs.device) - before
 
     def capture(self, block_size: int, num_blocks: int) -> bool:
-        """Record all of them over a cache of one block more than `num_blocks`, the last of which is
-        nobody's; whether there are any then.
+        """Record all graphs, over a cache that has one block, for padding, besides `num_blocks`;
+        whether recording succeeded.
         """
         shapes = self.graphs.shapes(block_size)
-        # Before anything is recorded: what launches steps now replays them then.
+        # Computed before recording, since the same calls replay graphs afterwards.
         has_adapters = any(shape.has_adapters for shape in shapes)
         expected = self._expected(block_size, num_blocks, has_adapters)
         started_s, before = time.perf_counter(), used_bytes(self.graphs.device)
@@ -101,7 +101,7 @@ class GraphPreparation:
         worst, bound = 0.0, 0.0
         if expected is not None:
             worst, bound = self._difference(expected, block_size, num_blocks)
-        # Not `worst > bound`: a NaN must not pass.
+        # Not `worst > bound`, which a NaN would pass.
         if not worst <= bound:
             return self._give_up(f"logits differ from the model's by {worst:.2g} ({bound:.2g})")
         took = f"{time.perf_counter() - started_s:.1f} s"
@@ -119,7 +119,7 @@ class GraphPreparation:
         return False
 
     def _expected(self, block_size: int, num_blocks: int, has_adapters: bool) -> _Decodes | None:
-        """Decodes as the model launches them; None where there is no room for any."""
+        """Decodes computed by the model itself; None if the cache has no room for any."""
         assert self.graphs.num_graphs == 0, "what is to be compared with would be a replay"
         steps = TrialSteps(self.graphs, self.vocab_size, block_size, num_blocks)
         lengths = [length for length in _CHECK_LENGTHS if length <= self.max_model_len]
@@ -128,15 +128,15 @@ class GraphPreparation:
         if not lengths:
             return None
         sequences = [steps.sequence(length) for length in lengths]
-        # No logits are wanted, and one row is the least.
+        # No logits are wanted, but at least one row must be asked for.
         steps.run([(sequence, 0, len(sequence.token_ids) - 1) for sequence in sequences], [0])
         return _Decodes(sequences, _decoded(steps, sequences, 1 + has_adapters))
 
     def _difference(
         self, decodes: _Decodes, block_size: int, num_blocks: int
     ) -> tuple[float, float]:
-        """The largest difference between logits of replayed decodes and those of the model, and
-        what rounding explains. Keys and values of what came before are in the cache already.
+        """The largest difference between logits of replayed decodes and those of the model, and the
+        bound that rounding explains. The cache already has the keys and values of earlier tokens.
         """
         args = (self.vocab_size, block_size, num_blocks)
         replayed = TrialSteps(self.graphs, *args, graphs=self.graphs)
@@ -151,7 +151,7 @@ class GraphPreparation:
 
 
 def _decoded(steps: TrialSteps, sequences: Sequence[Request], num_adapters: int) -> list[Tensor]:
-    """Logits of the last tokens, with each of so many adapters in turn; the first is none."""
+    """Logits of the last tokens, for each adapter index below `num_adapters`; 0 is no adapter."""
     logits = []
     for index in range(num_adapters):
         for sequence in sequences:

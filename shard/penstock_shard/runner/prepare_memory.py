@@ -1,7 +1,7 @@
-"""Memory for keys and values of a loaded model: what the largest step leaves, measured and taken.
+"""KV memory of a loaded model: measures what the largest step leaves free, and allocates blocks.
 
-Knows what the largest step is, and that each rank has a device of its own. Knows nothing of how
-memory is measured, nor of how many blocks are worth having.
+Knows what the largest step is, and that each rank has a device of its own. Knows neither how memory
+is measured nor how many blocks are useful.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
 
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
-# What has a way of its own on a device, with kernels of ours, which are compiled then: from the
-# model's logits, and from those that a row has for itself.
+# Parameters that use our own kernels on a device, so that these are compiled at load: for the
+# model's logits, and for a row's own copy of them.
 _BY_KERNELS = (SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(presence_penalty=0.1))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPreparation:
-    """Gives a model its cache."""
+    """Allocates a model's KV cache."""
 
     config: ShardConfig
     loaded: LoadedModel
     block_size: int
 
     def allocate(self, graph_bytes: int | None) -> int:
-        """Take what the largest step leaves, and graphs if there are to be any, which have a block
-        besides; the number of blocks.
+        """Allocate what the largest step leaves, less `graph_bytes` and a padding block if there
+        are graphs. Returns the number of blocks.
 
-        Raises ModelError if there is too little.
+        Raises ModelError if there is too little memory.
         """
         model = self.loaded.model
         bytes_per_token = sum(layer.elements_per_token for layer in model.layers)
@@ -68,11 +68,11 @@ class MemoryPreparation:
 
     @property
     def _most_tokens(self) -> int:
-        """Of a step."""
+        """The most tokens of a step."""
         return self.config.batched_tokens(str(self.loaded.model.device))
 
     def _least_free_bytes(self) -> int:
-        """Over all ranks: what keys and values may take on each."""
+        """Bytes for keys and values: the least over all ranks."""
         model = self.loaded.model
         if not isinstance(model, MirroredModel):
             return self._free_bytes()
@@ -80,7 +80,7 @@ class MemoryPreparation:
         return model.least_free(self._free_bytes(), self.config.gpu_memory_utilization)
 
     def _free_bytes(self) -> int:
-        """What keys and values may take here, found by running the largest step once."""
+        """Bytes for keys and values on this rank, found by running the largest step once."""
         loaded = self.loaded
         length = min(self._most_tokens, loaded.max_model_len)
         # Each row writes the same blocks: only the size of the step matters here.
@@ -104,12 +104,10 @@ class MemoryPreparation:
         return free_bytes(loaded.model.device, self.config.gpu_memory_utilization) - extra
 
     def _largest_step(self, steps: TrialSteps, length: int) -> None:
-        """The most tokens a step may have, and the most rows of logits, with what the sampler makes
-        of them.
-        """
+        """Compute a step of the most tokens and the most rows of logits, and sample from these."""
         tokens = self._most_tokens
         sequence = steps.sequence(length)
-        # Where places for adapters are set aside, a step with any computes all of them.
+        # If adapters are served, a step with any of them computes all their places.
         sequence.adapter_index = 1 if self.config.serves_adapters else 0
         rows: list[Row] = [(sequence, 0, length)] * (tokens // length)
         if tokens % length:
@@ -118,7 +116,7 @@ class MemoryPreparation:
         if logits.device.type == "cpu":
             torch.softmax(logits, dim=-1, dtype=torch.float64)
             return
-        # Each row with penalties, all filters and log-probabilities; then with less.
+        # Each row with penalties, all filters and log-probabilities; then the cheaper parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
             requests = [
                 dataclasses.replace(sequence, sampling=sampling, logprobs=1) for _ in logits

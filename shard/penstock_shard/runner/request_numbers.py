@@ -1,6 +1,6 @@
-"""A small number for each request that is live, so that what is kept of requests lies in arrays.
+"""A small number for each live request, so that state of requests can be kept in arrays.
 
-Knows who has which number. Knows nothing of what is kept under it.
+Knows which request has which number. Knows nothing of the state kept by number.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FIRST_CAPACITY = 64
 
 
 class RequestNumbers:
-    """Gives out numbers, low ones first. Whoever keeps something under numbers looks at `serials`
-    to see whose it is: a number that was given out anew has another serial, never 0.
+    """Assigns numbers, low ones first. Code that keeps state by number compares `serials` to see
+    whether it is still the same request's: a number assigned again has another serial, never 0.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RequestNumbers:
             return np.array([self._number(request) for request in requests], dtype=np.int64)
 
     def forget(self, request: Request) -> int | None:
-        """The request is over; the number it had."""
+        """Free the number of a request that ended, and return it."""
         number = self._numbers.pop(request, None)
         if number is not None:
             self._free.append(number)
@@ -67,7 +67,7 @@ class RequestNumbers:
 
 
 def grown(array: NDArray[Item], capacity: int) -> NDArray[Item]:
-    """The array with zeros behind what it has, `capacity` long."""
+    """The array, padded with zeros to the length `capacity`."""
     if len(array) >= capacity:
         return array
     larger = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)

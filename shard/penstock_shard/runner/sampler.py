@@ -1,33 +1,33 @@
 """Logits -> tokens and log-probabilities. Knows nothing of models, caches or scheduling.
 
 A token is a function of (its row of logits, its request's parameters, seed, prompt and output so
-far, its position) and of nothing else; what other rows ask for only lets work be skipped.
+far, its position) and of nothing else; other rows only decide which work can be skipped.
 
-Parameters act in this order:
+Parameters apply in this order:
 
 1. repetition_penalty, on tokens of the prompt and the output: positive logits are divided by it,
    others multiplied (Keskar et al., "CTRL", 2019)
 2. presence_penalty and frequency_penalty, on tokens of the output: the first is subtracted once,
    the second as often as the token occurs
 3. logit_bias is added
-4. what cannot be drawn: all but allowed_token_ids; the last id of a bad word whose other ids end
-   the output; ids that stop the sequence, before min_tokens; what the constraint does not allow;
-   while the end of reasoning is forced, all but that
+4. bans (-inf): all but allowed_token_ids; the last id of a bad word whose other ids end the output;
+   stop ids before min_tokens; what the constraint does not allow; at the end of a thinking budget
+   all but its end token
 5. temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely token),
    typical-p (over what the others left): see `draw`
 
-Greedy rows end with 4 and take the largest logit, the lowest id among equals. Log-probabilities
-are of the raw logits, before all of these.
+Greedy rows skip 5 and take the largest logit, the lowest id among equals. Log-probabilities are
+those of the raw logits, before all of these.
 
-Sampling has two halves, so that the device never waits for the host: `enqueue` gives it all that
-is to be done and looks at nothing that it computes; `finish`, once the device is through, makes
-results of what was copied back. Whatever follows from tokens on the host (penalties, bad words,
-constraints, budgets, min_tokens) must be finished up to the token before. A look in between is
-needed for typical-p, in vocabularies beyond the first window of `draw` (and, where there is no
-Triton, for top-p without top-k).
+Sampling has two halves, so that the device never waits for the host: `enqueue` launches all device
+work and reads none of its results; `finish`, once the device is done, makes results from what was
+copied back. Where sampling depends on earlier tokens on the host (penalties, bad words,
+constraints, thinking budgets, min_tokens), the previous token must be finished first. `enqueue`
+does wait for the device for typical-p in vocabularies larger than the first window of `draw` (and,
+without Triton, for top-p without top-k).
 
 On one thread of a server cpu, 16 greedy rows of 32k logits take 0.1 ms, 64 rows with penalties and
-every filter 11 ms (sorting them would take 135), 8 rows of 150k with top-p 10 to 20 ms (110).
+every filter 11 ms (135 by sorting), 8 rows of 150k with top-p 10 to 20 ms (110 by sorting).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from penstock_shard.runner.philox import uniforms
 from penstock_shard.runner.request_numbers import Integers, RequestNumbers, grown
 from penstock_shard.runner.token_state import TokenState, needs_state
 
-# Raised when the same logits give other tokens than before.
+# Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
 
-# What stands for a token where there is none: the model's logits are no numbers, or the request
-# leaves nothing to draw.
+# Codes in place of a token: the model's logits are not finite, or the request leaves no token to
+# draw.
 _NO_LOGITS = -1
 _NO_TOKEN = -2
-# Uniform numbers of a request are made for so many positions at once.
+# A request's uniform numbers are computed for this many positions at once.
 _POSITIONS = 16
 _Index = NDArray[np.intp]
 
@@ -66,7 +66,7 @@ _Index = NDArray[np.intp]
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """What a row of logits is for: the token at `position` of the request's output, counted from
-    its first token, those delivered before this attempt included.
+    its first token; tokens delivered before this attempt count too.
     """
 
     request: Request
@@ -75,7 +75,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The same of many rows, in columns; `numbers` are those of the requests."""
+    """Many `SampleRow`s as columns; `numbers` are the request numbers of `RequestNumbers`."""
 
     requests: Sequence[Request]
     positions: Integers
@@ -83,12 +83,12 @@ class SampleRows:
 
 
 class Sampler:
-    """Draws tokens, and keeps what has to be remembered of the requests they are drawn for.
+    """Draws tokens, and keeps the state of requests that drawing depends on.
 
-    Rows are enqueued in the order of the steps, and finished in that order. What is drawn the
-    sampler takes in itself, so a request's own tokens may lag behind; they are read where a
-    position does not follow the last one. `prepare` may be called first, with the same rows: masks
-    are filled meanwhile.
+    Rows are enqueued in the order of the steps, and finished in that order. The sampler adds each
+    token it draws to its state, so `Request.token_ids` may lag behind; those are read only where a
+    position does not follow the last one. `prepare` may be called first, with the same rows:
+    constraint masks are then filled while the forward pass runs.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class Sampler:
         self._prepared: _Prepared | None = None
 
     def needs_tokens(self, rows: SampleRows) -> bool:
-        """Whether all that was enqueued before must be finished before these are prepared."""
+        """Whether all rows enqueued earlier must be finished before these are prepared."""
         self._known.update(rows)
         return bool(self._known.stateful[rows.numbers].any())
 
     def prepare(self, rows: SampleRows) -> None:
-        """These are enqueued next: begin with what needs no logits."""
+        """Begin what needs no logits for these rows, which must be enqueued next."""
         self._known.update(rows)
         stateful = np.flatnonzero(self._known.stateful[rows.numbers])
         states = [self._state(rows.requests[i], int(rows.positions[i])) for i in stateful.tolist()]
@@ -119,8 +119,8 @@ class Sampler:
         self._prepared = _Prepared(stateful, states, finish_masks)
 
     def enqueue(self, logits: Tensor, rows: SampleRows) -> Enqueued:
-        """logits [N, V] of any float type -> N tokens, once the device has come there; the logits
-        are not changed.
+        """Launch the sampling of logits [N, V] of any float type, which are not changed; gives N
+        tokens.
         """
         if self._prepared is None:
             self.prepare(rows)
@@ -131,7 +131,7 @@ class Sampler:
         best, tokens = _largest(logits)
         codes = torch.where(torch.isfinite(best), tokens, _NO_LOGITS)
         adjusted = self._adjust(logits, prepared)
-        # Not before, for `abandon`: the masks are complete now.
+        # Only now that the masks are filled: on an earlier error `abandon` must wait for them.
         self._prepared = None
         if adjusted is not None:
             own_best, own_tokens = _largest(adjusted.logits)
@@ -146,13 +146,13 @@ class Sampler:
         return Enqueued(tokens, to_host(codes), rows, prepared, _problems(prepared), scored)
 
     def abandon(self) -> None:
-        """What was prepared is not enqueued."""
+        """Drop what was prepared, which will not be enqueued."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared.finish_masks is not None:
             prepared.finish_masks()
 
     def columns(self, rows: Sequence[SampleRow]) -> SampleRows:
-        """The rows in columns; a request may be there several times, if it has no state."""
+        """The rows as columns; a request may occur several times if it has no `TokenState`."""
         requests = [row.request for row in rows]
         positions = np.array([row.position for row in rows], dtype=np.int64)
         return SampleRows(requests, positions, self._numbers.of(requests))
@@ -160,7 +160,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
         """Both halves at once: logits [N, V] -> one result a row.
 
-        A row with NaN, or with nothing left to draw, has an error, alone.
+        A row with NaN logits, or with no token left to draw, gets an error; other rows do not.
         """
         if not rows:
             return []
@@ -169,7 +169,7 @@ class Sampler:
         return enqueued.finish()
 
     def forget(self, request: Request) -> None:
-        """The request is over. Its number is left to whoever gave it out."""
+        """Drop the state of a request that ended. Its number is freed by `RequestNumbers`."""
         self._states.pop(request, None)
 
     def _state(self, request: Request, position: int) -> TokenState:
@@ -180,7 +180,7 @@ class Sampler:
         return state
 
     def _adjust(self, logits: Tensor, prepared: _Prepared) -> _Adjusted | None:
-        """Give rows that their requests' tokens and wishes change logits of their own."""
+        """Copy and change the logits of rows with penalties, biases, bans or masks (1 to 4)."""
         if prepared.finish_masks is not None:
             prepared.finish_masks()
         changed = [
@@ -204,7 +204,7 @@ class Sampler:
         tokens: Tensor,
         codes: Tensor,
     ) -> None:
-        """Put the tokens of rows that are not greedy over those that are there."""
+        """Overwrite `tokens` and `codes` of rows that are not greedy with drawn tokens."""
         is_random = self._known.temperature[rows.numbers] != 0.0
         if not is_random.any():
             return
@@ -250,7 +250,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Of the rows that are sampled next those with a state, and when their masks are there."""
+    """The rows sampled next that have a state, and what waits for their masks to be filled."""
 
     rows: _Index
     states: Sequence[TokenState]
@@ -259,7 +259,7 @@ class _Prepared:
 
 @dataclass(slots=True)
 class _Adjusted:
-    """Rows that have logits of their own, float32 [n, V], and the largest of each."""
+    """Rows whose logits were changed: their copies, float32 [n, V], and the largest of each row."""
 
     rows: Integers
     logits: Tensor
@@ -274,20 +274,20 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """Rows that are being sampled. `tokens` int64 [N] are on the device; where there is an error,
-    any token.
+    """Rows that are being sampled. `tokens` int64 [N] are on the device; a row with an error has an
+    arbitrary one.
     """
 
     tokens: Tensor
     _codes: Tensor
     _rows: SampleRows
     _prepared: _Prepared
-    # Why a constraint leaves nothing, of rows where it does.
+    # By row: why its constraint leaves no token to draw.
     _problems: dict[int, str]
     _scored: _Scored | None
 
     def finish(self) -> list[RowResult]:
-        """One result a row. What was enqueued must have come to the host; once only."""
+        """One result a row. Call once, after the device has finished the copies to the host."""
         codes: list[int] = self._codes.tolist()
         for i, state in zip(self._prepared.rows.tolist(), self._prepared.states, strict=True):
             if codes[i] < 0:
@@ -326,18 +326,19 @@ def _problems(prepared: _Prepared) -> dict[int, str]:
 
 
 class _Known:
-    """What requests ask for, under their numbers."""
+    """Sampling parameters of requests, in arrays indexed by request number."""
 
     def __init__(self, numbers: RequestNumbers) -> None:
         self._numbers = numbers
         self._serials: Integers = np.zeros(0, dtype=np.int64)
-        # The parameters of `draw`, but for the last, which are made here from these seeds.
+        # The columns of `draw.Columns` except `uniform`, which is computed here from `_seeds`.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
         self._seeds = np.zeros(0, dtype=np.uint64)
-        # Whether it has a `TokenState`, and wants log-probabilities.
+        # Whether the request has a `TokenState`; whether it wants log-probabilities.
         self.stateful = np.zeros(0, dtype=np.bool_)
         self.scored = np.zeros(0, dtype=np.bool_)
-        # Numbers for so many positions from one on, and which run of positions that is, from 1.
+        # Uniform numbers for one run of `_POSITIONS` positions, and which run: 1 is the first, 0
+        # none.
         self._uniforms = np.zeros((0, _POSITIONS))
         self._runs: Integers = np.zeros(0, dtype=np.int64)
 
@@ -346,7 +347,7 @@ class _Known:
         return self._parameters[:, 0]
 
     def update(self, rows: SampleRows) -> None:
-        """Take in the requests that are new."""
+        """Read the parameters of requests that are new."""
         if len(self._serials) < self._numbers.capacity:
             self._grow(self._numbers.capacity)
         new = self._serials[rows.numbers] != self._numbers.serials[rows.numbers]
@@ -354,7 +355,7 @@ class _Known:
             self._read(rows.requests[i], int(rows.numbers[i]))
 
     def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
-        """Of some of the rows."""
+        """The parameters and uniform numbers of the rows `chosen`."""
         numbers, positions = rows.numbers[chosen], rows.positions[chosen]
         temperature, top_k, top_p, min_p, typical_p = self._parameters[numbers].T
         uniform = self._uniform(numbers, positions)
@@ -371,7 +372,7 @@ class _Known:
             self._uniforms[new] = made.reshape(-1, _POSITIONS)
             self._runs[new] = runs[missing] + 1
         found = self._uniforms[numbers, positions % _POSITIONS]
-        # A request may be there twice, at positions of two runs.
+        # A request may occur twice, at positions in two runs.
         for i in np.flatnonzero(self._runs[numbers] != runs + 1).tolist():
             found[i] = uniforms([int(self._seeds[numbers[i]])], [int(positions[i])])[0]
         return found
@@ -402,7 +403,7 @@ class _Known:
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits [N, V]: the largest, or NaN if there is one; its lowest token."""
+    """The largest of each row of logits [N, V], NaN if it has any; and the lowest id with it."""
     if not is_host(logits):
         best, tokens = logits.max(dim=1)
         return best, tokens
@@ -413,8 +414,8 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probabilities on their way to the host: of chosen tokens [n], their ranks [n], the best
-    [n, k] with their ids, and of ids that were asked for, row after row.
+    """Log-probabilities on their way to the host: those of the chosen tokens [n] and their ranks
+    [n], the best [n, k] and their ids, and those of requested ids, row after row.
     """
 
     _chosen: Tensor
@@ -427,7 +428,7 @@ class TokenScores:
     _vocabulary: int
 
     def finish(self) -> list[Logprobs]:
-        """Of each row; they must have come to the host."""
+        """The log-probabilities of each row, once the device has copied them to the host."""
         chosen, ranks, requested = (
             self._chosen.tolist(),
             self._ranks.tolist(),
@@ -457,10 +458,10 @@ def score_tokens(
     counts: Sequence[int],
     asked: Sequence[Sequence[int]] = (),
 ) -> TokenScores:
-    """Of raw logits [n, V]: the log-probability of tokens [n], their rank (1 is the most likely;
-    equals share a rank), the `counts[i]` best of row i, and those of the ids `asked[i]`.
+    """From raw logits [n, V]: the log-probability and rank of tokens [n] (rank 1 is the most
+    likely; equals share a rank), the `counts[i]` best of row i, and those of the ids `asked[i]`.
 
-    Ranks and order are those of the logits: as log-probabilities two of them may round to one.
+    Ranks and order are taken from the logits: as log-probabilities, two may round to the same.
     """
     logits = logits.float()
     vocabulary = logits.shape[1]
@@ -469,7 +470,7 @@ def score_tokens(
     ranks = (logits > logits.gather(1, place)).sum(dim=1, dtype=torch.int32) + 1
     top_ids = torch.empty((len(counts), 0), dtype=torch.int64, device=logits.device)
     if most := min(max(counts), vocabulary):
-        # Only what equals the largest logit is 0 here.
+        # A difference of 0 only for what equals the largest logit.
         top_ids = ordered_topk(logits - logits.amax(dim=1, keepdim=True), most)
     width = scores.shape[1]
     wanted = [row * width + token for row, ids in enumerate(asked) for token in ids]
@@ -487,8 +488,8 @@ def score_tokens(
 
 
 def _with_aligned_rows(logits: Tensor) -> Tensor:
-    """float32 [n, V] with as many impossible tokens more as let all rows begin at a multiple of 16
-    bytes: where a row begins tells CUDA's torch in which order to sum it up, and so its last bit.
+    """float32 [n, V], padded with -inf columns so that each row begins at a multiple of 16 bytes:
+    torch on CUDA sums a row in an order that depends on its alignment, which shows in the last bit.
     """
     spare = -logits.shape[1] % 4
     if is_host(logits) or not spare:

@@ -1,12 +1,12 @@
-"""Drafts to tokens: what is sampled after each of them, for as long as they are what was sampled.
+"""Verifies drafts: samples a token at each position, up to the first that differs from its draft.
 
 Each token is drawn exactly as it would be without drafts, by its request's parameters at its
-position (so nothing is gained or lost by a draft but time, and no distribution is changed). Knows
-the sampler; knows neither models nor who makes drafts.
+position: drafts change how fast tokens come, never which. Knows the sampler; knows neither models
+nor drafters.
 
-Where logits and position alone decide, all positions are drawn at once. Where what was drawn before
-decides too (penalties, constraints, budgets) they are drawn one after the other, over the requests
-whose drafts have been right so far.
+If only logits and position decide, all positions are drawn at once. If earlier tokens decide too
+(penalties, constraints, budgets), positions are drawn one after the other, for the requests whose
+drafts have been accepted so far.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from penstock_shard.runner.token_state import needs_state
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Drafted tokens of a request. `position` is that of the first token to be sampled, before any
-    of the drafted ones, counted in its output; its logits are row `place`, those after each of
-    these the rows behind that.
+    """Draft tokens of a request. `position` is the output position of the first token to be
+    sampled, which verifies the first draft; its logits are row `place`, and the next rows are those
+    after each draft token.
     """
 
     request: Request
@@ -38,21 +38,21 @@ class Draft:
     place: int
 
     def rows(self, first: int, count: int) -> list[SampleRow]:
-        """What so many of its rows of logits are for, from this one on."""
+        """The `SampleRow`s of `count` of its rows of logits, from number `first` on."""
         start = self.position + first
         return [SampleRow(self.request, position) for position in range(start, start + count)]
 
 
 @dataclass(slots=True)
 class _Answer:
-    """What a draft has come to so far."""
+    """A draft, and the tokens sampled for it so far."""
 
     draft: Draft
     results: list[RowResult] = field(default_factory=list)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the last token that was sampled is the one that was drafted, and not the end."""
+        """Whether the last sampled token equals its draft and does not end the sequence."""
         number = len(self.results) - 1
         if number == len(self.draft.token_ids):
             return False
@@ -60,9 +60,9 @@ class _Answer:
         return self.results[-1].token_id == drafted and not self.draft.request.ends_with(drafted)
 
     def take(self, results: Sequence[RowResult]) -> None:
-        """What was sampled at the positions that follow, as far as it counts."""
+        """Add what was sampled at the next positions, up to the first that is not accepted."""
         for result in results:
-            # An error that is not at once is one of the next step.
+            # An error after the first token is left to the next step, which meets it again.
             if self.results and (result.error is not None or not self.goes_on):
                 return
             self.results.append(result)
@@ -78,8 +78,8 @@ class _Answer:
 
 
 class Verification:
-    """Drafts that are being verified. What needs nothing but their logits is enqueued at once, as a
-    step's other rows are; the rest is drawn when it is finished.
+    """Drafts that are being verified. What needs only logits is enqueued at once, as a step's other
+    rows are; the rest is drawn in `finish`.
     """
 
     def __init__(self, sampler: Sampler, logits: Tensor, drafts: Sequence[Draft]) -> None:
@@ -97,7 +97,7 @@ class Verification:
         self._enqueued = sampler.enqueue(own, sampler.columns(rows))
 
     def finish(self) -> list[RowResult]:
-        """One result for each draft. What was enqueued must have come to the host; once only."""
+        """One result for each draft. Call once, after the device has finished what was enqueued."""
         _hand_out(self._answers, self._counts, self._enqueued.finish())
         alive = [
             answer
@@ -109,7 +109,7 @@ class Verification:
         return [answer.merged() for answer in self._answers]
 
     def _draw_next(self, alive: Sequence[_Answer]) -> list[_Answer]:
-        """One more token of each; those whose next draft was right too."""
+        """Draw one more token of each; returns those whose next draft was accepted too."""
         counts = [1] * len(alive)
         before = [len(answer.results) for answer in alive]
         rows, wanted = _next_rows(alive, counts)
@@ -125,7 +125,7 @@ class Verification:
 def _next_rows(
     answers: Sequence[_Answer], counts: Sequence[int]
 ) -> tuple[list[SampleRow], NDArray[np.int64]]:
-    """So many more rows of each, and where their logits are."""
+    """The next `counts[i]` rows of each answer, and the indices of their logits."""
     rows: list[SampleRow] = []
     places: list[int] = []
     for answer, count in zip(answers, counts, strict=True):
@@ -138,7 +138,7 @@ def _next_rows(
 def _hand_out(
     answers: Sequence[_Answer], counts: Sequence[int], results: Sequence[RowResult]
 ) -> None:
-    """To each answer its own, of which there are so many."""
+    """Give answer i its next `counts[i]` results."""
     start = 0
     for answer, count in zip(answers, counts, strict=True):
         answer.take(results[start : start + count])

@@ -1,8 +1,8 @@
 """What the sampler keeps of a request's tokens, position by position.
 
-Knows how often each token occurs, how far a bad word has come, how long it has reasoned and where
-it stands in its constraint; numpy and plain integers only. Knows nothing of logits or of how tokens
-are drawn.
+Knows how often each token occurs, how far a bad word has matched, how many reasoning tokens there
+are and the state of the constraint; numpy and plain integers only. Knows nothing of logits or of
+how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SPARE_PLACES = 64
 
 
 def needs_state(request: Request) -> bool:
-    """Whether more than the logits and the filters decides about its tokens."""
+    """Whether its tokens depend on more than the logits and the filters (top-k and the like)."""
     sampling = request.sampling
     return bool(
         _counts_tokens(sampling)
@@ -44,9 +44,9 @@ def _counts_tokens(sampling: SamplingParams) -> bool:
 
 
 class TokenCounts:
-    """Distinct tokens, and how often each is in the output; one token more costs a table look-up.
+    """Distinct tokens, and how often each is in the output; adding one costs a table look-up.
 
-    The tokens it starts with are sorted, later ones stand behind them in order of appearance.
+    The initial tokens are sorted; later ones follow in order of appearance.
     """
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -94,9 +94,9 @@ class BadWords:
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         self._single: list[int] = []
-        # Under the last id before its end: what a word begins with, and its last id.
+        # By a word's last id but one: (all its ids but the last, its last id).
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        # How much of the output's end can matter.
+        # How many of the output's last tokens can matter.
         self.num_tail_tokens = 0
         for word in words:
             *beginning, last = word
@@ -124,7 +124,7 @@ class Thinking:
         self.restart()
 
     def restart(self) -> None:
-        """Stand before the first token of the output."""
+        """Go back to before the first token of the output."""
         self._inside = self._budget.begun
         self._num_tokens = 0
 
@@ -139,17 +139,17 @@ class Thinking:
 
     @property
     def forced_id(self) -> int | None:
-        """The only token that may be next; None where any may."""
+        """The only token that may come next; None if any may."""
         if self._inside and self._num_tokens >= self._budget.max_tokens:
             return self._budget.end_token_id
         return None
 
 
 class TokenState:
-    """What decides beside logits and filters, for one request, at one position of its output.
+    """What changes the logits of one request at one position of its output.
 
-    Goes forward with the tokens it is given, and finds its way from the request's own tokens
-    wherever it is asked for another position.
+    Advances with the tokens it is given; asked for any other position, it is rebuilt from the
+    request's own tokens.
     """
 
     def __init__(self, request: Request) -> None:
@@ -157,9 +157,10 @@ class TokenState:
         self.sampling = sampling
         self.bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
-        # The only ones that may be drawn at this position; empty: all.
+        # The only ids that may be drawn at this position; empty: all.
         self.allowed_ids = self._always_allowed = _array(sampling.allowed_token_ids)
-        # Of prompt and output where a repetition penalty asks for both, else of the output.
+        # Tokens of the output, and with a repetition penalty of the prompt too; None without
+        # penalties.
         self.counts: TokenCounts | None = None
         # Ids that cannot be drawn at this position.
         self.banned_ids: list[int] = []
@@ -167,19 +168,19 @@ class TokenState:
         self._request = request
         budget = request.thinking_budget
         self._thinking = None if budget is None else Thinking(budget)
-        # Where there is a constraint it says when these may be drawn.
+        # Empty with a constraint, which itself says when stop ids may be drawn.
         self._stop_ids = [] if self.constraint else sorted(request.stop_token_ids)
         self._bad_words = BadWords(sampling.bad_words)
         self._tail: deque[int] = deque(maxlen=self._bad_words.num_tail_tokens)
         self._follows_output = bool(
             _counts_tokens(sampling) or self._bad_words.num_tail_tokens or self._thinking
         )
-        # How many tokens of the output it has taken in.
+        # How many tokens of the output are in this state; -1: none read yet.
         self._num_output_tokens = -1
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything of this is in force at this position."""
+        """Whether the logits are changed at this position."""
         return bool(
             self.counts is not None
             or self.banned_ids
@@ -189,10 +190,9 @@ class TokenState:
         )
 
     def move_to(self, position: int) -> None:
-        """Stand where `position` tokens of the output are known and the next is to be drawn.
+        """Go to where `position` tokens of the output are known and the next is to be drawn.
 
-        They are known if the last of them was given to `append`; otherwise the request must have
-        them.
+        If the last of them was not given to `append`, they are read from the request.
         """
         if self._follows_output and position != self._num_output_tokens:
             self._read(position)
@@ -206,7 +206,7 @@ class TokenState:
             self.banned_ids += self._stop_ids
 
     def append(self, token_id: int) -> None:
-        """This token was drawn at the position it stands at."""
+        """Advance by the token that was drawn at this position."""
         if self.counts is not None:
             self.counts.add(token_id)
         if self.constraint is not None:
@@ -217,15 +217,15 @@ class TokenState:
         self._num_output_tokens += 1
 
     def skip(self) -> None:
-        """None could be drawn at the position it stands at. A step that was launched ahead may
-        still ask for what follows, and is thrown away.
+        """Advance without a token: none could be drawn at this position. A step launched ahead may
+        still ask for the next position; its result is thrown away.
         """
         if self.constraint is not None:
             self.constraint.skip()
         self._num_output_tokens += 1
 
     def _output(self, position: int) -> list[int]:
-        """Its first so many tokens."""
+        """The first `position` tokens of the output."""
         request = self._request
         end = request.num_prompt_tokens + position
         assert len(request.token_ids) >= end, (

@@ -1,4 +1,4 @@
-"""Steps of made-up tokens on a model that is not serving yet: for checks and measurements at load.
+"""Steps of random tokens on a model that is not serving yet: for checks and measurements at load.
 
 Knows how to make a step. Knows nothing of what is checked.
 """
@@ -33,14 +33,14 @@ class TrialSteps:
         num_blocks: int,
         graphs: Graphs | None = None,
     ) -> None:
-        """Over a cache of so many blocks; `decode` fits its steps to `graphs`, if there are any."""
+        """Uses a cache of `num_blocks`. `decode` uses the static inputs of `graphs`, if given."""
         self.model = model
         self.vocab_size = vocab_size
         self._block_size = block_size
         self._batches = BatchBuilder(block_size, model.device, graphs=graphs)
         self._random = random.Random(1)
         self._free = list(range(num_blocks))
-        # So that a block table that is not read, or read wrongly, shows.
+        # So that an error in reading block tables changes results.
         self._random.shuffle(self._free)
 
     def sequence(self, length: int) -> Request:
@@ -54,7 +54,7 @@ class TrialSteps:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], logit_rows: Sequence[int] | None = None) -> Tensor:
-        """Compute the rows as one step; logits of all its tokens, or of those named: [N, V]."""
+        """Compute the rows as one step; logits [N, V] of all its tokens, or of `logit_rows`."""
         plan = StepPlan(tuple(ScheduledRequest(*row, samples=False) for row in rows))
         (batch,) = self._batches.build(plan, 1)
         wanted = range(len(batch.input_ids)) if logit_rows is None else logit_rows
@@ -66,7 +66,9 @@ class TrialSteps:
 
     @torch.inference_mode()
     def decode(self, sequences: Sequence[Request]) -> Tensor:
-        """Compute the last token of each in one step; their logits [N, V], which last."""
+        """Compute the last token of each in one step; a copy of their logits [N, V], which a later
+        replay of a graph does not overwrite.
+        """
         rows = (
             ScheduledRequest(sequence, len(sequence.token_ids) - 1, 1, samples=True)
             for sequence in sequences
@@ -86,8 +88,8 @@ class TrialSteps:
 def trial_steps(
     model: CausalModel, vocab_size: int, block_size: int, num_blocks: int, kv_dtype: torch.dtype
 ) -> Iterator[TrialSteps]:
-    """Steps over a cache that lasts as long as the context. Raises what torch raises for want of
-    memory.
+    """`TrialSteps` with a cache that lasts as long as the context. Raises torch's error if memory
+    runs out.
     """
     model.allocate(num_blocks, block_size, kv_dtype)
     try:

@@ -225,6 +225,15 @@ def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
         ),
         ("Socket closed", "Socket closed"),
         (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to "
+            "connect to remote host: Connection refused",
+            "connection refused: start the shard, or correct its address",
+        ),
+        (
+            "errors resolving nowhere:1: [field:hostname lookup error:address lookup failed]",
+            "its host name cannot be resolved: correct the address",
+        ),
+        (
             "failed to connect to all addresses; last error: UNKNOWN: connection refused",
             "failed to connect to all addresses; last error: UNKNOWN: connection refused",
         ),

@@ -166,7 +166,9 @@ async def test_bodies_are_json_and_nothing_else(router: MemoryRouter, kind: str)
     body = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nx\r\n--x--\r\n'
     answer = await router.request("POST", "/v1/completions", body, {"Content-Type": kind})
     assert answer.status == 400
-    assert "Content-Type must be application/json" in answer.error["message"]
+    message = answer.error["message"]
+    assert message.startswith("Content-Type must be application/json, not ")
+    assert message.endswith("; with curl: -H 'Content-Type: application/json'")
     assert len(answer.body) < 1000
 
 

@@ -1,5 +1,5 @@
-"""The attention backends there are, the best first. Knows how each is made and what it is called,
-not how they work; which one a model gets is decided in `choose`.
+"""The attention backends, best first. Knows their names and how each is made, not how they work;
+`choose` decides which one a model gets.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from penstock_shard.models.attention.torch_varlen import make_torch_varlen
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.triton_here import fault_on
 
-# The kinds of device on which each backend has run and given right results. What ran in an
-# interpreter or against a stand-in for its library is not named.
+# The types of device on which each backend has run and given right results. Runs in Triton's
+# interpreter or against a stand-in for a library do not count.
 RAN_ON_HARDWARE: dict[str, frozenset[str]] = {
     "cpu": frozenset({"cpu"}),
     "sdpa": frozenset({"cpu"}),
@@ -29,27 +29,27 @@ RAN_ON_HARDWARE: dict[str, frozenset[str]] = {
     "torch_varlen": frozenset(),
 }
 
-# Those whose cache may have another dtype than queries.
+# Backends whose KV cache may have another dtype than queries.
 READS_ANY_CACHE = frozenset({"cpu", "sdpa", "triton"})
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that is not made yet; `make` raises Unusable where it cannot be had."""
+    """A backend that is not made yet; `make` raises Unusable where it cannot run."""
 
     name: str
     make: Callable[[torch.device, torch.dtype], AttentionBackend]
 
 
 def candidates(name: str, device: torch.device) -> tuple[Candidate, ...]:
-    """Those that `name` means, the best first; for "auto" all that are meant for such a device."""
+    """The backends that `name` may mean, best first; for "auto" all that suit the device's type."""
     if name == "auto":
         return _ALL if device.type == "cuda" else _ALL[-1:]
     return tuple(candidate for candidate in _ALL if candidate.name == name)
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The first candidate that can be made here, whatever layers it serves.
+    """The first candidate that can be made here, without asking which layers it serves.
 
     Raises ModelError where there is none.
     """
@@ -63,13 +63,13 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> Attenti
 
 
 def title(backend: AttentionBackend) -> str:
-    """The backend's name, with the version of the library it stands on."""
+    """The backend's name, and the version of the library it uses."""
     version = getattr(backend, "version", "")
     return f"{backend.name} {version}".strip()
 
 
 def described(backend: AttentionBackend, device: torch.device) -> str:
-    """The title, and whether the backend has never run on such a device."""
+    """The title, with a remark if the backend has never run on this type of device."""
     if device.type in RAN_ON_HARDWARE.get(backend.name, ()):
         return title(backend)
     return f"{title(backend)} (untested on {device.type})"

@@ -1,10 +1,10 @@
-"""Attention over a paged KV cache: the interface, and what one step tells a backend.
+"""Attention over a paged KV cache: the interface of backends, and a step's batch.
 
 Knows shapes of one decoder layer and of a step. Knows nothing of models, requests or sampling.
 
 Token i of a sequence lives in block `block_table[row, i // block_size]` at offset
-`i % block_size`; that place, counted over all blocks, is its slot. How a cache lies in memory is
-its backend's affair.
+`i % block_size`; that place, counted over all blocks, is its slot. Each backend chooses the memory
+layout of its cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LayerCache: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer asks for, as seen in a call of it."""
+    """The parameters of one attention layer, as its attention call passes them."""
 
     index: int
     num_heads: int
@@ -31,7 +31,7 @@ class LayerSpec:
     head_dim: int
     head_dim_v: int
     scale: float
-    # Keys a query sees, itself included; None: all before it.
+    # Keys that a query sees, its own included; None: all up to its own.
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
@@ -43,12 +43,12 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """One sequence of a step and the keys it needs, for backends that walk rows on the host."""
+    """One sequence of a step and the keys it needs, for backends that loop over rows in Python."""
 
-    # Of the step's T tokens, those of this row.
+    # This row's tokens within the step's T tokens.
     queries: slice
     num_queries: int
-    # int32 [n]: the blocks that hold the keys the queries see, and which of their tokens those are.
+    # int32 [n]: the blocks with the keys that the queries see; and the slice of these keys in them.
     blocks: Tensor
     keys: slice
 
@@ -65,13 +65,14 @@ class AttentionBatch:
     seq_lens: Sequence[int]
     num_decodes: int
     block_size: int
-    # int64 [T]: where the keys and values of this step's tokens go.
+    # int64 [T]: the slots to which the keys and values of this step's tokens are written.
     slots: Tensor
-    # int32 [B + 1], [B + 1] and [B], on the device; sums run over query_lens and seq_lens.
+    # int32 [B + 1], [B + 1] and [B], on the device: cumulative sums of query_lens and of seq_lens,
+    # from 0; and seq_lens.
     cu_queries: Tensor
     cu_keys: Tensor
     seq_lens_tensor: Tensor
-    # int32 [B, max blocks of a row], padded with 0.
+    # int32 [B, max blocks of a row], padded with block 0.
     block_table: Tensor
 
     @cached_property
@@ -79,7 +80,7 @@ class AttentionBatch:
         return {}
 
     def rows(self, window: int | None) -> tuple[RowSpan, ...]:
-        """The rows as layers with this window see them; made once a step."""
+        """The rows for layers with this window; made once a step."""
         rows = self._rows.get(window)
         if rows is None:
             rows = self._rows[window] = tuple(self._spans(window))
@@ -111,26 +112,26 @@ class AttentionBatch:
 
     @cached_property
     def masks(self) -> dict[tuple[int, int, int, int | None], Tensor]:
-        """Masks of this step, shared by its layers; see `causal_mask`."""
+        """Attention masks of this step, shared by its layers; see `causal_mask`."""
         return {}
 
 
 class Unusable(Exception):
-    """Why a backend cannot be had here."""
+    """A backend cannot run here; the message says why."""
 
 
 class NotHere(Unusable):
-    """What a backend needs is not on this machine at all, which is nothing to remark upon."""
+    """This machine lacks what a backend needs: "auto" then passes it over without a message."""
 
 
 class AttentionBackend(Protocol):
-    """Makes the cache of a layer, writes a step's keys and values to it, attends over it."""
+    """Makes a layer's KV cache, writes a step's keys and values to it, and attends over it."""
 
     name: str
     # Block sizes must be a multiple of this; it is also the default.
     block_multiple: int
-    # Whether steps of decodes alone may run in a CUDA graph: `attend` then reads `seq_lens_tensor`,
-    # `block_table` and `cu_queries`, and of what the host knows only how many rows there are.
+    # Whether pure decode steps may run in a CUDA graph: `attend` then reads lengths from
+    # `seq_lens_tensor`, `block_table` and `cu_queries`; on the host only the number of rows.
     capturable: bool
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
@@ -146,7 +147,7 @@ class AttentionBackend(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerCache:
-        """Memory for `num_blocks` blocks of one layer, elements rounded to `dtype`."""
+        """One layer's KV cache of `num_blocks` blocks; elements are stored as `dtype`."""
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]."""
@@ -162,10 +163,10 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """query [T, Hq, D] -> [T, Hq, Dv], over keys and values that are in the cache, those of
-        the queries included.
+        """query [T, Hq, D] -> [T, Hq, Dv], over the keys and values in the cache. Those of this
+        step's tokens must have been written before.
 
-        `sinks` [Hq] are logits of a virtual key with value 0 that each query also sees.
+        `sinks` [Hq] are scores of a virtual key with value 0 that each query also sees.
         """
 
 
@@ -175,8 +176,8 @@ def make_paged_pair(
     """A cache of keys [num_blocks, block_size, Hkv, D] and values [num_blocks, block_size, Hkv,
     Dv], as GPU libraries read it.
     """
-    # On cpu memory is taken when it is first written; kernels that read whole blocks on a GPU must
-    # not meet NaN in places that were never written.
+    # Empty on cpu, where the system commits memory only when it is written. Zeros on a GPU, where
+    # kernels read whole blocks and must not meet NaN in slots that were never written.
     make = torch.empty if device.type == "cpu" else torch.zeros
     shape = (num_blocks, block_size, spec.num_kv_heads)
     return (
@@ -188,23 +189,23 @@ def make_paged_pair(
 def write_paged_pair(
     cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
 ) -> None:
-    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype; what an 8-bit
-    float cannot hold becomes the largest value that it can.
+    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype; values beyond
+    the range of an 8-bit float are clamped to it.
     """
     for part, rows in zip(cache, (key, value), strict=True):
         places = part.view(-1, *part.shape[2:])
         if part.dtype.itemsize > 1:
             places.index_copy_(0, slots, rows.to(part.dtype))
             continue
-        # Some devices turn what is too large into NaN. torch copies rows of 8-bit floats by index
-        # only as bytes.
+        # Clamped because some devices convert too large values to NaN; viewed as bytes because
+        # torch has no index_copy_ for 8-bit floats.
         largest = torch.finfo(part.dtype).max
         rounded = rows.clamp(-largest, largest).to(part.dtype)
         places.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
 
 
 class PairBackend:
-    """What backends share whose cache of a layer is a pair as GPU libraries read it."""
+    """Shared by backends whose cache is a pair from `make_paged_pair`."""
 
     def make_cache(
         self,
@@ -225,8 +226,8 @@ class PairBackend:
 def causal_mask(
     num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """bool [num_queries, num_keys]: query i stands at key index `offset + i` and sees the keys up
-    to there, at most `window` of them.
+    """bool [num_queries, num_keys]: query i is at key index `offset + i` and sees the keys up to
+    there, the last `window` of them at most.
     """
     position = torch.arange(num_queries, device=device).unsqueeze(1) + offset
     index = torch.arange(num_keys, device=device).unsqueeze(0)

@@ -1,7 +1,7 @@
-"""Which backend a model gets: the first that serves its layers and is right on this device.
+"""Chooses a model's attention backend: the first that serves its layers and is right on the device.
 
-Right is what gives, on a few steps of random tokens, what the reference gives in float32. Knows
-layers, candidates and the reference. Knows nothing of models or requests.
+A backend is right if on a few steps of random tokens it gives what the reference, sdpa, gives in
+float32. Knows layers, candidates and the reference. Knows nothing of models or requests.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from penstock_shard.models.errors import (
 )
 from penstock_shard.models.ops.base import Ops
 
-# How far results may be from float32 over the same rounded keys, values and queries: relative, and
-# for what is near 0 absolute, as values are about 1.
+# Largest difference to float32 over the same rounded keys, values and queries, relative to
+# 1 + |expected|: so absolute near 0, as values are about 1.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# How many tokens of a sequence are queries: several tiles of a kernel; on a cpu, where kernels
-# run in an interpreter if at all, it takes its time.
+# The most tokens of a sequence that are queries. On cuda several tiles of a kernel; on cpu few,
+# since Triton kernels run there only in the slow interpreter.
 _MOST_QUERIES = {"cuda": 300, "cpu": 24}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWish:
-    """What the flags say of attention."""
+    """The flags that concern attention."""
 
     # --attention-backend: a name, or "auto".
     backend: str = "auto"
-    # Of cached keys and values; None is that of activations.
+    # Dtype of cached keys and values; None: that of activations.
     kv_dtype: torch.dtype | None = None
     block_size: int | None = None
 
@@ -52,10 +52,10 @@ class AttentionWish:
 def choose_backend(
     ops: Ops, layers: Sequence[LayerSpec], wish: AttentionWish, progress: Callable[[str], None]
 ) -> AttentionBackend:
-    """The best backend that serves all layers. What was passed over for a reason is said in one
-    line of progress, with the reason.
+    """The best backend that serves all layers. If better ones were passed over, one line of
+    progress says why.
 
-    Raises ModelError where none of those that the flags leave will do.
+    Raises ModelError where no backend that the flags allow serves them.
     """
     reasons: list[str] = []
     for backend in _backends(ops, wish, reasons):
@@ -70,9 +70,9 @@ def choose_backend(
 
 
 def _backends(ops: Ops, wish: AttentionWish, reasons: list[str]) -> Iterator[AttentionBackend]:
-    """Those to try. Why one cannot be made is added to the reasons."""
+    """The backends to try. Reasons why others cannot be made are added to `reasons`."""
     if ops.exact:
-        # They come with the one backend that is exact too.
+        # Exact ops come with the one backend that is exact too.
         yield ops.backend
         return
     for candidate in candidates(wish.backend, ops.device):
@@ -103,7 +103,7 @@ def _fault(
         if reason is not None:
             return reason
     if backend.name in ("cpu", "sdpa"):
-        # The kernels are proven by a check of their own, and the other is what is compared with.
+        # The cpu kernels have tests of their own; sdpa is the reference.
         return None
     kv_dtype = wish.kv_dtype or ops.dtype
     if kv_dtype is not ops.dtype and backend.name not in READS_ANY_CACHE:
@@ -125,8 +125,8 @@ def _tried(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> str | None:
-    """What went wrong with the backend on this device, if anything did. Memory that is short is no
-    fault of its: that is raised.
+    """What went wrong with the backend on this device, or None. An out-of-memory error is no fault
+    of the backend's and is raised.
     """
     try:
         return _difference(backend, ops, layer, kv_dtype, block_size)
@@ -138,7 +138,7 @@ def _tried(
         try:
             torch.cuda.synchronize(ops.device)
         except RuntimeError as error:
-            # A device that has faulted takes no more work from this process.
+            # After a CUDA fault the device takes no more work from this process.
             raise ModelError(
                 f"{title(backend)} {reason}; use another --attention-backend"
             ) from error
@@ -153,7 +153,7 @@ def _difference(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> str | None:
-    """How results differ from the reference's, if they do by more than rounding explains."""
+    """How results differ from the reference's by more than rounding explains; None if not."""
     most = _MOST_QUERIES.get(ops.device.type, max(_MOST_QUERIES.values()))
     trial = make_trial(layer, ops.dtype, kv_dtype, ops.device, most)
     full = torch.float32

@@ -1,4 +1,4 @@
-"""Backend over the CPU kernels: equal bits for a query in decode and in prefill, alone and in any
+"""Backend over the CPU kernels: a query's bits are the same in decode and prefill, alone and in any
 batch.
 
 Knows which call of the kernels does what. Knows nothing of models or requests.
@@ -15,7 +15,7 @@ from penstock_shard.models.kernels.cpu import KEY_TILE, CpuKernels, KvCache, mak
 
 
 class CpuBackend:
-    """See the module's docstring; honours everything a layer can ask for."""
+    """See the module's docstring; supports everything a layer can ask for."""
 
     name = "cpu"
     block_multiple = KEY_TILE

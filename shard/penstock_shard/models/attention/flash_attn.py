@@ -26,7 +26,7 @@ _HOPPER = (9, 0)
 
 
 class _FlashAttention(LibraryBackend):
-    """What the versions share: how they decode, but for what the block table is called."""
+    """Shared by both versions: decode, where only the name of the block table argument differs."""
 
     name = "flash_attn"
     table: str
@@ -49,7 +49,7 @@ class _FlashAttention(LibraryBackend):
 
 
 class FlashAttention2(_FlashAttention):
-    """flash-attn 2, whose two calls take a block table."""
+    """flash-attn 2: both of its calls take a block table."""
 
     block_multiple = 256
     table = "block_table"
@@ -80,8 +80,8 @@ class FlashAttention2(_FlashAttention):
 
 
 class FlashAttention3(_FlashAttention):
-    """flash-attn 3, for Hopper: blocks of any size. Only `flash_attn_with_kvcache` takes a table,
-    for rows of several queries too.
+    """flash-attn 3, for Hopper: blocks of any size. Only `flash_attn_with_kvcache` takes a block
+    table, so prefill uses it too.
     """
 
     block_multiple = 16
@@ -93,7 +93,7 @@ class FlashAttention3(_FlashAttention):
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         keys, values = spec.head_dim, spec.head_dim_v
-        # What its kernels were built for where the sizes differ.
+        # Head sizes that its kernels are built for where keys and values differ.
         served = values <= 256 if keys <= 64 else 128 < keys <= 192 and 96 < values <= 128
         if keys != values and not served:
             return f"has no kernel for keys of {keys} and values of {values}"
@@ -115,7 +115,7 @@ class FlashAttention3(_FlashAttention):
 
 
 def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAttention2:
-    """Raises Unusable where the library is not installed, too old, or of no use here."""
+    """Raises Unusable where the library is not installed, too old, or does not serve `dtype`."""
     library = _import("flash_attn", "install penstock[flash]")
     version = str(getattr(library, "__version__", "0"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -126,7 +126,7 @@ def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAtt
 
 
 def make_flash_attention_3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
-    """Raises Unusable where the library is not installed or the device is none that it serves."""
+    """Raises Unusable where the library is missing or does not serve the device or `dtype`."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
         raise NotHere("flash-attn 3 runs on devices of compute capability 9.0")
     library = _import("flash_attn_interface", "build it from flash-attn's folder hopper")
@@ -139,7 +139,7 @@ def _import(name: str, remedy: str) -> ModuleType:
         raise NotHere(f"the {name} package is not installed; {remedy}")
     try:
         return importlib.import_module(name)
-    # A library that was compiled for another torch fails in its own ways.
+    # A library compiled for another torch may fail with any of these.
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         reason = first_line(error)
         raise Unusable(f"{name} is installed and cannot be imported: {reason}") from error
@@ -152,7 +152,9 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _options(how: Attending) -> dict[str, Any]:
-    """What all calls take alike. Where the left is open `causal` says all."""
+    """Arguments that all calls share. Without a window both sides are -1, and `causal` alone
+    bounds the keys.
+    """
     return {
         "softmax_scale": how.scale,
         "causal": True,

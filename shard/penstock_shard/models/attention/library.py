@@ -1,5 +1,5 @@
-"""What backends over attention libraries for GPUs share: a paged pair as cache, and two calls a
-step, one for its decodes and one for all other rows.
+"""Base of the backends over GPU attention libraries: a paged pair as cache, and two calls a step,
+one for its decodes and one for all other rows.
 
 Knows steps. Knows no library.
 """
@@ -22,18 +22,18 @@ from penstock_shard.models.dtypes import dtype_name
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Keys and values of a layer.
+# The cached keys and values of a layer.
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """What a layer asks for, as the libraries take it."""
+    """A layer's attention parameters, in the form that the libraries take."""
 
     scale: float
-    # Keys that are seen to the left of the query, without its own; -1: all.
+    # Keys that a query sees before its own; -1: all.
     left: int
-    # 0: none.
+    # 0: no softcap.
     softcap: float
 
 
@@ -41,14 +41,14 @@ class LibraryBackend(PairBackend, ABC):
     """The part of an `AttentionBackend` that does not depend on the library."""
 
     name: str
-    # Of the library.
+    # Version of the library.
     version: str
     block_multiple: int
-    # Decodes hand the library tensors and the width of the table, no lengths of rows.
+    # Decodes pass the library tensors and the block table's width, no row lengths from the host.
     capturable = True
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """What none of the libraries serves."""
+        """Refusals that hold for all of the libraries."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.has_sinks:

@@ -1,6 +1,6 @@
 """Reference backend: torch's scaled_dot_product_attention row by row, on any device and dtype.
 
-Rows are walked on the host and the blocks of each are gathered. Measured on one AVX2 core with 16
+The host loops over rows and gathers the blocks of each. Measured on one AVX2 core with 16
 rows of 160 tokens, that is as fast as one padded gather for the whole batch (1.2 against 1.0 ms a
 layer) and clearly faster once lengths differ. It knows nothing of CUDA kernels.
 """
@@ -19,12 +19,12 @@ from penstock_shard.models.attention.base import (
     causal_mask,
 )
 
-# Bound on queries times keys of one masked product: at 4 M a float mask takes 16 MB.
+# Most scores (queries times keys) of one masked product: at 4 M a float mask takes 16 MB.
 _MAX_SCORES = 4_000_000
 
 
 class SdpaBackend(PairBackend):
-    """See the module's docstring; honours everything a layer can ask for."""
+    """See the module's docstring; supports everything a layer can ask for."""
 
     name = "sdpa"
     block_multiple = 16
@@ -58,9 +58,9 @@ class SdpaBackend(PairBackend):
 
 
 def _gather(part: Tensor, row: RowSpan) -> Tensor:
-    """Keys or values [Hkv, L, D] that the row's queries see, out of a cache."""
+    """The keys or values [Hkv, L, D] in the cache that the row's queries see."""
     if part.dtype.itemsize == 1:
-        # Not every device gathers 8-bit floats but as bytes.
+        # As bytes: not every device can gather 8-bit floats.
         blocks = part.view(torch.uint8).index_select(0, row.blocks).view(part.dtype)
     else:
         blocks = part.index_select(0, row.blocks)
@@ -70,7 +70,7 @@ def _gather(part: Tensor, row: RowSpan) -> Tensor:
 def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """One query [1, Hq, D] that sees every key: [1, Hq, Dv].
 
-    The query heads that share a KV head become the query axis, so that keys are read once.
+    The query heads that share a KV head become the query axis, so that each key is read once.
     """
     num_kv_heads, _, head_dim = keys.shape
     folded = query.reshape(1, num_kv_heads, -1, head_dim)

@@ -1,4 +1,4 @@
-"""Backend over torch's own `varlen_attn` (torch >= 2.13), flash-attn 2 inside the torch wheel.
+"""Backend over torch's own `varlen_attn` (torch >= 2.13): the flash-attn 2 in the torch wheel.
 
 Written against the signature in torch 2.13, which first has `block_table`: blocks of a multiple of
 256 tokens, tables, lengths and their sums int32, data fp16 or bf16, head sizes a multiple of 8 up
@@ -41,8 +41,8 @@ class TorchVarlen(LibraryBackend):
     def _decode(self, query: Tensor, cache: Pair, batch: AttentionBatch, how: Attending) -> Tensor:
         rows = slice(0, batch.num_decodes)
         sums = batch.cu_queries[: batch.num_decodes + 1]
-        # A query that is the last of its row sees all keys; and only where no side is bounded does
-        # the library compute the queries that share a KV head together.
+        # A decode's query is the last of its row and sees all keys, so it needs no causal bound;
+        # and only without any bound does the library group the query heads that share a KV head.
         sides = (how.left, -1 if how.left < 0 else 0)
         bound = batch.block_table.shape[1] * batch.block_size
         return self._call(query, cache, batch, rows, sums, (1, bound), how.scale, sides)
@@ -69,8 +69,8 @@ class TorchVarlen(LibraryBackend):
             cache[0],
             cache[1],
             cu_queries,
-            # Sums of keys must be there and have this shape; over a table nothing reads them, and
-            # in a captured step they would be out of date.
+            # Stands in for cu_seqlens of keys: an argument of this shape is required, but not read
+            # where there is a block table. The real sums would be stale in a captured step.
             cu_queries,
             *longest,
             scale=scale,
@@ -83,8 +83,8 @@ class TorchVarlen(LibraryBackend):
 
 
 def make_torch_varlen(device: torch.device, dtype: torch.dtype) -> TorchVarlen:
-    """Raises Unusable where this torch has no such function over a paged cache."""
-    # Not every release has the module.
+    """Raises Unusable where this torch's `varlen_attn` is missing or takes no block table."""
+    # Not every torch release has the module.
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:

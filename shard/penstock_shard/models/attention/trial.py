@@ -1,8 +1,9 @@
-"""A few steps of attention on random tokens, made so that a key too many or too few shows.
+"""Test steps of attention on random tokens, made so that one key too many or too few shows.
 
-Each query leans on one key: its own, the first that it sees, the last that it does not, the one
-after it; or on none. So attention at every edge is decided by one value, however many keys there
-are. Knows layers and steps. Knows nothing of models or of how backends work.
+Each query scores high with one key: its own, the first that it sees, the last before its window,
+the one after its own, or one in the middle; or with none. So at every edge one value dominates the
+result, however many keys there are. Knows layers and steps. Knows nothing of models or of how
+backends work.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from penstock_shard.models.attention.base import (
     LayerSpec,
 )
 
-# The score of the key that a query leans on; those of other keys vary around 0.
+# The score of the key that a query leans on; scores of other keys vary around 0.
 _LEAN = 12.0
-# A longer window is not filled: keys of so many tokens take memory.
+# A longer window gets no sequence that fills it: the keys would take too much memory.
 _LONGEST_WINDOW = 8192
-# Columns of the block table that no row needs, as there are in a table of fixed width.
+# Unused columns of the block table, as captured steps have them.
 _SPARE_COLUMNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of one sequence: query [m, Hq, D] of its last m tokens, key [n, Hkv, D] and value [n, Hkv,
-    Dv].
+    """One sequence of n tokens: query [m, Hq, D] of its last m, key [n, Hkv, D], value
+    [n, Hkv, Dv].
     """
 
     query: Tensor
@@ -42,14 +43,14 @@ class Tokens:
         return len(self.key)
 
     def queries(self, span: slice) -> Tensor:
-        """Those of the tokens in the span."""
+        """The queries of the tokens in the span."""
         before = len(self.key) - len(self.query)
         return self.query[span.start - before : span.stop - before]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step gave, [T, Hq, Dv], and how many of its rows were decodes."""
+    """A step's attention [T, Hq, Dv], and how many of its rows were decodes."""
 
     attended: Tensor
     num_decodes: int
@@ -61,9 +62,9 @@ class Trial:
 
     spec: LayerSpec
     sequences: tuple[Tokens, ...]
-    # Logits of a virtual key, [Hq], where the layer has them.
+    # Scores of a virtual key, [Hq], where the layer has sinks.
     sinks: Tensor | None
-    # Of each sequence: tokens that are only written, then those computed in each step.
+    # For each sequence: tokens that are only written to the cache, then tokens of each step.
     steps: tuple[tuple[int, ...], ...]
 
     def run(
@@ -73,7 +74,7 @@ class Trial:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
     ) -> Iterator[Outcome]:
-        """The steps on a cache of `kv_dtype`, queries rounded to `dtype`."""
+        """Run the steps on a cache of `kv_dtype`, with queries rounded to `dtype`."""
         device = self.sequences[0].key.device
         width = -(-max(map(len, self.sequences)) // block_size)
         order = torch.randperm(
@@ -113,8 +114,8 @@ def make_trial(
     device: torch.device,
     most_queries: int,
 ) -> Trial:
-    """Sequences up to past the layer's window, values such that both dtypes hold them exactly;
-    `most_queries` of each sequence are computed, its last ones.
+    """Sequences of several lengths, one longer than the layer's window. Both dtypes hold their
+    numbers exactly. The last `most_queries` tokens of each are computed.
     """
     lengths = [1, 16, 40, 300, 530]
     if spec.window is not None and spec.window <= _LONGEST_WINDOW:
@@ -157,8 +158,8 @@ def _leaning(spec: LayerSpec, key: Tensor, num_queries: int) -> Tensor:
 
 
 def _steps(length: int, most_queries: int, number: int) -> tuple[int, ...]:
-    """Tokens that are only written, then those of three steps: a chunk, and a decode before or
-    after the rest.
+    """Tokens that are only written, then tokens of three steps: a chunk, and then a decode and the
+    rest, in either order.
     """
     written = max(0, length - most_queries)
     left = length - written
@@ -177,7 +178,7 @@ def _batch(
     block_size: int,
     device: torch.device,
 ) -> AttentionBatch:
-    """The step in which row i computes `counts[i]` tokens after `done[i]`."""
+    """The step in which each sequence i of `rows` computes `counts[i]` tokens after `done[i]`."""
     query_lens = [counts[i] for i in rows]
     seq_lens = [done[i] + counts[i] for i in rows]
     slots = []

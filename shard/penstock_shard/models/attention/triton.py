@@ -29,20 +29,20 @@ from penstock_shard.models.kernels.triton_device import shared_bytes
 from penstock_shard.models.kernels.triton_layers import write_cache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Memory for the parts of results that wait to be put together.
+# Most memory for partial results of splits, until they are combined.
 _SCRATCH_BYTES = 256 << 20
-# How many programs without keys take as long as it takes one program to walk a key.
+# How many programs without keys take as long as one program needs for one key.
 _KEYS_PER_PROGRAM = 3
 
 
 class TritonBackend(PairBackend):
-    """See the module's docstring; honours everything a layer can ask for, with heads of at most
+    """See the module's docstring; supports everything a layer can ask for, with heads of at most
     256. `exact`: a query's bits depend on its own keys alone, whichever step it is part of.
     """
 
     name = "triton"
     block_multiple = 16
-    # Decodes take no lengths from the host.
+    # Decodes read lengths on the device only.
     capturable = True
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -83,7 +83,7 @@ class TritonBackend(PairBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """How scores become weights."""
+    """How scores of queries and keys become weights."""
 
     scale: float
     window: int | None
@@ -94,7 +94,7 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """Queries and keys of a tile, and how tiles are run."""
+    """Queries and keys of a tile, and launch options of its program."""
 
     queries: int
     keys: int
@@ -104,15 +104,15 @@ class _Tiling:
 
 @functools.cache
 def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """As few rows as a product takes: what counts is how fast keys come, so two tiles of them and
-    of values, 32 kB each, are on their way, and their places in memory are known before. Smaller
-    ones where the device has no more than `shared` bytes for a program.
+    """Decode is bound by how fast keys and values are read: so as few rows as a product takes, and
+    several tiles of keys and values, 16 kB each in 16 bits, in flight. Smaller tiles where those
+    do not fit the `shared` bytes that a program may have.
     """
     rows = max(16, group)
     if itemsize == 4:
         return _Tiling(rows // group, 16, 8, 2)
     keys = 64 if padded <= 128 else 32
-    # Queries, those tiles, and the weights between them.
+    # Queries, two tiles each of keys and values, and the weights between them.
     while keys > 16 and ((rows + 4 * keys) * padded + rows * keys) * itemsize > shared:
         keys //= 2
     return _Tiling(rows // group, keys, 4 if rows < 64 else 8, 5)
@@ -120,14 +120,14 @@ def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tilin
 
 @functools.cache
 def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """As many rows as registers hold, and fit into `shared` bytes beside keys and values: what
-    counts is how often those are read.
+    """Prefill is bound by how often keys and values are read: so as many rows as registers hold and
+    as fit into `shared` bytes beside keys and values.
     """
     if itemsize == 4:
         rows = max(32, group)
         return _Tiling(rows // group, 32 if padded <= 128 else 16, 8, 1)
     rows, keys = max(128, group), 64
-    # Two tiles of keys and of values.
+    # Queries, and two tiles each of keys and values.
     if (rows + 4 * keys) * padded * itemsize > shared:
         keys = 32
     if (rows + 4 * keys) * padded * itemsize > shared:
@@ -136,12 +136,13 @@ def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling
 
 
 def _split_for(num_pairs: int, num_keys: int) -> int:
-    """Keys of the smallest splits for so many pairs of a query and a KV head, each over so many.
+    """Keys in the smallest split, for `num_pairs` pairs of a query and a KV head with up to
+    `num_keys` keys each.
 
-    Programs are launched for all of them, and most find that their row ends before. Of those an
-    H200 is through with some 400 in a microsecond, three at once on each multiprocessor; one that
-    has keys walks some 130 of them in that time. Splits are so large that neither takes much longer
-    than the other: an estimate, never measured.
+    Programs are launched for as many splits as the block table has room for, and most find no keys,
+    because their row is shorter. An H200 should get through some 400 programs without keys in a
+    microsecond, three at once on each multiprocessor; a program with keys reads some 130 of them in
+    that time. The size balances the two. An estimate, never measured.
     """
     size = SPLIT
     while size * size * _KEYS_PER_PROGRAM < num_pairs * num_keys:
@@ -150,7 +151,7 @@ def _split_for(num_pairs: int, num_keys: int) -> int:
 
 
 class _Call:
-    """One layer's attention of one step."""
+    """The kernel launches of one layer's attention in one step."""
 
     def __init__(
         self, cache: tuple[Tensor, Tensor], query: Tensor, batch: AttentionBatch, mask: _Mask
@@ -179,13 +180,13 @@ class _Call:
         self.output = query.new_empty(len(query), self._heads, self._dim_v)
 
     def split_for(self, num_tokens: int) -> int:
-        """Keys of the smallest splits of so many decodes, where any number will do."""
+        """Keys in the smallest split for `num_tokens` decodes, where results need not be exact."""
         num_keys = min(self._most_keys, self._mask.window or self._most_keys)
         return _split_for(num_tokens * self._shape["KV_HEADS"], num_keys)
 
     def by_splits(self, num_tokens: int, smallest: int) -> None:
-        """The first tokens, as many at once as scratch has room for. The smallest splits have so
-        many keys.
+        """Compute the first `num_tokens` tokens by splits, as many at once as scratch has room for;
+        the smallest splits have `smallest` keys.
         """
         tiling = _split_tiling(*self._tiled_by())
         num_splits = self._num_splits(tiling.queries, smallest)
@@ -196,7 +197,7 @@ class _Call:
             self._some_by_splits(tiling, (num_splits, smallest), low, high)
 
     def by_rows(self) -> None:
-        """All rows after the decodes, each tile of queries by one program."""
+        """Compute all rows after the decodes, each tile of queries by one program."""
         batch, tiling = self._batch, _rows_tiling(*self._tiled_by())
         decodes, rows = batch.num_decodes, len(batch.query_lens)
         num_tiles = (len(self._query) - decodes) // tiling.queries + 2 * (rows - decodes)
@@ -216,7 +217,7 @@ class _Call:
     def _some_by_splits(
         self, tiling: _Tiling, splits: tuple[int, int], low: int, high: int
     ) -> None:
-        """Tokens [low, high); `splits` are how many one tile may see, and keys of the smallest."""
+        """Compute tokens [low, high). `splits`: the most that a tile sees; keys in the smallest."""
         batch, num_splits = self._batch, splits[0]
         decodes, rows = batch.num_decodes, len(batch.query_lens)
         first, last = self._tile_of(low, tiling.queries), self._tile_of(high - 1, tiling.queries)
@@ -271,7 +272,7 @@ class _Call:
         )
 
     def _sinks(self) -> Tensor:
-        """Of any memory where there are none: it is not read."""
+        """The sinks; where there are none any tensor, which kernels do not read."""
         return self.output if self._mask.sinks is None else self._mask.sinks
 
     def _launch(self, tiling: _Tiling) -> dict[str, Any]:
@@ -285,7 +286,7 @@ class _Call:
 
     @property
     def _most_keys(self) -> int:
-        """As many as a row of the block table has room for."""
+        """The most keys that a row of the block table has room for."""
         return self._batch.block_table.shape[1] * self._batch.block_size
 
     def _num_splits(self, queries: int, smallest: int) -> int:
@@ -295,7 +296,7 @@ class _Call:
         return most if window is None else min(most, (window + queries - 2) // smallest + 2)
 
     def _tile_of(self, token: int, queries: int) -> int:
-        """The tile of `split_kernel` that a token is part of."""
+        """The tile of `split_kernel` that a token belongs to."""
         batch, decodes = self._batch, self._batch.num_decodes
         if token < decodes:
             return token

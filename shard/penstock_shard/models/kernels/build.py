@@ -1,13 +1,12 @@
-"""Compiles cpu.c for a level of this machine and keeps the library in a cache.
+"""Compiles cpu.c for an instruction set level of this machine and caches the library.
 
     python -m penstock_shard.models.kernels.build
 
-builds every level that the compiler can, as container images want it. A library that the cache has
-needs no compiler. Knows compilers, levels and the cache directory. Knows nothing of what is in the
-library.
+builds every level that the compiler supports, for container images. A cached library needs no
+compiler. Knows compilers, levels and the cache directory. Knows nothing of what is in the library.
 
 Environment: CC (compiler), PENSTOCK_CACHE (directory, default $XDG_CACHE_HOME/penstock or
-~/.cache/penstock), PENSTOCK_CPU_LEVEL (a level below the best).
+~/.cache/penstock), PENSTOCK_CPU_LEVEL (the level to use instead of the best).
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# The first is compiled, the others are part of it.
+# The first file is compiled; it includes the others.
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "threads.h", "vectors.h"))
-# Best first. A machine that runs one runs those after it.
+# Best first. A machine that runs one level runs those after it too.
 LEVELS = ("avx512", "avx2", "portable")
-# As /proc/cpuinfo names them.
+# CPU features by their names in /proc/cpuinfo.
 _NEEDED_FEATURES = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"},
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
-# These decide about bits, as the source does. The last is the default of some compilers only.
+# Results depend on these flags, as on the source. Not every compiler has the last by default.
 _ARITHMETIC_FLAGS = ("-O3", "-ffp-contract=off", "-fno-fast-math")
 _COMMON_FLAGS = (
     *_ARITHMETIC_FLAGS,
@@ -57,11 +56,11 @@ _COMPILE_LIMIT_S = 120
 
 
 class KernelBuildError(Exception):
-    """The kernels cannot be had here; one line that says why."""
+    """The kernels cannot be built or loaded here; one line that says why."""
 
 
 def kernel_hash() -> str:
-    """Names the arithmetic of the kernels: what their results depend on, on any machine."""
+    """A hash of all that the kernels' results depend on: sources and arithmetic flags."""
     return _digest(*_sources(), " ".join(_ARITHMETIC_FLAGS).encode())
 
 
@@ -72,8 +71,8 @@ def supported_levels() -> tuple[str, ...]:
 
 
 def wanted_levels() -> tuple[str, ...]:
-    """The levels to try in turn: what this machine can run, or what PENSTOCK_CPU_LEVEL names.
-    Raises KernelBuildError for one that does not run here.
+    """The levels to try in turn: those this machine can run, or only the one in PENSTOCK_CPU_LEVEL.
+    Raises KernelBuildError if that one does not run here.
     """
     supported = supported_levels()
     level = os.environ.get("PENSTOCK_CPU_LEVEL")
@@ -87,9 +86,9 @@ def wanted_levels() -> tuple[str, ...]:
 
 
 def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
-    """The library of this level, and what to try if it does not load: the one in the cache,
-    compiled unless it is there; that one compiled anew, as it may be damaged; one in a temporary
-    directory, where the cache may not be used or is where nothing may be executed.
+    """Libraries of this level, each to be tried if the one before does not load: the cached one, if
+    there is one; one compiled anew into the cache, as the cached one may be damaged; one in a
+    temporary directory, as the cache may be unusable or on a file system mounted noexec.
 
     `progress` gets a line that says why the cache is not used. Raises KernelBuildError.
     """
@@ -100,7 +99,7 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
             yield library
         yield _compile(level, library)
     except OSError as error:
-        # Costs a compilation at each start.
+        # Reported because every start then compiles.
         progress(f"the cache of compiled kernels is not used: {error}")
     try:
         yield _compile(level, _temporary_directory() / name)
@@ -109,7 +108,9 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _library_name(level: str) -> str:
-    """Of all that a library depends on but the compiler, which need not be here any more."""
+    """A file name with a hash of all that the library depends on except the compiler, which need
+    not be installed any more.
+    """
     flags = " ".join(_flags(level))
     digest = _digest(*_sources(), flags.encode(), platform.machine().encode())
     return f"cpu-{level}-{digest}.so"
@@ -120,8 +121,8 @@ def _flags(level: str) -> tuple[str, ...]:
 
 
 def _is_there(library: Path) -> bool:
-    """Whether the cache has it; makes the directory. Raises OSError where the cache cannot be used,
-    or should not be: who can write there runs code as us.
+    """Whether the cache has the library; makes its directory. Raises OSError where the cache cannot
+    be used, or is not safe: whoever can write there runs code as our user.
     """
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(library.parent)
@@ -163,7 +164,7 @@ def _features() -> set[str]:
 
 
 def _macos_features() -> set[str]:
-    """Of an Intel Mac, under the names of Linux where we ask for them."""
+    """CPU features of an Intel Mac, in lower case: those we look for are named as on Linux."""
     if sys.platform != "darwin":
         return set()
     names = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
@@ -179,7 +180,7 @@ def _cache_directory() -> Path:
     try:
         return Path.home() / ".cache" / "penstock"
     except RuntimeError:
-        # A user without a home, as containers may have.
+        # The user has no home directory, as in some containers.
         return _temporary_directory()
 
 
@@ -214,7 +215,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _compile(level: str, library: Path) -> Path:
-    """Under a name of its own first: whoever else builds it at the same time does no harm."""
+    """Compile to a temporary name, then rename: processes that build at once do no harm."""
     command = [*_compiler(), *_flags(level), str(SOURCES[0])]
     handle, name = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(handle)
@@ -223,7 +224,7 @@ def _compile(level: str, library: Path) -> Path:
         if result.returncode != 0:
             reason = _first_error(result.stderr or result.stdout)
             raise KernelBuildError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
-        # Readable by others, as a file of an image is.
+        # Readable by other users, since an image may run as any.
         Path(name).chmod(0o755)
         _sync(name)
         Path(name).replace(library)
@@ -238,13 +239,13 @@ def _first_error(output: str) -> str:
 
 
 def _sync(name: str) -> None:
-    """To the disk before it has its name, or a crash could leave an empty library."""
+    """Flush to disk before the rename, or a crash could leave an empty library."""
     with open(name, "rb") as file:
         os.fsync(file.fileno())
 
 
 def main() -> int:
-    """Builds all levels in the cache; 0 if at least one could be built."""
+    """Build all levels in the cache; 0 if at least one could be built."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     built = 0
     for level in LEVELS if x86 else ("portable",):

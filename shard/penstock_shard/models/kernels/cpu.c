@@ -3,7 +3,7 @@
  * Every result has the same bits whatever the number of rows, the number of threads and the level
  * this file is compiled for (see vectors.h). That holds because
  *   - an output of a product is one chain of fused multiply-adds in order of k, from 0, however
- *     rows and columns are tiled; a chain may rest in memory between two blocks of k;
+ *     rows and columns are tiled; its partial sum may lie in memory between two blocks of k;
  *   - a sum over a row has 16 partial sums, one for each index modulo 16, added by one fixed tree;
  *   - exp and tanh are written out in operations that IEEE 754 defines;
  *   - the compiler may neither contract nor reorder (-ffp-contract=off, no -ffast-math).
@@ -15,7 +15,7 @@
 #include "threads.h"
 #include "vectors.h"
 
-/* What a call may end with. */
+/* Return values of calls. */
 enum { DONE, BAD_SLOT, BAD_POSITION, BAD_BLOCK, NO_MEMORY };
 
 INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -31,14 +31,14 @@ INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct product {
     const float *x;
-    const void *const *w; /* pieces of w, one after the other; of each a pointer for 16 columns */
+    const void *const *w; /* for each piece of w, one after the other: a pointer per 16 columns */
     float *acc;
-    int64_t ldx, step, ld; /* from one row to the next: of x, of w, of acc */
+    int64_t ldx, step, ld; /* row strides, in elements: of x, of w, of acc */
     int64_t k, piece;      /* rows of w in all, and in a piece */
-    int64_t skip;          /* rows of the first piece that are left out */
-    int64_t pointers;      /* of a piece */
-    int64_t next;          /* from a pointer to the one of what is to be prefetched */
-    int half, resume;      /* w is float16, else float32; add to what is in acc */
+    int64_t skip;          /* rows of the first piece to leave out */
+    int64_t pointers;      /* number of pointers for a piece */
+    int64_t next;          /* distance in `w` from a pointer to the one to prefetch */
+    int half, resume;      /* w is float16, else float32; add to the sums in acc */
 };
 
 #define MAX_ROWS (PENSTOCK_LEVEL == 2 ? 12 : PENSTOCK_LEVEL == 1 ? 6 : 4)
@@ -47,7 +47,7 @@ INLINE v16 v_weight(const void *w, int half) { return half ? v_load_half(w) : v_
 
 INLINE void tile(const int R, const int NV, const int half, const struct product *p) {
     v16 sum[MAX_ROWS][4];
-    /* Rows in threes: base, base + ldx, base + 2 ldx are addresses that an instruction can form. */
+    /* A pointer for every third row: one instruction can address base + ldx and base + 2 ldx. */
     const float *x[4] = {p->x, p->x + 3 * p->ldx, p->x + 6 * p->ldx, p->x + 9 * p->ldx};
     const void *const *pointers = p->w;
     int64_t ldx = p->ldx, bytes = p->step * (half ? 2 : 4), skip = p->skip, count;
@@ -100,10 +100,10 @@ TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
 #define FROM_7(t, NV) t##_7_##NV, t##_8_##NV, t##_9_##NV, t##_10_##NV, t##_11_##NV, t##_12_##NV
 #define TABLE(t) {{ROWS_6(t, 1), FROM_7(t, 1)}, {ROWS_6(t, 2), FROM_7(t, 2)}, {ROWS_6(t, 4)}}
 #endif
-/* The tiles that fit the registers: by half, by log2 of NV, by R. */
+/* The tiles that fit the registers, indexed by half, log2 of NV, and R. */
 static const tile_fn TILES[2][3][MAX_ROWS + 1] = {TABLE(float), TABLE(half)};
 
-/* At most MAX_ROWS rows, any number of vectors of columns. */
+/* The product of at most MAX_ROWS rows and any number of vectors of columns. */
 static void multiply(int64_t rows, int64_t vectors, struct product p) {
     for (int64_t left = vectors; left > 0;) {
         int width = left >= 4 ? 2 : left >= 2 ? 1 : 0;
@@ -115,8 +115,8 @@ static void multiply(int64_t rows, int64_t vectors, struct product p) {
     }
 }
 
-/* The size of the next tile when rows are divided into tiles of nearly one size: a tile of one
- * row takes as long as one of four. */
+/* The size of the next tile when rows are divided into tiles of nearly equal size, since a tile of
+ * one row takes as long as one of four. */
 INLINE int64_t next_tile(int64_t rows, int64_t most) {
     return ceil_div(rows, ceil_div(rows, most));
 }
@@ -129,7 +129,7 @@ INLINE int64_t next_tile(int64_t rows, int64_t most) {
  */
 
 #define GROUP 4
-#define SEGMENT 32 /* k at a time while packing */
+#define SEGMENT 32 /* values of k that are packed at a time */
 
 enum { FLOAT32, FLOAT16, INT8 };
 enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16 };
@@ -137,8 +137,8 @@ enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16 };
 struct weight {
     int64_t n, k, kind;
     void *data;
-    float *scales;  /* int8: size of one step, by output */
-    int32_t *sums;  /* int8: sum over k, by output */
+    float *scales;  /* int8: the scale of each output */
+    int32_t *sums;  /* int8: the sum over k of each output */
 };
 
 struct source {
@@ -161,7 +161,7 @@ static float source_value(const struct source *s, int64_t i) {
     return s->type == SOURCE_FLOAT16 ? half_to_float(bits) : float_of((uint32_t)bits << 16);
 }
 
-/* `count` values of a row as floats. Reads fast where they lie side by side. */
+/* Read `count` values of a row as floats; fast where they are contiguous. */
 static void read_source(const struct source *s, int64_t row, int64_t k, int64_t count, float *to) {
     int64_t start = row * s->row_stride + k * s->column_stride;
     const uint16_t *bits = (const uint16_t *)s->data + start;
@@ -183,7 +183,7 @@ static void report_bad(const struct pack *p, int64_t index) {
     while ((seen < 0 || index < seen) && !atomic_compare_exchange_weak(p->bad, &seen, index)) {}
 }
 
-/* Largest magnitude as bits, which order as numbers do, with infinity and NaN above all. */
+/* The largest magnitude, as bits: these order like the numbers, with infinity and NaN on top. */
 INLINE uint32_t largest_bits(const float *x, int64_t n) {
     uint32_t most = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -193,7 +193,7 @@ INLINE uint32_t largest_bits(const float *x, int64_t n) {
     return most;
 }
 
-/* x / scale to nearest even, within +-127. */
+/* x / scale rounded to nearest even, clamped to +-127. */
 INLINE int32_t quantized(float x, float scale) {
     float q = x / scale;
     q = q > 127.0f ? 127.0f : q;
@@ -201,7 +201,7 @@ INLINE int32_t quantized(float x, float scale) {
     return (int32_t)(bits_of(q + 12582912.0f) - bits_of(12582912.0f));
 }
 
-/* `count` values of a row from k on, as stored: [k] of a panel is LANES elements. */
+/* Store `count` values of a row, from k on, in a panel, which has LANES elements for each k. */
 static void pack_floats(const struct pack *p, int64_t row, int64_t output, int64_t k, int64_t count,
                         const float *values) {
     const struct weight *w = p->weight;
@@ -230,7 +230,7 @@ static void pack_int8(const struct pack *p, int64_t output, int64_t k, int64_t c
     }
 }
 
-/* The size of one step of an int8 output. */
+/* The scale of an int8 output. */
 static void find_scale(const struct pack *p, int64_t row, int64_t output) {
     const struct weight *w = p->weight;
     float values[SEGMENT];
@@ -245,7 +245,7 @@ static void find_scale(const struct pack *p, int64_t row, int64_t output) {
     w->sums[output] = 0;
 }
 
-/* One panel, or as much of it as is of this source; zeros after the last output. */
+/* Pack one panel, or the part of it that this source has; zeros after the last output. */
 static void pack_task(const void *args, int64_t index, int thread) {
     (void)thread;
     const struct pack *p = args;
@@ -281,8 +281,8 @@ int64_t penstock_pack(struct weight *weight, int64_t first_row, int64_t rows, co
 
 /* ---- Linear ---- */
 
-#define BLOCK_K 128   /* k at a time where several tiles go over it: 4 panels fit a cache */
-#define MAX_CHUNK 240 /* rows at a time over a group of panels */
+#define BLOCK_K 128   /* values of k in a block that several tiles share: 4 panels fit a cache */
+#define MAX_CHUNK 240 /* most rows that one task multiplies with a group of panels */
 #define AHEAD 4096    /* bytes to prefetch ahead in a stream of weights */
 
 struct linear {
@@ -290,14 +290,14 @@ struct linear {
     const struct weight *weight;
     float *out;
     int64_t rows, chunk, num_chunks;
-    /* int8: rows in steps, four k side by side, and the size of a step in each row. */
+    /* int8: quantized rows, four values of k side by side, and the scale of each row. */
     uint8_t *steps;
     float *scales;
 };
 
-struct block { int64_t row, rows, column; }; /* of the output; as many columns as a group has */
+struct block { int64_t row, rows, column; }; /* part of the output, with a group's columns */
 
-/* Results of a block, with the bias, to their place. */
+/* Write the results of a block to the output, and add the bias. */
 static void store_block(const struct linear *l, struct block b, const float *acc) {
     int64_t n = l->weight->n, columns = min_of(GROUP * LANES, n - b.column);
     for (int64_t r = 0; r < b.rows; r++) {
@@ -314,8 +314,8 @@ static void linear_float(const struct linear *l, struct block b, float *acc) {
     const struct weight *w = l->weight;
     int64_t row_bytes = LANES * (w->kind == FLOAT16 ? 2 : 4), panel_bytes = w->k * row_bytes;
     const char *panels = (const char *)w->data + b.column / LANES * panel_bytes;
-    /* Prefetched are the next lines of the stream, or, where several tiles go over a block of k,
-     * the next block. */
+    /* Prefetch the next cache lines of the stream of weights, or, where several tiles share a block
+     * of k, the next block. */
     int64_t block = b.rows <= MAX_ROWS ? w->k : BLOCK_K;
     int64_t ahead = b.rows <= MAX_ROWS ? AHEAD : BLOCK_K * row_bytes;
     const void *pointers[2 * GROUP];
@@ -377,8 +377,8 @@ static void int8_rows(int64_t rows, const uint8_t *x, int64_t ldx, const int8_t 
     }
 }
 
-/* A row in steps of its largest magnitude / 127. One that is not finite gets a scale that is not a
- * number, and so does every result of it. */
+/* Quantize a row to int8 with the scale max |x| / 127. A row that is not finite gets a NaN scale,
+ * and so all its results are NaN. */
 static void quantize_task(const void *args, int64_t row, int thread) {
     (void)thread;
     const struct linear *l = args;
@@ -408,7 +408,7 @@ static void linear_int8(const struct linear *l, struct block b, int32_t *acc) {
             float *out = l->out + (row + i) * w->n + b.column, scale = l->scales[row + i];
             for (int64_t c = 0; c < columns; c++) {
                 uint32_t sum = (uint32_t)acc[i * GROUP * LANES + c];
-                sum -= OFFSET * (uint32_t)w->sums[b.column + c]; /* may wrap: what is left fits */
+                sum -= OFFSET * (uint32_t)w->sums[b.column + c]; /* may wrap: the result fits */
                 out[c] = (float)(int32_t)sum * (scale * w->scales[b.column + c]);
                 if (l->bias) out[c] = out[c] + l->bias[b.column + c];
             }
@@ -536,7 +536,7 @@ void penstock_gated_activation(const float *gate_up, int64_t rows, int64_t width
     leave(arithmetic);
 }
 
-/* Of one layer: keys [block][kv head][block_size / 16][dim][16], 16 keys side by side, so that
+/* One layer's cache: keys [block][kv head][block_size / 16][dim][16], 16 keys side by side, so that
  * scores need no sums across lanes; values [block][kv head][block_size][dim_v]. */
 struct cache {
     void *keys, *values;
@@ -547,7 +547,7 @@ INLINE void *element(void *data, int64_t index, int64_t half) {
     return (char *)data + index * (half ? 2 : 4);
 }
 
-/* Elements `step` apart. */
+/* Store elements `step` apart. */
 static void store_strided(const float *x, int64_t n, void *to, int64_t step, int64_t half) {
     for (int64_t i = 0; i < n; i += LANES) {
         uint16_t halves[LANES];
@@ -610,7 +610,7 @@ struct rope {
     float eps, weight_offset;
 };
 
-/* Pairs (x[i], x[half + i]) by the angles of a position. */
+/* Rotate pairs (x[i], x[half + i]) by the angles of a position. */
 INLINE void rotate_pairs(float *x, const float *cos, const float *sin, int64_t half) {
     for (int64_t i = 0; i < half; i++) {
         float first = x[i], second = x[half + i];
@@ -619,7 +619,7 @@ INLINE void rotate_pairs(float *x, const float *cos, const float *sin, int64_t h
     }
 }
 
-/* Head x [dim] at a position, normalized and rotated, to `out`. */
+/* Write head x [dim] at a position to `out`, normalized and rotated. */
 static void rotate(const struct rope *a, int64_t position, const float *x, const float *norm,
                    float *out) {
     int64_t dim = a->cache->dim, half = a->half_dim;
@@ -664,15 +664,15 @@ int64_t penstock_rope_and_cache(float *qkv, int64_t rows, int64_t heads, const s
 /* ---- Attention ----
  *
  * A task is a KV head and a run of queries of one sequence; its rows are those queries times the
- * query heads that share the KV head. Keys are walked in chunks that begin at multiples of CHUNK
- * from the sequence's start, whatever the queries. In a chunk a row raises its maximum, shrinks
- * what it has by e^(old - new) (exactly 1 where nothing changed), and adds the keys it sees, one
- * after the other; keys it does not see take no part, so that stale memory cannot.
+ * query heads that share the KV head. The loop over keys goes in chunks that begin at multiples of
+ * CHUNK from the sequence's start, whatever the queries. In a chunk a row updates its maximum,
+ * scales its sums by e^(old - new) (exactly 1 if the maximum stays), and adds the keys it sees, one
+ * after the other. Keys that it does not see are left out, so stale memory does not matter.
  */
 
 #define CHUNK 256
 #define CHUNK_TILES (CHUNK / LANES)
-#define MORE_TILES 4 /* that one product may take at once: the prefetch is so much ahead */
+#define MORE_TILES 4 /* tiles to prefetch beyond a chunk: the most that one product takes at once */
 #define TASK_ROWS 48
 
 struct attention {
@@ -689,18 +689,18 @@ struct attention {
 
 /* One task's rows and their state. */
 struct rows {
-    int64_t count, width;  /* width: of a row of `sum`, dim_v in whole vectors */
+    int64_t count, width;  /* width: elements in a row of `sum`, dim_v in whole vectors */
     int64_t head;          /* KV head */
-    const int32_t *blocks; /* of the sequence */
+    const int32_t *blocks; /* the sequence's blocks */
     int64_t *low, *high;   /* keys that a row sees */
     int64_t end;           /* after the last key that any row sees */
-    /* Of a chunk, and a little more to prefetch: tiles of 16 keys, and for each 16 values, as
-     * many pointers as a row of values has vectors. */
+    /* Pointers into a chunk, and a little past it for the prefetch: one for each tile of 16 keys,
+     * and for each 16 values as many as a row of values has vectors. */
     const void **tiles, **columns;
     float *query, *scores, *sum, *weights, *most; /* weights: 16 partial sums of a row */
 };
 
-/* Finds tiles of keys and values of a chunk from key `first` on; after the last, the last again. */
+/* Set the pointers to a chunk's tiles, from key `first` on; past the last tile they repeat it. */
 static void find_tiles(const struct attention *a, struct rows *s, int64_t chunk, int64_t first) {
     const struct cache *c = a->cache;
     int64_t vectors = s->width / LANES, last = (s->end - 1) / LANES * LANES;
@@ -714,7 +714,7 @@ static void find_tiles(const struct attention *a, struct rows *s, int64_t chunk,
     }
 }
 
-/* Products of queries and keys for keys [first, end) of a chunk, to scores[row][key - chunk]. */
+/* Compute the products of queries and keys [first, end) of a chunk: scores[row][key - chunk]. */
 static void score(const struct attention *a, const struct rows *s, int64_t chunk, int64_t first,
                   int64_t end) {
     int64_t from = (first - chunk) / LANES, count = ceil_div(end - chunk, LANES) - from;
@@ -729,7 +729,7 @@ static void score(const struct attention *a, const struct rows *s, int64_t chunk
     }
 }
 
-/* Scores of keys [first, end) of a chunk become weights; those of keys around them become 0. */
+/* Turn the scores of keys [first, end) of a chunk into weights, and those of other keys into 0. */
 static void soften(const struct attention *a, struct rows *s, int64_t r, int64_t chunk,
                    int64_t first, int64_t end) {
     static const float LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -775,8 +775,8 @@ static void add_values(const struct attention *a, struct rows *s, int64_t r, int
         .half = (int)a->cache->half, .resume = 1});
 }
 
-/* The same for rows that do not all see the same keys: those that all see go together, those
- * before and after row by row. */
+/* The same for rows that do not see the same keys: keys that all rows see are added for all rows
+ * together, keys before and after them row by row. */
 static void add_visible(const struct attention *a, struct rows *s, int64_t r, int64_t size,
                         int64_t chunk, int64_t first, int64_t end) {
     int64_t low = first, high = end;
@@ -806,7 +806,8 @@ static void attend_chunk(const struct attention *a, struct rows *s, int64_t chun
     }
 }
 
-/* Queries [first, first + count) of all, of a sequence whose query 0 has position `origin`. */
+/* Attention of the step's queries [first, first + count), of a sequence whose query 0 has position
+ * `origin`. */
 static void attend(const struct attention *a, struct rows *s, int64_t first, int64_t count,
                    int64_t origin) {
     const struct cache *c = a->cache;
@@ -875,7 +876,7 @@ static void attention_task(const void *args, int64_t index, int thread) {
            a->lengths[low] - queries - start);
 }
 
-/* Whether every query is there and every block that it sees is one of the cache. */
+/* Check that every query exists and that every block it sees is one of the cache's. */
 static int blocks_in_bounds(const struct attention *a, int64_t rows) {
     int64_t size = a->cache->block_size;
     if (a->starts[0] < 0 || a->starts[a->sequences] > rows) return 0;

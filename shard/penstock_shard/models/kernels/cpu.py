@@ -1,10 +1,10 @@
-"""Binding of the CPU kernels in cpu.c: tensors in, tensors out, and the types that hold what the
-kernels alone read (packed weights, the paged cache).
+"""Binding of the CPU kernels in cpu.c: functions on tensors, and types for data in the kernels' own
+layouts (packed weights, the paged cache).
 
 Knows shapes, dtypes and which C function takes what. Knows nothing of models or of a step. All
 results have the same bits whatever the number of rows or threads and whatever the level (avx512,
 avx2, portable); a row of a result depends on that row alone (in attention: and on its sequence).
-Activations are float32 and contiguous. A call releases the interpreter lock; one call runs at a
+Activations are float32 and contiguous. A call releases the interpreter lock; calls run one at a
 time.
 """
 
@@ -25,14 +25,14 @@ Activation = Literal["silu", "gelu_tanh"]
 
 WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "int8")
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
-# Block sizes are multiples of this: keys lie in tiles of 16 side by side.
+# Block sizes are multiples of this: 16 keys form a tile.
 KEY_TILE = 16
 
-# Outputs of a packed weight are filled up to a multiple of this; see cpu.c.
+# Outputs of a packed weight are padded to a multiple of this; see cpu.c.
 _GROUP = 64
-# Outputs that lie side by side in a packed weight of floats.
+# Outputs in a panel of a packed weight of floats, where they lie side by side.
 _PANEL = 16
-# Sums of products of int8 stay exact in int32 up to here.
+# Largest k for which sums of int8 products stay exact in int32.
 _MAX_INT8_K = 1 << 17
 _OUT_OF_BOUNDS = {
     1: "a slot is outside the cache",
@@ -74,13 +74,13 @@ class _CacheStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [n, k] as the kernels read it. The layout is theirs alone."""
+    """A weight [n, k] in the kernels' own layout."""
 
     n: int
     k: int
     kind: WeightKind
     data: Tensor
-    # float32 [n] and int32 [n], for int8 only: one step's size, and the sum of each row.
+    # For int8 only: float32 [n], the scale of each row; int32 [n], the sum of each row.
     scales: Tensor | None
     sums: Tensor | None
     _struct: _WeightStruct = field(repr=False)
@@ -92,7 +92,7 @@ class PackedWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight at ids int64 [T], as float32 [T, k]. Not of int8."""
+        """Rows of the weight at ids int64 [T], as float32 [T, k]. Not for int8."""
         assert self.kind != "int8", "rows of an int8 weight"
         dtype = torch.float16 if self.kind == "float16" else torch.float32
         panels = self.data.view(dtype).view(-1, self.k, _PANEL)
@@ -123,16 +123,16 @@ class KvCache:
 def make_cache(
     num_blocks: int, block_size: int, kv_heads: int, dim: int, dim_v: int, dtype: torch.dtype
 ) -> KvCache:
-    """A cache without content, of memory that is not taken before it is written to: attention
-    reads no key or value that was not. Raises ValueError for a block size or dtype that the kernels
-    do not serve.
+    """An uninitialised cache, whose memory the system commits only when it is written: attention
+    reads no key or value that was not written. Raises ValueError for a block size or dtype that the
+    kernels do not serve.
     """
     if block_size < 1 or block_size % KEY_TILE:
         raise ValueError(f"block_size is {block_size}; it must be a multiple of {KEY_TILE}")
     if dtype not in (torch.float32, torch.float16):
         raise ValueError(f"dtype is {dtype}; the CPU cache is float32 or float16")
     keys = torch.empty(num_blocks, kv_heads, block_size // KEY_TILE, dim, KEY_TILE, dtype=dtype)
-    # The last row is read 16 elements at a time, past its end where dim_v is no multiple of 16.
+    # Room past the end: rows are read 16 elements at a time, and dim_v may be no multiple of 16.
     shape = (num_blocks, kv_heads, block_size, dim_v)
     room = num_blocks * kv_heads * block_size * dim_v
     values = torch.empty(room + KEY_TILE, dtype=dtype)[:room].view(shape)
@@ -167,7 +167,7 @@ class CpuKernels:
         self._attention = _declare(library, "attention", "piippppiififpp", ctypes.c_int64)
 
     def set_threads(self, count: int) -> None:
-        """Compute threads, the calling one included. Results do not depend on it."""
+        """Set the number of compute threads, the caller's included. Results do not depend on it."""
         if count < 1:
             raise ValueError(f"threads is {count}; it must be at least 1")
         self._set_threads(count)
@@ -175,9 +175,9 @@ class CpuKernels:
     def pack(self, weight: Tensor | Sequence[Tensor], kind: WeightKind) -> PackedWeight:
         """weight [n, k], float32, float16 or bfloat16, of any strides -> the packed weight.
 
-        Several weights with one k are packed one below the other, without a copy of them. Raises
-        ValueError for a value that the kind cannot hold: beyond 65504 or not a number in float16,
-        not finite in int8.
+        Several weights with the same k are packed one below the other, without an intermediate
+        copy. Raises ValueError for a value that the kind cannot hold: NaN or beyond 65504 in
+        float16, not finite in int8.
         """
         parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -189,7 +189,7 @@ class CpuKernels:
         return packed
 
     def _pack_part(self, packed: PackedWeight, first: int, part: Tensor) -> None:
-        """part [rows, k] as outputs `first` and on."""
+        """Pack part [rows, k] as the outputs from `first` on."""
         rows, k = part.shape
         if k != packed.k or part.dtype not in _SOURCE_TYPES:
             raise ValueError(
@@ -212,7 +212,7 @@ class CpuKernels:
     ) -> Tensor:
         """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n].
 
-        Like rope_and_cache and attention it raises MemoryError where it finds no scratch memory.
+        Raises MemoryError without scratch memory, as do rope_and_cache and attention.
         """
         rows, k = x.shape
         if out is None:
@@ -283,7 +283,7 @@ class CpuKernels:
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D] -> rotated queries [T, Hq, D]; keys and values go to the cache.
+        """qkv [T, (Hq + 2 Hkv) * D] -> rotated queries [T, Hq, D]; writes keys and values to cache.
 
         positions and slots int64 [T]; a slot of -1 is not stored. cos and sin float32
         [max_positions, rotary_dim / 2] rotate the first rotary_dim of D, in pairs
@@ -329,7 +329,7 @@ class CpuKernels:
         return out
 
     def write_cache(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Stores key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; -1 is skipped."""
+        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; -1 is skipped."""
         rows = len(slots)
         if (
             not _plain(key)
@@ -364,7 +364,7 @@ class CpuKernels:
         """query [T, Hq, D] -> [T, Hq, Dv], causal within each sequence; see `attention.base`.
 
         cu_queries int32 [B + 1], seq_lens int32 [B], block_table int32 [B, M], sinks float32 [Hq].
-        Keys and values, those of the queries included, are read from the cache.
+        Keys and values of this step's tokens must be in the cache already.
         """
         rows, heads, dim = query.shape
         if out is None:
@@ -408,11 +408,11 @@ _loaded: dict[str, CpuKernels] = {}
 def load_kernels(
     level: str | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> CpuKernels:
-    """The kernels of this level, or of the best that can be had (see `build.wanted_levels`);
-    loaded once a process, with one thread.
+    """The kernels of this level, or of the best of `build.wanted_levels` that loads; loaded once a
+    process, with one thread.
 
-    `progress` gets a line where a better level or the cache had to be done without. Raises
-    KernelBuildError with one line where there are no kernels.
+    `progress` gets a line if a better level does not load or the cache cannot be used. Raises
+    KernelBuildError with one line if no level loads.
     """
     failures: list[str] = []
     levels = (level,) if level else wanted_levels()
@@ -420,7 +420,7 @@ def load_kernels(
         try:
             kernels = _loaded.get(candidate) or _load(candidate, progress)
         except KernelBuildError as error:
-            # An old compiler may not know the newest instructions.
+            # The next level may do: an old compiler may not know the newest instructions.
             failures.append(str(error))
             continue
         if failures:
@@ -447,7 +447,7 @@ def _load(level: str, progress: Callable[[str], None]) -> CpuKernels:
 def _declare(
     library: ctypes.CDLL, name: str, arguments: str, result: type[ctypes.c_int64] | None
 ) -> Callable[..., Any]:
-    """A function of the library; its arguments are p(ointers), i(ntegers) and f(loats)."""
+    """A function of the library; `arguments`: p(ointer), i(nteger) or f(loat) for each."""
     function = library[f"penstock_{name}"]
     function.argtypes = [_ARGUMENT_TYPES[letter] for letter in arguments]
     function.restype = result
@@ -455,7 +455,7 @@ def _declare(
 
 
 def _check(status: int) -> None:
-    """Raises what a function of the library returned."""
+    """Raises the error that a status returned by the library stands for."""
     if status == _NO_MEMORY:
         raise MemoryError("no scratch memory for the cpu kernels")
     if status:

@@ -1,8 +1,8 @@
 /* A pool of threads for regions of independent tasks, and their scratch memory.
  *
- * A region runs task(args, i, thread) for i in [0, count). The calling thread takes part, and
- * tasks are taken as one gets to them, so that a late worker delays nothing but what it has taken.
- * Those who wait spin for a short while and then sleep: other processes need the cores too.
+ * A region runs task(args, i, thread) for i in [0, count). The calling thread works too, and each
+ * thread takes the next tasks when it is free, so a late worker delays only tasks it has taken.
+ * Waiting threads spin for a short while and then sleep: other processes need the cores too.
  * Knows nothing of what the tasks do.
  */
 
@@ -18,8 +18,8 @@
 
 #define MAX_THREADS 256
 #define SPIN_NS 40000
-#define MIN_BATCH (1 << 15) /* products that are worth being taken: a microsecond or a few */
-/* A batch that no region has: none is handed out while the next region is written down. */
+#define MIN_BATCH (1 << 15) /* least multiplications in a batch of tasks: a few microseconds */
+/* A batch number past any region's: no batch can be taken while the next region is set up. */
 #define CLOSED 0xffffffffu
 
 typedef void (*task_fn)(const void *args, int64_t index, int thread);
@@ -29,8 +29,8 @@ static struct {
     pthread_mutex_t entry; /* one region at a time */
     pthread_mutex_t lock;  /* for sleeping and waking */
     pthread_cond_t work, finished;
-    /* Number of the region in the upper half, next batch in the lower. One is taken by adding
-     * one to the whole, which fails if the region is no longer the one that was read. */
+    /* Upper half: number of the region; lower half: its next batch. A thread takes a batch by a
+     * compare-and-swap that adds 1, which fails if the ticket has changed meanwhile. */
     _Atomic uint64_t ticket;
     _Atomic int64_t done;
     _Atomic(task_fn) task;
@@ -44,7 +44,7 @@ static struct {
           .work = PTHREAD_COND_INITIALIZER, .finished = PTHREAD_COND_INITIALIZER,
           .grain = 1, .threads = 1};
 
-/* Subnormal numbers and rounding as IEEE 754 has them, whatever another library chose. */
+/* Set rounding and subnormal numbers as in IEEE 754, whatever another library chose. */
 static unsigned standard_arithmetic(void) {
 #ifdef __SSE__
     unsigned before = _mm_getcsr();
@@ -141,7 +141,7 @@ static void *work(void *thread) {
     return NULL;
 }
 
-/* `cost` of one task, in products or the like: small tasks are taken several at a time. */
+/* `cost`: multiplications, or the like, in one task; small tasks are taken several at a time. */
 static void run_region(task_fn task, const void *args, int64_t count, int64_t cost) {
     int64_t grain = 1 + MIN_BATCH / (cost + 1);
     if (count <= grain || pool.threads == 1) {
@@ -165,7 +165,7 @@ static void run_region(task_fn task, const void *args, int64_t count, int64_t co
     await_batches((count + grain - 1) / grain);
 }
 
-/* Memory that stays for the next call; what is in it does not. NULL where there is none. */
+/* Memory that is kept for later calls; its contents are not. NULL if there is not enough. */
 static void *room(struct buffer *buffer, size_t bytes) {
     if (buffer->bytes < bytes) {
         free(buffer->data);
@@ -178,7 +178,7 @@ static void *room(struct buffer *buffer, size_t bytes) {
     return buffer->data;
 }
 
-/* Scratch for every thread of the regions of this call; 0 where there is not enough memory. */
+/* Reserve scratch memory for every thread; 0 if there is not enough. */
 static int reserve(size_t bytes) {
     for (int i = 0; i < pool.threads; i++)
         if (!room(&pool.scratch[i], bytes)) return 0;
@@ -204,7 +204,7 @@ void penstock_set_threads(int64_t count) {
     for (int i = 1; i < pool.threads; i++) pthread_join(pool.workers[i], NULL);
     atomic_store(&pool.stop, 0);
     pool.threads = 1;
-    sigset_t all, before; /* signals are for the threads of the program */
+    sigset_t all, before; /* workers block signals: the program's own threads handle them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; i < count && i < MAX_THREADS; i++) {

@@ -2,21 +2,21 @@
 
 Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware.
 
-Two ways. By splits (flash-decoding, Dao et al., 2023): a program takes a few queries of one
-sequence and one KV head, and one split of the keys; a second kernel puts the splits together in
-order. By rows (flash attention 2, Dao, 2023): a program takes many queries and walks all their
-keys. The query heads that share a KV head lie beside each other in a tile, so that keys and values
-are read once for all of them.
+Two algorithms. By splits (flash-decoding, Dao et al., 2023): a program takes a few queries of one
+sequence and one KV head, and one split of the keys; a second kernel combines the splits in order.
+By rows (flash attention 2, Dao, 2023): a program takes many queries and loops over all their keys.
+The query heads that share a KV head lie beside each other in a tile, so that keys and values are
+read once for all of them.
 
-By splits, a query's bits depend on its own keys alone, as long as the smallest splits of launches
-are equal: where splits and tiles of keys begin follows from its position, tiles have one shape, and
-a key that a query does not see changes nothing of it, to the bit. The host needs no length, only
-the width of the block table, so a captured launch serves all lengths.
+By splits, a query's bits depend on its own keys alone, provided that all launches use the same size
+of the smallest splits: where splits and tiles of keys begin follows from the query's position,
+tiles have one shape, and a key that a query does not see does not change its result by a bit. The
+host needs no lengths, only the width of the block table, so a captured launch serves all lengths.
 
 Knows shapes and memory. Knows nothing of layers, models or requests.
 """
 
-# Kernels are no Python: their arguments have no types before they are launched.
+# mypy cannot check kernels: their arguments have no types before they are launched.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Keys of a split at least; a launch says how many its smallest have, a power of two. Those of a
-# query that would have more than 64 are twice as large, four times and so on: memory for them stays
-# small, and launches of long tables cheap.
+# The least keys in a split. A launch chooses the size of its smallest splits, a power of two. For a
+# query that would have more than MOST_SPLITS splits the size doubles until it has no more: so
+# scratch memory stays small, and launches over long tables cheap.
 SPLIT = 256
 MOST_SPLITS = 64
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
-# Of one query, put together at once.
+# Splits of one query that are combined at once.
 _SPLITS_TOGETHER = tl.constexpr(8)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Of what changes from step to step no launch may be compiled anew, least of all to other bits.
+# Arguments that change from step to step: kernels are not specialized on them, as recompiling would
+# cost time and could change bits.
 _VARYING = ("decodes", "rows")
 _VARYING_SPLITS = ("low", "num_splits", "smallest")
 _UNALIGNED = ("cu_queries_ptr", "seq_lens_ptr")
@@ -41,13 +42,13 @@ _UNALIGNED = ("cu_queries_ptr", "seq_lens_ptr")
 
 @triton.jit
 def _tanh(x):
-    # Where exp overflows this is 1, as it should be.
+    # Gives 1 where exp overflows, as it should.
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
 def _split_size(position, smallest):
-    """Keys of each split of the query at this position."""
+    """Number of keys in each split of the query at this position."""
     size = 0 * position + smallest
     while position >= size * _MOST_SPLITS:
         size *= 2
@@ -62,15 +63,15 @@ def _first_key(position, WINDOW: tl.constexpr):
 
 @triton.jit
 def _first_tile_of(queries_before, row_index, QUERIES: tl.constexpr):
-    """Where the tiles of a row begin. A row's tiles are cut at multiples of QUERIES in its
-    sequence, so it has at most two more than its queries would fill.
+    """The index of a row's first tile. Tiles are cut at multiples of QUERIES in the row's sequence,
+    so a row has at most two more tiles than its queries would fill.
     """
     return queries_before // QUERIES + 2 * row_index
 
 
 @triton.jit
 def _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
-    """The last of the rows from `decodes` on whose tiles begin at `tile` or before."""
+    """The row, from `decodes` on, to which `tile` belongs: the last that begins at it or before."""
     low = decodes
     high = rows
     while high - low > 1:
@@ -85,7 +86,8 @@ def _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
 
 @triton.jit
 def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
-    """row, first token, first position and number of queries of a tile; 0 or less: it has none.
+    """row, first token, first position and number of queries of a tile; with 0 or less the tile is
+    empty.
 
     The first tiles are the decodes, one each.
     """
@@ -116,7 +118,7 @@ def _load_part(
     part_ptr, slots, in_range, head, dims, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED:
     tl.constexpr
 ):  # fmt: skip
-    """Keys or values [tokens, PADDED] at slots of a cache, zeros where not in range."""
+    """Load keys or values [tokens, PADDED] from slots of a cache; zeros where not in range."""
     pointers = part_ptr + (slots * (HEADS * DIM) + head * DIM)[:, None] + dims[None, :]
     if PADDED == DIM:
         return tl.load(pointers, mask=in_range[:, None], other=0.0)
@@ -130,9 +132,9 @@ def _add_keys(
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr
 ):  # fmt: skip
-    """One tile of keys: the highest score so far (times log2 e), the sum of weights, and the
-    weighted sum of values, brought up to it. Keys from `limit` on are not read. Where no key is
-    seen all three stay as they are, to the bit.
+    """Online softmax over one more tile of keys: updates each row's highest score (times log2 e),
+    sum of weights, and weighted sum of values. Keys from `limit` on are not read. For a row that
+    sees no key of the tile, all three keep their bits.
     """
     index = start + tl.arange(0, BLOCK_N)
     in_range = index < limit
@@ -152,7 +154,7 @@ def _add_keys(
             seen = seen & (index[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     raised = tl.maximum(highest, tl.max(scores, 1))
-    # Before the first key that is seen the difference would be no number.
+    # Before a row's first visible key the difference of infinities would be NaN.
     base = tl.where(raised == float("-inf"), 0.0, raised)
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(highest - base)
@@ -187,10 +189,11 @@ def split_kernel(
     DIM_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """One split of the keys of a tile's queries, into scratch [tokens, HEADS, num_splits, ...].
+    """Attention of a tile's queries over one split of the keys, written to scratch
+    [tokens, HEADS, num_splits, ...].
 
-    Of tokens [low, high) only. A sequence's splits lie in scratch at their number modulo
-    num_splits, of which there are enough for all that one tile sees.
+    Only for tokens [low, high). A split lies in scratch at its number modulo num_splits, which is
+    large enough for all splits that one tile sees.
     """
     tile = first_tile + tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -198,7 +201,7 @@ def split_kernel(
         cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
     )
     last = position + count - 1
-    # Tiles never lie across a position where splits grow.
+    # One size for the whole tile: no tile lies across a position where splits grow.
     size = _split_size(position, smallest)
     first_key = _first_key(position, WINDOW)
     split = first_key // size + tl.program_id(1)
@@ -259,7 +262,7 @@ def combine_kernel(
     DIM_V: tl.constexpr,
     PADDED_V: tl.constexpr,
 ):
-    """Put the splits of one token and head together, in order."""
+    """Combine the splits of one token and head, in order."""
     token = low + tl.program_id(0)
     head = tl.program_id(1)
     row = token
@@ -288,8 +291,8 @@ def combine_kernel(
     dims = tl.arange(0, PADDED_V)
     total = tl.full([], 0.0, tl.float32)
     weighted = tl.zeros([PADDED_V], tl.float32)
-    # Several at once, as a program that reads one after the other waits for memory each time. Where
-    # they begin follows from the position, so their sums have one order.
+    # Several splits at once: reading one after the other would wait for memory each time. Where
+    # splits begin follows from the position, so their sums have one order.
     for start in range(first, last + 1, _SPLITS_TOGETHER):
         splits = start + tl.arange(0, _SPLITS_TOGETHER)
         exists = splits <= last
@@ -338,8 +341,10 @@ def rows_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PADDED: tl.constexpr,
     PADDED_V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """All keys of a tile's queries: first those that all of them see, then those at their ends."""
-    # The last tiles of a long sequence take longest and come first.
+    """Attention of a tile's queries over all their keys: first keys that all queries see, unmasked,
+    then the rest with a mask.
+    """
+    # The last tiles of a long sequence take longest, so they start first.
     tile = decodes + (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     row, token, position, count = _queries_of(
@@ -363,7 +368,7 @@ def rows_kernel(
     table_ptr += row.to(tl.int64) * table_stride
     limit = position + count
     begin = _first_key(position, WINDOW) // BLOCK_N * BLOCK_N
-    # Without a window all queries see the keys before the first query.
+    # Without a window all queries see all keys up to the first query's.
     middle = begin if WINDOW > 0 else (position + 1) // BLOCK_N * BLOCK_N
     for start in range(begin, middle, BLOCK_N):
         highest, total, weighted = _add_keys(
@@ -383,7 +388,7 @@ def rows_kernel(
         shrunk = tl.exp2(highest - raised)
         total = total * shrunk + tl.exp2(sinks - raised)
         weighted = weighted * shrunk[:, None]
-    # Where there is no query there may be no key.
+    # Padding rows may have no keys: avoid a division by 0.
     total = tl.where(exists, total, 1.0)
     dims = tl.arange(0, PADDED_V)
     tl.store(

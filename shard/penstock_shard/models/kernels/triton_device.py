@@ -1,4 +1,4 @@
-"""What a device gives to one program. Knows Triton's driver; knows nothing of kernels."""
+"""The shared memory of a device. Knows Triton's driver; knows nothing of kernels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import functools
 import torch
 import triton
 
-# Of the H100 and the H200, which tiles were sized for.
+# Assumed in Triton's interpreter: that of the H100 and H200, for which tiles were sized.
 _INTERPRETED_BYTES = 227 << 10
 
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have there: from 99 to 227 kB on cards since 2020. Triton
-    launches nothing that needs more.
+    """Bytes of shared memory that one program may use: 99 to 227 kB on cards since 2020. Triton
+    does not launch a kernel that needs more.
     """
     if triton.knobs.runtime.interpret:
         return _INTERPRETED_BYTES

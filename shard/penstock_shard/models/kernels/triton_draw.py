@@ -1,18 +1,18 @@
-"""Tokens drawn in Triton, so that nobody has to look at what was computed.
+"""Token sampling in Triton, so that the host need not wait for the device to see any values.
 
-`draw_by_id` is for rows with a temperature and at most a floor under what is kept: logits are read
-once, by a program for each chunk of a row, and a program for each row finds the chunk, then the
-token in it. A weight is what plain torch makes of a logit, up to the last bits of the exponential.
+`draw_by_id` is for rows with a temperature and at most a least weight (a floor): a program for each
+chunk of a row sums up its weights, then a program for each row finds the chunk, and the token in
+it. Weights are those of plain torch, up to the last bits of the exponential.
 
-`draw_unsettled` is for rows whose filters keep more than their window showed. What it gives is what
-sorting the whole row would give: two places in the order of the row, largest logit first and lower
-id among equals, are found by halving the range of the logits' bits. Rows that are settled cost
-nothing, so that it can always be launched.
+`draw_unsettled` is for rows whose filters keep more logits than the sampler's window of the largest
+ones. It gives what sorting the whole row would give: two places in the row's order (largest logit
+first, lower id among equals) are found by bisection over the logits' bits. Rows that are settled
+cost next to nothing, so that it can always be launched.
 
 Knows tensors and nothing else.
 """
 
-# Kernels are no Python: Triton reads annotations of their arguments as code.
+# mypy cannot check kernels: Triton evaluates the annotations of their arguments.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from torch import Tensor
 
 # Columns of a row that are read at once.
 _BLOCK = 4096
-# The bits of infinity: no logit below the largest has more.
+# The bits of infinity: upper end of the bisection, since no negated logit has more.
 _MOST_BITS = tl.constexpr(0x7F800000)
 
 
 def draw_by_id(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Tensor:
-    """A token for each row of settings float64 [n, 4], int64 [n]: the first id at which weights,
-    summed up from id 0 on, exceed a share of all.
+    """A token for each row of settings float64 [n, 4], as int64 [n]: the first id at which the sum
+    of weights from id 0 on exceeds a share of their total.
 
-    A row of settings is the number of a row of logits [N, V], of any float type; its temperature,
-    in the range of float32; the least weight that counts; and that share. The largest logit, `best`
-    [N], weighs `one`, and weights are whole numbers. Where it is not finite the token is any.
+    A row of settings is: the index of its row in logits [N, V], which have any float type; the
+    temperature, in the range of float32; the least weight that counts; and the share. Weights are
+    integers; the largest logit of a row, `best` [N], weighs `one`. Where `best` is not finite, any
+    token may result.
     """
     columns = logits.shape[1]
     if logits.stride(1) != 1:
@@ -63,9 +64,9 @@ def _weights_of_chunk(
     values = tl.load(
         logits + place * row_stride + offsets, mask=offsets < columns, other=float("-inf")
     )
-    # Divided as IEEE says and as torch does; the plain division of Triton is not.
+    # div_rn rounds as IEEE 754 says, as torch does; Triton's plain division does not.
     scaled = tl.div_rn(values.to(tl.float32) - largest, tl.zeros([block], tl.float32) + temperature)
-    # What is no number has no whole one either: compilers may make of it what they like.
+    # Converting NaN to an integer is undefined, so NaN weighs 0.
     shares = tl.where(scaled <= 0.0, tl.exp(scaled), 0.0)
     weights = (shares * one).to(tl.int64)
     return tl.where(weights >= floor, weights, 0)
@@ -101,7 +102,7 @@ def _find_kernel(
     share = tl.load(settings + row * 4 + 3)
     place = (share * tl.sum(parts, axis=0).to(tl.float64)).to(tl.int64)
     passed = (order < chunks) & (tl.cumsum(parts, axis=0) <= place)
-    # All are passed only where nothing has a weight.
+    # Bounded because all chunks are passed if no logit has a weight.
     chunk = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), chunks - 1)
     before = tl.sum(tl.where(order < chunk, parts, 0), axis=0)
     weights = _weights_of_chunk(logits, best, settings, row, chunk, row_stride, columns, one, block)
@@ -119,11 +120,11 @@ def draw_unsettled(
     settled: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Put tokens int64 [n] of rows that are not `settled` (bool [n, 1]) over those that are there.
+    """Overwrite tokens int64 [n] in rows that are not `settled` (bool [n, 1]).
 
-    scaled float32 [n, V], at most 0, decide the order; the first of weights int64 [n, V] that come
-    to `goal` int64 [n, 1] are kept, of these the ones not under `floor` int64 [n, 1]; `uniform`
-    float64 [n, 1] chooses among them.
+    scaled float32 [n, V], at most 0, are logits that give the order. The first weights int64 [n, V]
+    in this order whose sum reaches `goal` int64 [n, 1] are kept, without those under `floor` int64
+    [n, 1]; `uniform` float64 [n, 1] chooses among them.
     """
     rows, columns = scaled.shape
     _draw_kernel[(rows,)](
@@ -159,7 +160,7 @@ def _draw_kernel(
         bits = _first_bits(scaled, weights, wanted, columns, block)
         before, weight = _before(scaled, weights, bits, columns, block)
         reached = before + _ties(wanted, before, weight) * weight
-        # Those that are not under the floor are the first, too.
+        # Weights at or above the floor come first in the order too, so the smaller sum is kept.
         above = _total_above(weights, tl.load(floor + row), columns, block)
         kept = tl.minimum(reached, above)
         place = (tl.load(uniform + row) * kept.to(tl.float64)).to(tl.int64) + 1
@@ -171,14 +172,16 @@ def _draw_kernel(
 
 @triton.jit
 def _bits(scaled, offsets, inside):
-    """Whole numbers that rise as the logits fall."""
+    """The bits of the negated logits as int32: integers that rise as the logits fall."""
     values = tl.load(scaled + offsets, mask=inside, other=float("-inf"))
     return (0.0 - values).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _first_bits(scaled, weights, wanted, columns, block: tl.constexpr):
-    """The least bits such that the weights of all with no more come to `wanted`."""
+    """The least bits for which the weights of all logits with these bits or less sum up to
+    `wanted`.
+    """
     low = tl.full((), -1, tl.int32)
     high = tl.full((), _MOST_BITS, tl.int32)
     for _ in range(31):
@@ -197,7 +200,7 @@ def _first_bits(scaled, weights, wanted, columns, block: tl.constexpr):
 
 @triton.jit
 def _before(scaled, weights, bits, columns, block: tl.constexpr):
-    """The weight of all with less bits, and that of one with these."""
+    """The summed weight of all logits with smaller bits, and the weight of one with these bits."""
     total = tl.zeros([block], dtype=tl.int64)
     one = tl.zeros([block], dtype=tl.int64)
     for start in range(0, columns, block):
@@ -207,13 +210,13 @@ def _before(scaled, weights, bits, columns, block: tl.constexpr):
         weight = tl.load(weights + offsets, mask=inside, other=0)
         total += tl.where(inside & (own < bits), weight, 0)
         one = tl.maximum(one, tl.where(inside & (own == bits), weight, 0))
-    # Not 0 unless the logits are no numbers.
+    # The weight is 0 only for NaN logits; at least 1, as `_ties` divides by it.
     return tl.sum(total), tl.maximum(tl.max(one, axis=0), 1)
 
 
 @triton.jit
 def _ties(wanted, before, weight):
-    """How many of one weight it takes to come from `before` to `wanted`."""
+    """How many tied logits of this weight it takes to get from `before` to `wanted`."""
     return (wanted - before + weight - 1) // weight
 
 
@@ -229,9 +232,7 @@ def _total_above(weights, floor, columns, block: tl.constexpr):
 
 @triton.jit
 def _tie(scaled, bits, number, columns, block: tl.constexpr):
-    """The id of the one with this number, from 1, among those with these bits; 0 if it is not
-    there.
-    """
+    """The id of the `number`-th logit, from 1, of those with these bits; 0 if there are fewer."""
     found = tl.zeros([block], dtype=tl.int64)
     passed = tl.full((), 0, tl.int64)
     for start in range(0, columns, block):

@@ -1,12 +1,13 @@
-"""What a layer computes besides products and attention, in Triton: norms, activation, rotation.
+"""Triton kernels of a layer besides products and attention: norms, activation, rotation, cache
+writes, sums of experts.
 
 Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware. Each
-row is computed by itself, sums in one order, and in float32 on the way.
+row is computed by itself, in float32, with sums in one order.
 
 Knows shapes and memory. Knows nothing of layers, models or requests.
 """
 
-# Kernels are no Python: their arguments have no types before they are launched.
+# mypy cannot check kernels: their arguments have no types before they are launched.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Beyond these float8_e4m3fn has no numbers: values are cut there.
+# The largest float8_e4m3fn: values beyond it are clamped.
 _LARGEST_FP8 = tl.constexpr(448.0)
 # Values of a row of the activation that one program computes.
 _ACTIVE_BLOCK = 1024
-# Pointers into buffers that a step's inputs share, which may begin anywhere.
+# Pointers into the shared buffer of a step's inputs, of any alignment: not specialized on it.
 _UNALIGNED = ("slots_ptr",)
 
 
 @triton.jit
 def _cached(values, CUT: tl.constexpr):
-    """As a cache of 8-bit floats can hold them. A NaN stays one."""
+    """Values clamped to the range of an 8-bit cache, if CUT. NaN stays NaN."""
     if not CUT:
         return values
     cut = tl.where(values > _LARGEST_FP8, _LARGEST_FP8, values)
@@ -55,7 +56,7 @@ def _norm_kernel(
         stream = tl.load(residual_ptr + row + index, mask=inside, other=0.0).to(tl.float32)
         added = (values + stream).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row + index, added, mask=inside)
-        # The norm is of the stream as the next layer will find it.
+        # The norm is computed from the stream as rounded for the next layer.
         values = added.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     weight = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32) + offset
@@ -143,14 +144,14 @@ def _rotate_heads(
     PADDED_HALF: tl.constexpr,
     PADDED_REST: tl.constexpr,
 ):
-    """COUNT heads that lie one after the other: normed and rotated, to another place."""
+    """Norm and rotate COUNT consecutive heads, from heads_ptr to out_ptr."""
     head = tl.arange(0, PADDED_COUNT)[:, None]
     half = tl.arange(0, PADDED_HALF)
     inside = (head < COUNT) & (half < HALF)[None, :]
     places = head * DIM + half[None, :]
     first = tl.load(heads_ptr + places, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads_ptr + places + HALF, mask=inside, other=0.0).to(tl.float32)
-    # Past what is rotated.
+    # Elements that are not rotated.
     rest = 2 * HALF + tl.arange(0, PADDED_REST)
     in_rest = (head < COUNT) & (rest < DIM)[None, :]
     rest_places = head * DIM + rest[None, :]
@@ -203,7 +204,7 @@ def _rope_kernel(
     PADDED_HALF: tl.constexpr,
     PADDED_REST: tl.constexpr,
 ):
-    """One token and one KV head: the query heads that share it, its key, its value."""
+    """Rotates one token's key and query heads of one KV head, and writes key and value to cache."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -271,8 +272,8 @@ def rope_and_cache(
     norm: tuple[Tensor, Tensor, float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `Ops.rope_and_cache`; rope is cos and sin, norm the weights of queries and of keys, eps
-    and offset. The cache is a pair as `make_paged_pair` makes it; a slot below 0 is not written.
+    """See `Ops.rope_and_cache`. `rope`: cos and sin; `norm`: weights for queries and for keys, eps,
+    offset. The cache is a pair from `make_paged_pair`; a slot below 0 is not written.
     """
     qkv = qkv.contiguous()
     _, _, kv_heads, dim = cache[0].shape
@@ -320,8 +321,8 @@ def _write_kernel(
 
 
 def write_cache(cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """key [T, Hkv, D] and value [T, Hkv, Dv] into a pair at slots int64 [T], but for those below 0;
-    what is beyond the numbers of an 8-bit cache is cut.
+    """Write key [T, Hkv, D] and value [T, Hkv, Dv] to a pair at slots int64 [T]; slots below 0 are
+    skipped, and values beyond the range of an 8-bit cache are clamped.
     """
     for part, heads in zip(cache, (key, value), strict=True):
         size = part.shape[2] * part.shape[3]
@@ -386,7 +387,7 @@ def _is_fp8(part: Tensor) -> bool:
 
 
 def _warps(num_values: int) -> int:
-    """So many that each thread has about eight values."""
+    """Warps such that each thread has about eight values; 8 at most."""
     return int(min(8, max(1, triton.next_power_of_2(num_values) // 256)))
 
 

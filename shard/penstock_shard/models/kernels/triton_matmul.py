@@ -1,16 +1,17 @@
-"""Products with tiles of one shape, in Triton: a row's bits are the same whatever rows it is among.
+"""Matrix products in Triton with fixed tiles: a row's bits do not depend on the other rows.
 
 Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware.
 
-Sums run over K from its start, without a split, in float32. A tile has 64 rows, or 128 where there
-are more: both are the same instructions, on Hopper over 64 rows and before it over 16, in the same
-order, so a row's bits do not tell which; nor do those of a product of experts. The other sizes
-follow from the weight alone, stages from the device too. Nothing is tuned at run time.
+Sums run over K from its start, without split-K, in float32. A tile has 64 rows, or 128 in a product
+of more than 64 rows: both use the same instructions (over 64 rows on Hopper, over 16 before it) in
+the same order, so they give the same bits; so do exact products of experts. The other tile sizes
+follow from the weight alone, the number of stages from the device too. Nothing is tuned at run
+time.
 
 Knows shapes and memory. Knows nothing of layers, models or requests.
 """
 
-# Kernels are no Python: their arguments have no types before they are launched.
+# mypy cannot check kernels: their arguments have no types before they are launched.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from torch import Tensor
 
 from penstock_shard.models.kernels.triton_device import shared_bytes
 
-# Tiles of rows whose programs run one after the other, so that they find the weights of one another
-# in the second level of cache.
+# Tiles of rows in a group: the group's programs run near each other, so that they share weights in
+# the L2 cache.
 _ROWS_TOGETHER = tl.constexpr(8)
 # Programs that keep a large GPU busy.
 _ENOUGH_PROGRAMS = 128
-# Of a small step: what one token has in most models.
+# Experts assumed active in a small step: as many as one token has in many models.
 _BUSY_EXPERTS = 8
 
 
@@ -46,7 +47,7 @@ def _tile_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """float32 [BLOCK_M, BLOCK_N]: rows of x [., K] times rows of the weight [., K]."""
+    """float32 [BLOCK_M, BLOCK_N]: rows of x [., K] times the transposed rows of weight [., K]."""
     index = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * K + index[None, :]
     weight_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * K + index[None, :]
@@ -151,7 +152,7 @@ def _grouped_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes of a tile and how its program runs."""
+    """Sizes of a tile, and launch options of its program."""
 
     rows: int
     columns: int
@@ -162,11 +163,11 @@ class Tiling:
 
 @functools.cache
 def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: int) -> Tiling:
-    """Tiles of so many rows (16, 64 or 128) of a product with a weight [num_columns, depth].
+    """The tiling for `rows` (16, 64 or 128) of a product with a weight [num_columns, depth].
 
-    Columns are few where more would leave processors without a program, and many where each value
-    of x is then read less often. Stages are as many as let weights keep coming from memory, and fit
-    into `shared` bytes; no bit of a product tells how many they were.
+    Tiles have as many columns as possible, so that x is read less often, but few enough that every
+    multiprocessor gets a program. Stages are as many as fit into `shared` bytes, to keep weights
+    coming from memory; their number does not change the bits of a product.
     """
     num_warps = 4 if rows <= 64 else 8
     if itemsize == 4:
@@ -176,7 +177,8 @@ def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: in
         columns //= 2
     narrow = rows == 16 or columns == 32
     step = 128 if narrow and depth % 128 == 0 else 64
-    # Of a multiprocessor's 227 kB: alone where columns are few, else with another program.
+    # Shares of a multiprocessor's 227 kB: with few columns a program runs alone, else two run at
+    # once.
     room = min(shared, 176 << 10 if columns == 32 else 112 << 10)
     return Tiling(rows, columns, step, num_warps, min(8, room // ((rows + columns) * step * 2)))
 
@@ -214,16 +216,15 @@ def fixed_linear(
 def grouped_linear(x: Tensor, weights: Tensor, offsets: Tensor, *, exact: bool = False) -> Tensor:
     """x [T, K], sorted by expert, times each row's expert of weights [E, N, K] -> [T, N].
 
-    offsets int32 [E + 1], on the device: where the rows of each expert begin, and T. The launch
-    follows from T and E, so that it can be captured. `exact`: a row's bits depend on that row
-    alone.
+    offsets int32 [E + 1], on the device: the first row of each expert, and T. The launch depends on
+    T and E only, so that it can be captured. `exact`: a row's bits depend on that row alone.
     """
     x = x.contiguous()
     num_rows, (experts, num_columns, depth) = len(x), weights.shape
     out = x.new_empty(num_rows, num_columns)
     if num_rows:
         few = num_rows <= 16 * experts and not exact
-        # As if so many experts were at work.
+        # Columns of all experts that a small step computes.
         columns = num_columns * min(experts, _BUSY_EXPERTS)
         shared = shared_bytes(x.device)
         shape = tiling(columns, depth, x.element_size(), shared, rows=16 if few else 64)

@@ -1,9 +1,9 @@
-"""One Triton kernel that rounds activations to fp8: a scale for each token, found on the way.
+"""A Triton kernel that computes a scale for each token and rounds activations to fp8.
 
-The same bits as `round_activations` has from plain torch. Knows tensors and nothing else.
+The same bits as `round_in_torch`. Knows tensors and nothing else.
 """
 
-# Kernels are no Python: Triton reads annotations of their arguments as code.
+# mypy cannot check kernels: Triton evaluates the annotations of their arguments.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def _round_kernel(
         largest = tl.maximum(
             largest, tl.abs(piece.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
         )
-    # Divisions are rounded as IEEE says; the plain ones of Triton are not.
+    # div_rn rounds as IEEE 754 says; Triton's plain division does not.
     scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), _SMALLEST), _FP8_MAX)
-    # On a device a maximum leaves NaN out, and a row that holds one must stay no number.
+    # On a device tl.max ignores NaN, but a row with a NaN must give NaN.
     broken = tl.sum((largest != largest).to(tl.int32), axis=0) > 0
     scale = tl.where(broken, float("nan"), scale)
     tl.store(scales + row, scale)
-    # The second reading of a row finds it in the cache.
+    # The second read of the row hits the cache.
     for start in range(0, columns, block):
         inside = start + offsets < columns
         piece = tl.load(x + row * x_stride + start + offsets, mask=inside, other=0.0)
@@ -53,7 +53,7 @@ def _round_kernel(
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K], columns next to one another -> e4m3 [T, K] and scales float32 [T, 1]."""
+    """x [T, K] with column stride 1 -> e4m3 values [T, K] and scales float32 [T, 1]."""
     tokens, columns = x.shape
     values = torch.empty(tokens, columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(tokens, 1, device=x.device)

@@ -50,7 +50,7 @@ INLINE uint16_t float_to_half(float x) {
         return (uint16_t)(sign | 0x7e00 | (size >> 13 & 0x3ff));
     if (size >= 0x477ff000) /* 65520: half way from the largest to what would be the next */
         return (uint16_t)(sign | 0x7c00);
-    if (size < 0x38800000) /* subnormal: 0.5 has the right last place to round there */
+    if (size < 0x38800000) /* subnormal: adding 0.5 rounds at the right bit */
         return (uint16_t)(sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000));
     return (uint16_t)(sign | ((size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13));
 }
@@ -251,7 +251,7 @@ INLINE v16 v_exp(v16 x) {
     p = v_fma(p, r, v_all(1.0f));
     p = v_fma(p, r, v_all(1.0f));
     p = v_exponent(p, t);
-    p = v_add(p, v_sub(x, x)); /* what is not a number stays so */
+    p = v_add(p, v_sub(x, x)); /* NaN stays NaN */
     p = v_less(v_all(88.3f), x, v_all(INFINITY), p);
     return v_less(x, v_all(-86.5f), v_all(0.0f), p);
 }

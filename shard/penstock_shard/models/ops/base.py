@@ -1,4 +1,5 @@
-"""What a decoder layer is computed with: products, norms, rotation, activation, and attention.
+"""The interface of ops, with which decoder layers are computed: products, norms, rotation,
+activation, attention.
 
 Tensors are flat over the T tokens of a step and contiguous; activations are in the `dtype` of the
 ops. Knows shapes. Knows nothing of models, requests or of how anything is computed.
@@ -20,7 +21,7 @@ WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
 
 
 class Matrix(Protocol):
-    """A weight [N, K], kept in the form its products want."""
+    """A weight [N, K], in the layout that its products need."""
 
     @property
     def out_features(self) -> int: ...
@@ -36,16 +37,16 @@ class Matrix(Protocol):
 
     @property
     def has_rows(self) -> bool:
-        """Whether `rows` can be asked for."""
+        """Whether `rows` is supported."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight at ids int64 [T]: a new tensor [T, K] in the dtype of activations."""
 
 
 class Experts(Protocol):
-    """The weights [E, N, K] of a layer's E experts, kept in the form their products want."""
+    """The weights [E, N, K] of a layer's E experts, in the layout that their products need."""
 
-    # Whether `grouped` may be part of a CUDA graph: it then leaves offsets to the device.
+    # Whether `grouped` may be part of a CUDA graph: it then reads offsets on the device only.
     capturable: bool
 
     @property
@@ -58,27 +59,30 @@ class Experts(Protocol):
     def nbytes(self) -> int: ...
 
     def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """x [R, K] sorted by expert -> [R, N]: the rows from offsets[e] to offsets[e + 1] times the
-        transposed weight of expert e. offsets int32 [E + 1] on the device of x, from 0 to R.
+        """x [R, K] sorted by expert -> [R, N]: rows offsets[e] to offsets[e + 1] are multiplied by
+        the transposed weight of expert e. offsets int32 [E + 1], ascending from 0 to R, on the
+        device of x.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts the T tokens of a step go to, k each, as R = T * k rows sorted by expert."""
+    """The k experts of each of a step's T tokens, as R = T * k rows sorted by expert."""
 
     # The token of each row, int64 [R]; rows of one expert are in the order of their tokens.
     tokens: Tensor
-    # Expert e has the rows from offsets[e] to offsets[e + 1], int32 [E + 1].
+    # int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1].
     offsets: Tensor
-    # The rows of each token, its best expert's first, int64 [T, k], and what they count, float32.
+    # The rows of each token, its best expert's first, int64 [T, k]; and their weights, float32.
     rows: Tensor
     weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding over halves: float32 [positions, rotary_dim / 2] each."""
+    """Tables of rotary position embedding, float32 [positions, rotary_dim / 2] each; element i is
+    rotated with element i + rotary_dim / 2.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -86,7 +90,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMSNorm over each query and key head, before the rotation; weights [D]."""
+    """RMSNorm of each query and key head, before the rotation; weights [D]."""
 
     query_weight: Tensor
     key_weight: Tensor
@@ -95,59 +99,59 @@ class HeadNorm:
 
 
 class Ops(Protocol):
-    """Implementations may use `out` for a result, which is what is returned in any case."""
+    """`out` is memory that an implementation may use for its result; use what it returns."""
 
     device: torch.device
-    # Of activations.
+    # Dtype of activations.
     dtype: torch.dtype
-    # What `pack` makes of a weight.
+    # The form in which `pack` stores a weight.
     weights: WeightKind
-    # What layers attend with, kept here alone. Exact ops come with theirs; others have the
-    # reference until a model's layers are known, and what serves these from then on.
+    # The attention backend of all layers. Exact ops are made with theirs; others start with sdpa,
+    # and get the chosen backend once a model's layers are known.
     backend: AttentionBackend
 
     @property
     def exact(self) -> bool:
-        """A row's bits are meant to depend on that row alone, attention's on its own keys: whether
-        they do is tried out at load.
+        """Whether a row's bits are meant to depend on that row alone, and those of attention on
+        the row's own keys. A self-check at load tells whether they do.
         """
 
     @property
     def keeps_tensors(self) -> bool:
-        """A packed weight is an ordinary tensor in the dtype of activations."""
+        """Whether a packed weight is an ordinary tensor in the dtype of activations."""
 
     @property
     def dense_head(self) -> bool:
-        """The matrix that gives logits is to be packed `exact`: it decides the most."""
+        """Whether the head is packed `exact`, since rounding it changes results the most."""
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         """Weights [N_i, K] of any strides and float dtype, one below the other, as one matrix.
 
-        `exact` keeps the precision of activations: for small products that decide something.
-        Raises ValueError, in words that can follow a tensor's name, for a value that the kind of
-        weights cannot hold.
+        `exact` keeps the precision of activations, for small products such as routers whose result
+        is a choice. Raises ValueError, with a message that can follow a tensor's name, for a value
+        that the kind of weights cannot hold.
         """
 
     def pack_experts(self, experts: Iterable[Sequence[Tensor]], count: int) -> Experts:
-        """As `pack`, one of `count` experts after the other; each is asked for when the one before
-        it is packed.
+        """Like `pack`, for `count` experts: `experts` gives the parts of each, and is advanced only
+        once the expert before is packed.
         """
 
     def route(self, logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
-        """logits [T, E] -> the `top_k` experts of each token, weighted by their probabilities under
-        softmax in float32; `normalised` makes those of a token sum to 1.
+        """logits [T, E] -> the `top_k` experts of each token, weighted by their softmax
+        probabilities in float32; `normalised` scales a token's weights to sum to 1.
         """
 
     def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
-        """rows [R, N] -> the weighted sum of each token's own, [T, N], summed in float32 and in the
+        """rows [R, N] -> the weighted sum of each token's rows, [T, N], summed in float32 in the
         order of `routing.rows`.
         """
 
     def set_threads(self, count: int) -> None:
-        """Compute threads on cpu; on other devices nothing."""
+        """Set the number of compute threads on cpu; no effect on other devices."""
 
     def scratch(self, *shape: int) -> Tensor | None:
-        """Memory that can be given as `out`; None if these ops make no use of it."""
+        """Memory to pass as `out`; None if these ops would not use it."""
 
     def add_rms_norm(
         self,
@@ -158,8 +162,8 @@ class Ops(Protocol):
         offset: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`residual += x` in place, then its RMSNorm times `offset + weight`, [T, H]; of x alone
-        where residual is None. `out` may be x.
+        """`residual += x` in place, then the RMSNorm of residual times `offset + weight`, [T, H];
+        the RMSNorm of x where residual is None. `out` may be x.
         """
 
     def gated_activation(
@@ -178,6 +182,6 @@ class Ops(Protocol):
         norm: HeadNorm | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D] -> normed and rotated queries [T, Hq, D]; keys, treated alike,
-        and values go into the cache at slots int64 [T]. positions int64 [T].
+        """qkv [T, (Hq + 2 Hkv) * D] -> normed and rotated queries [T, Hq, D]. Keys, normed and
+        rotated too, and values are written to the cache at slots int64 [T]. positions int64 [T].
         """

@@ -1,7 +1,7 @@
 """Whether our Triton kernels run on a device and compute there what plain torch does.
 
-Attention is checked for itself, when a model's layers are known. Knows ops, and kernels that are
-launched elsewhere. Knows nothing of models.
+Attention is checked in `attention.choose`, once a model's layers are known. Knows ops, and the
+kernels that the sampler launches. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from penstock_shard.models.ops.base import Experts, HeadNorm, Ops, Rope, WeightK
 from penstock_shard.models.ops.quantized import multiplies_fp8, round_in_torch
 from penstock_shard.models.ops.torch_ops import TorchOps
 
-# Relative, and for what is near 0 absolute, as values are about 1.
+# Largest difference, relative to 1 + |expected|: so absolute near 0, as values are about 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# A step of e4m3: where two lie equally near, the last bit of a quotient decides.
+# One step of e4m3: half way between two values, the last bit of a quotient decides the rounding.
 _FP8_STEP = 2.0**-3
 _LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
 _TOKENS = 3
-# Of a product: neither is a multiple of a tile's.
+# N and K of products: neither is a multiple of a tile's size.
 _COLUMNS, _DEPTH = 40, 72
-# Rows of exact products: each of the two heights of a tile has some.
+# Rows of exact products: one for each of the two tile heights.
 _ROWS = (_TOKENS, 70)
-# Tokens of products of experts, with two experts each: so few, and so many, that tiles differ.
+# Experts, and tokens with two experts each: one count for each of the two tile heights.
 _EXPERTS, _ROUTED = 3, (2, 50)
-# What a row is drawn from: more than a kernel reads at once.
+# Logits in a row to draw from: more than a kernel reads at once.
 _VOCABULARY = 5000
 
-# What a kernel gives, by the name it goes by, and how far it may be off; None is by nothing.
+# A kernel's name for messages, its result, and the largest difference; None: no difference.
 _Result = tuple[str, Tensor, float | None]
 
 
 def triton_fault(
     device: torch.device, dtype: torch.dtype, weights: WeightKind, *, exact: bool
 ) -> str | None:
-    """What is wrong with the kernels here, for such ops; None if nothing is."""
+    """The fault of the kernels that such ops use on this device; None if they are right."""
     try:
         from penstock_shard.models.ops.triton_ops import TritonOps
 
@@ -61,7 +61,7 @@ def triton_fault(
 
 
 class _Noise:
-    """The same random numbers at each making, on a device."""
+    """Random numbers on a device, the same from every instance."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ class _Noise:
 
 @torch.inference_mode()
 def _results(ops: Ops, *, exact: bool, in_torch: bool) -> Iterator[_Result]:
-    """What each kernel, or torch in its place, gives for the same random numbers."""
+    """Results of every kernel, or of torch in its place, for the same random numbers."""
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
     for name, tensor in itertools.chain(
@@ -118,7 +118,7 @@ def _of_rotation(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Tensor]]:
-    """Of matrices only where they are ours; other kinds of weights are multiplied by torch."""
+    """Products of matrices only if exact: otherwise torch computes them, not our kernels."""
     if exact:
         matrix = ops.pack([noise.wide(_COLUMNS, _DEPTH)])
         for count in _ROWS:
@@ -145,8 +145,8 @@ def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def _drawn(noise: _Noise, device: torch.device, in_torch: bool) -> Tensor:
-    """Tokens of three rows; the second is settled, and the third has a floor."""
-    # Ties everywhere.
+    """Tokens drawn for three rows; the second is settled, and the third has a floor."""
+    # Rounded so that there are many ties.
     scaled = (noise.wide(3, _VOCABULARY).abs() * -16).round() / 16
     weights = (scaled.exp() * 2.0**42).long()
     goal = weights.sum(dim=1, keepdim=True) * 15 // 16
@@ -166,8 +166,9 @@ def _drawn(noise: _Noise, device: torch.device, in_torch: bool) -> Tensor:
 
 
 def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
-    """Tokens of rows in another order than that of the logits; of two only the largest logits
-    count. So few have any weight that none depends on the last bits of one.
+    """Tokens drawn for rows that are not in the order of the logits; two rows have a floor that
+    only their largest logits reach. Few logits have any weight, so that no token depends on the
+    last bits of a weight.
     """
     logits = torch.full((4, _VOCABULARY), float("-inf"), dtype=ops.dtype, device=ops.device)
     logits[:, :: _VOCABULARY // 9] = noise.rows(4, 10)
@@ -193,7 +194,7 @@ def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
 def _drawn_by_sorting(
     scaled: Tensor, weights: Tensor, goal: Tensor, floor: Tensor, uniform: Tensor
 ) -> Tensor:
-    """What `draw_unsettled` puts in the place of tokens, int64 [n]."""
+    """The tokens that `draw_unsettled` should draw, int64 [n]."""
     order = scaled.sort(dim=1, descending=True, stable=True).indices
     ordered = weights.gather(1, order)
     cumulative = ordered.cumsum(1)

@@ -1,6 +1,6 @@
-"""Which ops compute a model here: decided once, from the flags and what this machine has.
+"""Chooses the ops that compute a model, from the flags and from what this machine has.
 
-Knows which ops there are, not how they work. Which attention serves a model is decided when its
+Knows which ops there are, not how they work. The attention backend is chosen once the model's
 layers are known: see `attention.choose`.
 """
 
@@ -34,7 +34,7 @@ from penstock_shard.models.transformers_loader import resolve_dtype
 from penstock_shard.models.triton_here import fault_on, is_installed, remember
 
 _KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": FP8}
-# Values of --dtype with which products on a GPU may be of fewer bits; activations are bfloat16.
+# Values of --dtype with which weights on a GPU may be fp8 or int4: activations are bfloat16 then.
 _WITH_FEW_BITS = ("auto", "bfloat16")
 
 
@@ -44,13 +44,13 @@ def choose_ops(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> Ops:
-    """The best ops the flags allow; says in a line of progress which kernels are missing.
+    """The best ops that the flags allow; a line of progress says which kernels are missing.
 
-    Raises ModelError where the flags ask for what cannot be had.
+    Raises ModelError where this machine cannot do what the flags ask.
     """
     ops = _choose(config, hf_config, device, progress)
     if config.attention_backend != "auto" and not ops.exact:
-        # One that cannot be made here is refused now, not after the weights were read.
+        # Refuse a backend that cannot be made here now, not after the weights were read.
         make_backend(config.attention_backend, ops.device, ops.dtype)
     return ops
 
@@ -88,7 +88,7 @@ def _choose(
 
 
 def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
-    """Raises ModelError where the flags ask for exact results and attention that gives none."""
+    """Raises ModelError where --exact meets an attention backend that is not exact."""
     exact = (
         ("auto", "cpu") if device.type == "cpu" and not _interprets(config) else ("auto", "triton")
     )
@@ -100,7 +100,7 @@ def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
 
 
 def _interprets(config: ShardConfig) -> bool:
-    """Whether Triton's kernels are asked for where its interpreter runs them: for tests."""
+    """Whether --attention-backend is triton and its interpreter is on: for tests."""
     if config.attention_backend != "triton" or not is_installed():
         return False
     import triton
@@ -115,7 +115,7 @@ def _device_ops(
     weights: WeightKind,
     progress: Callable[[str], None],
 ) -> TorchOps:
-    """Triton's kernels where they run, else plain torch."""
+    """Ops over our Triton kernels where they run, else plain torch."""
     if is_installed():
         remember(device.type, triton_fault(device, dtype, weights, exact=config.exact))
     fault = fault_on(device.type)
@@ -135,14 +135,14 @@ def _device_ops(
 def choose_weights(
     config: ShardConfig, hf_config: PreTrainedConfig, device: torch.device
 ) -> WeightKind | None:
-    """What weights are rounded to, by the flags or as the checkpoint has them; None where they are
-    as precise as --dtype says.
+    """What weights are quantized to, by --quantization or because the checkpoint is fp8; None where
+    --dtype alone decides.
 
-    Raises ModelError for what the device or the other flags do not allow.
+    Raises ModelError for a quantization that the device or the other flags do not allow.
     """
     scheme = scheme_of(hf_config)
     if config.quantization is None:
-        # Weights that are fp8 already lose nothing by it.
+        # fp8 weights lose nothing, or little with block scales, if they stay fp8.
         is_fp8 = scheme is not None and scheme.is_fp8 and multiplies_fp8(device)
         return "fp8" if is_fp8 and config.dtype in _WITH_FEW_BITS and not config.exact else None
     flag = f"--quantization {config.quantization}"
@@ -166,7 +166,7 @@ def choose_weights(
 
 
 def kv_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
-    """The dtype of cached keys and values. Raises ModelError for one that cannot be read here."""
+    """The dtype of cached keys and values. Raises ModelError for one that is not served here."""
     wanted = _KV_DTYPES.get(config.kv_cache_dtype)
     if isinstance(ops, CpuOps):
         if wanted is FP8:
@@ -177,7 +177,7 @@ def kv_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
         return wanted or (torch.float32 if ops.weights == "float32" else torch.float16)
     if wanted is FP8 and ops.device.type == "cuda" and not multiplies_fp8(ops.device):
         raise ModelError("--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or later")
-    # What "auto" stands for is chosen when the layers are known, with this in mind.
+    # "auto" is resolved later, with this dtype in mind.
     named = config.attention_backend
     if wanted not in (None, ops.dtype) and named != "auto" and named not in READS_ANY_CACHE:
         raise ModelError(
@@ -214,7 +214,7 @@ def _kernel_weights(config: ShardConfig) -> Literal["float32", "float16", "int8"
 def _torch_on_cpu(
     config: ShardConfig, progress: Callable[[str], None], weights: WeightKind | None
 ) -> TorchOps:
-    """Plain torch: float16 weights where this torch packs them, bfloat16 as torch computes it."""
+    """Plain torch ops: float16 weights where this torch can pack them, bfloat16 only if asked."""
     device = torch.device("cpu")
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     if weights is not None:

@@ -24,7 +24,7 @@ from penstock_shard.models.ops.experts import ExpertList, combine, route
 
 
 class CpuMatrix:
-    """A weight in panels of the kernels."""
+    """A weight packed into the panels that the kernels read."""
 
     __slots__ = ("_kernels", "_packed")
 

@@ -1,8 +1,8 @@
-"""Products of experts in plain torch: tokens sorted by expert, and their results summed again.
+"""Mixture of experts in plain torch: routing, products of each expert, and their weighted sum.
 
-What a token gets depends on its own logits and rows alone, and is summed in a fixed order, so that
-its bits are those it has in any batch, where the products' are. Knows tensors and matrices; knows
-nothing of models.
+A token's result depends on its own logits and rows alone and is summed in a fixed order: its bits
+are the same in any batch if those of the products are. Knows tensors and matrices; knows nothing of
+models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock_shard.models.ops.base import Matrix, Routing
 
 
 class ExpertList:
-    """Experts as a matrix each, multiplied one after the other: those that have rows."""
+    """Experts with a matrix each. Those with rows in the step are computed one after the other."""
 
     capturable = False
 
@@ -39,7 +39,7 @@ class ExpertList:
 
 
 class ExpertStack:
-    """Experts in one ordinary tensor [E, N, K], multiplied as those are."""
+    """Experts in one ordinary tensor [E, N, K], computed one after the other like `ExpertList`."""
 
     capturable = False
 
@@ -92,7 +92,7 @@ def route(logits: Tensor, top_k: int, *, normalised: bool) -> Routing:
 
 def combine(rows: Tensor, routing: Routing) -> Tensor:
     """See `Ops.combine`."""
-    # One product and one sum after the other: a fused one rounds once less, where it is used.
+    # Multiply, then add: a fused multiply-add rounds once less, and torch does not always use it.
     parts = rows[routing.rows] * routing.weights.unsqueeze(-1)
     first, *others = parts.unbind(1)
     total = first.clone() if others else first

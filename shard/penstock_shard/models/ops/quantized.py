@@ -1,9 +1,9 @@
-"""Matrices of 8 and 4 bits: rounded at load, multiplied by what torch and torchao have for them.
+"""fp8 and int4 matrices: quantized at load, multiplied by kernels of torch and torchao.
 
-fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activations are rounded
-alike, with a scale for each token. Where the device has no such products they are emulated with
-the same rounding: products of two e4m3 numbers are exact in float32, sums are not. int4 is of
-weights alone, by torchao, in groups of 128.
+fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activations are rounded to
+e4m3 too, with a scale for each token. A device without fp8 products emulates them with the same
+rounding: products of two e4m3 numbers are exact in float32, sums are not. int4 quantizes weights
+only, by torchao, in groups of 128.
 
 Knows tensors. Knows nothing of models or files.
 """
@@ -22,41 +22,41 @@ from penstock_shard.models.triton_here import fault_on
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# Of a CUDA device, for products of fp8, and of torch's kernel for 4 bits.
+# Least compute capability for fp8 products, and for torch's int4 kernel.
 _FP8_CAPABILITY = (8, 9)
 _INT4_CAPABILITY = (8, 0)
-# What both sizes of an fp8 matrix must be multiples of for `torch._scaled_mm`.
+# N and K of an fp8 matrix must be multiples of this for `torch._scaled_mm`.
 FP8_MULTIPLE = 16
 INT4_GROUP = 128
-# Elements of a weight that are rounded at once: on the way they take four times this in float32.
+# Elements of a weight that are rounded at once; as float32 they take four times as many bytes.
 _PIECE = 1 << 24
-# Columns that tell whether a row is worth a closer look.
+# Columns on which a scale is tried first, before whole rows are compared.
 _GLANCE = 64
-# Rows without a value this large count as zero: their scales would lose bits.
+# A row's largest value counts as at least this: a smaller scale would be subnormal and lose bits.
 _SMALLEST = torch.finfo(torch.float32).tiny * FP8_MAX
-# Relative error of a product that was rounded to float32 once, and of a scale divided out of it.
+# Relative error of a product rounded to float32, and of the quotient by its scale.
 _NEARLY = 2.0**-22
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device has products of fp8."""
+    """Whether the device has fp8 products."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
 
 
 def multiplies_fp8_groups(device: torch.device) -> bool:
-    """Whether the device has products of fp8 for several experts at once."""
+    """Whether the device has grouped fp8 products, for several experts at once."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def captures_fp8(device: torch.device) -> bool:
-    """Whether its products of fp8 may run on any stream, and so be part of a CUDA graph.
+    """Whether the device's fp8 products may run on any stream, and so be part of a CUDA graph.
 
-    On compute capability 8.9 torch launched them on the default one, before 2.12: elsewhere they
-    may never end (pytorch issue 177651).
+    On compute capability 8.9, torch before 2.12 launches them on the default stream; on other
+    streams they may never end (pytorch issue 177651).
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != _FP8_CAPABILITY:
         return True
@@ -64,14 +64,14 @@ def captures_fp8(device: torch.device) -> bool:
 
 
 def multiplies_int4(device: torch.device) -> bool:
-    """Whether the device has products with weights of 4 bits."""
+    """Whether the device has products with int4 weights."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _INT4_CAPABILITY
 
 
 def has_torchao() -> bool:
-    """Whether int4 matrices can be made here."""
+    """Whether torchao, which packs int4 matrices, is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 
@@ -81,7 +81,7 @@ class Fp8Matrix:
     has_rows = False
 
     def __init__(self, parts: Sequence[Tensor], device: torch.device) -> None:
-        """The parts lie below one another. Raises ValueError for values that are no numbers."""
+        """`parts` become one matrix, one below the other. Raises ValueError for NaN or infinity."""
         self.out_features = sum(len(part) for part in parts)
         self.in_features = parts[0].shape[1]
         shape = (self.out_features, self.in_features)
@@ -91,7 +91,7 @@ class Fp8Matrix:
         for piece in _pieces(parts):
             values, scales = round_weight(piece.to(device, torch.float32))
             end = start + len(piece)
-            # As bytes: not all devices copy between places in fp8.
+            # Copied as bytes: not all devices can copy fp8.
             self.values[start:end].view(torch.uint8).copy_(values.view(torch.uint8))
             self.scales[0, start:end] = scales
             start = end
@@ -114,7 +114,7 @@ class Fp8Experts:
     def __init__(
         self, experts: Iterable[Sequence[Tensor]], count: int, device: torch.device
     ) -> None:
-        """Raises ValueError for values that are no numbers."""
+        """Raises ValueError for NaN or infinity."""
         for index, parts in enumerate(experts):
             matrix = Fp8Matrix(parts, device)
             if index == 0:
@@ -141,7 +141,7 @@ class Fp8Experts:
 
 
 class Int4Matrix:
-    """A weight [N, K] in 4 bits, a scale and a zero point for each group, as torchao packs it."""
+    """An int4 weight [N, K], with a scale and a zero point for each group, packed by torchao."""
 
     has_rows = False
 
@@ -154,7 +154,7 @@ class Int4Matrix:
         self.out_features, self.in_features = weight.shape
         holder = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         holder.weight = nn.Parameter(weight, requires_grad=False)
-        # The packing of tensor cores, whose products come with torch itself.
+        # The packing for tensor cores, for which torch itself has the kernel.
         packing = Int4WeightOnlyConfig(
             group_size=INT4_GROUP,
             int4_packing_format="tile_packed_to_4d",
@@ -173,28 +173,28 @@ class Int4Matrix:
 
 
 def round_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> e4m3 [T, K] and what each token's are times, float32 [T, 1]."""
+    """x [T, K] -> e4m3 values [T, K] and a scale for each token, float32 [T, 1]."""
     if x.device.type == "cuda" and fault_on("cuda") is None:
         return _rounding_kernel()(x)
     return round_in_torch(x)
 
 
 def round_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What `round_activations` gives, without a kernel."""
+    """`round_activations` in plain torch."""
     wide = x.float()
     scales = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=_SMALLEST)
-    # Not by a number: by those CUDA's torch does not divide, it multiplies by what they invert to.
+    # A tensor, not a number: torch on CUDA multiplies by the inverse of a number.
     scales /= torch.full_like(scales, FP8_MAX)
-    # Clamped, as a cast of what is larger gives NaN in some releases.
+    # Clamped because in some torch releases the cast turns larger values into NaN.
     return (wide / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight float32 [N, K] -> e4m3 [N, K] and what each row's are times, float32 [N].
+    """weight float32 [N, K] -> e4m3 values [N, K] and a scale for each row, float32 [N].
 
-    A row that is e4m3 times a number already, as those of fp8 checkpoints are, is so again: all its
-    values stay the same bit for bit. Others get the scale that makes their largest value 448.
-    Raises ValueError for values that are no numbers.
+    A row that is e4m3 numbers times one scale already, as in fp8 checkpoints, keeps all its values
+    bit for bit. Other rows get the scale that maps their largest value to 448. Raises ValueError
+    for NaN or infinity.
     """
     largest = weight.abs().amax(dim=1)
     if not bool(torch.isfinite(largest).all()):
@@ -206,11 +206,11 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales_kept(weight: Tensor, largest: Tensor) -> Iterator[Tensor]:
-    """Scales [N] with which rows lose nothing; NaN for rows of which that is not known.
+    """Scales [N] with which rows lose nothing; NaN for rows for which none is found.
 
-    The largest value is some e4m3 number times the scale, and up to powers of two, which make no
-    difference, there are eight of these. So eight scales are tried, and as a quotient may be off by
-    a bit, their neighbours.
+    The row's largest value is some e4m3 number times the scale. Up to powers of two, which make no
+    difference, there are eight such numbers. So eight scales are tried, and also their neighbours,
+    since a quotient may be off by one bit.
     """
     nan = torch.full_like(largest, torch.nan)
     open_rows = largest > _SMALLEST
@@ -229,7 +229,7 @@ def _scales_kept(weight: Tensor, largest: Tensor) -> Iterator[Tensor]:
 
 
 def _exact_scale(weight: Tensor, scale: Tensor) -> Tensor:
-    """That of the scale [n] and its two neighbours which gives the rows exactly; NaN if none."""
+    """Of each scale and its two neighbours, the one that gives the row exactly; NaN if none."""
     found = torch.full_like(scale, torch.nan)
     for toward in (torch.inf, -torch.inf, None):
         near = scale if toward is None else scale.nextafter(torch.full_like(scale, toward))
@@ -257,10 +257,10 @@ def _scaled_mm(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    # Of any number of tokens: on compute capability 9 this is cuBLASLt's, from CUDA 12.9 on. Where
-    # it is CUTLASS's, that reads scales past their end unless tokens are a multiple of 256 (pytorch
-    # issue 133334), so torch first copies them to where there is room.
-    # Fast accumulation keeps 14 bits of a sum.
+    # Takes any number of tokens. On compute capability 9, from CUDA 12.9 on, torch uses cuBLASLt;
+    # elsewhere CUTLASS, which reads past the end of the scales unless tokens are a multiple of 256
+    # (pytorch issue 133334), so that torch first copies the scales to a larger buffer.
+    # No fast accumulation: it keeps only 14 bits of a sum.
     product: Tensor = torch._scaled_mm(
         x,
         weight.t(),
@@ -289,8 +289,8 @@ def _emulated_mm(
 
 @functools.cache
 def _rounding_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """One kernel for what takes plain torch six."""
-    # Here: Triton is not everywhere, and takes long to import.
+    """The Triton kernel: one launch in place of six in plain torch."""
+    # Imported here because Triton may be missing, and takes long to import.
     from penstock_shard.models.kernels.triton_quantize import round_rows
 
     return round_rows

@@ -1,4 +1,4 @@
-"""Ops in plain torch, on any device: the reference, and what is used where no kernels are.
+"""Ops in plain torch, on any device: the reference, and used where our kernels do not run.
 
 Knows torch functions. Knows nothing of models.
 """
@@ -65,7 +65,7 @@ class DenseMatrix:
 
 
 class PackedHalfMatrix:
-    """A weight in float16 as torch's fbgemm packs it for x86; sums are in float32."""
+    """A float16 weight, packed by torch's fbgemm for x86; sums are in float32."""
 
     has_rows = False
 
@@ -83,7 +83,7 @@ class PackedHalfMatrix:
 
 
 def packs_half() -> bool:
-    """Whether this torch has packed float16 products for this cpu."""
+    """Whether this torch has packed float16 products for this CPU."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
@@ -127,7 +127,7 @@ class TorchOps:
         return PackedHalfMatrix(weight)
 
     def _rounded(self, parts: Sequence[Tensor]) -> Matrix:
-        """In fewer bits where the sizes let it, else as precise as activations."""
+        """A matrix of fewer bits if its sizes allow, else one as precise as activations."""
         if self.weights == "fp8" and _fits_fp8(parts):
             return Fp8Matrix(parts, self.device)
         if self.weights == "int4" and parts[0].shape[1] % INT4_GROUP == 0:
@@ -206,15 +206,15 @@ def _fits_fp8(parts: Sequence[Tensor]) -> bool:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Over the last dimension, in float32; the result has the dtype of x."""
+    """RMSNorm over the last dimension, in float32; the result has the dtype of x."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (normed * (weight.float() + offset)).to(x.dtype)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads [T, H, D], cos and sin [T, 1, rotary_dim / 2]: rotates pairs (i, i + half), leaves
-    what is past rotary_dim.
+    """heads [T, H, D], cos and sin [T, 1, rotary_dim / 2]: rotates pairs (i, i + rotary_dim / 2);
+    elements from rotary_dim on stay as they are.
     """
     half = cos.shape[-1]
     wide = heads.float()

@@ -1,4 +1,4 @@
-"""Ops over our Triton kernels, beside torch's products: about ten kernels a layer.
+"""Ops over our Triton kernels and torch's products: about ten kernels a layer.
 
 Checked in Triton's interpreter only; they never ran on hardware. Knows which kernel does what.
 Knows nothing of models.
@@ -28,14 +28,14 @@ from penstock_shard.models.ops.torch_ops import DenseMatrix, TorchOps
 
 
 class FixedMatrix(DenseMatrix):
-    """A weight as an ordinary tensor [N, K], multiplied so that a row's bits are its own."""
+    """A weight as an ordinary tensor [N, K]; a row's bits depend on that row alone."""
 
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return fixed_linear(x, self.weight, bias, out)
 
 
 class GroupedExperts(ExpertStack):
-    """Experts in one ordinary tensor [E, N, K], multiplied in one launch."""
+    """Experts in one ordinary tensor [E, N, K], all computed in one launch."""
 
     capturable = True
 
@@ -48,11 +48,11 @@ class GroupedExperts(ExpertStack):
 
 
 class TritonOps(TorchOps):
-    """See the module's docstring. `exact`: products have tiles of one shape, and with a backend
-    that is exact too, a token's bits are the same in every step it can be part of.
+    """See the module's docstring. `exact`: products use tiles of one shape, and with an exact
+    backend a token's bits are the same in every step that it can be part of.
 
-    There is no scratch: what a captured graph writes to must belong to the graph, and nothing that
-    is kept from one step to another does.
+    There is no scratch memory: a captured graph must write to memory of its own pool, and memory
+    kept from step to step is not part of it.
     """
 
     def __init__(

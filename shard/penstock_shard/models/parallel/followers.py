@@ -1,7 +1,7 @@
-"""Rank 0's side of the other ranks: awaited, told what to do, missed when they die.
+"""Rank 0's connections to the other ranks: accepts them, sends messages, notices when one dies.
 
-Without one of them nothing can be computed: a rank that ends takes this process with it, and
-whoever keeps this process alive starts all of them anew. Knows connections; imports no torch.
+A step needs all ranks: when one ends, this process ends too, and the shard's server starts the
+engine and all ranks anew. Knows connections; imports no torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Follower:
 
 
 class Followers:
-    """All other ranks, each with a thread that hears it."""
+    """All ranks but 0, each with a thread that receives its messages."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Followers:
         processes: Sequence[subprocess.Popen[bytes]] = (),
         on_lost: Callable[[str], object] | None = None,
     ) -> None:
-        """`on_lost` is told which rank is gone; without it that ends this process."""
+        """`on_lost` is called with a message when a rank is gone; by default this process ends."""
         self._processes = processes
         self._on_lost = on_lost or self._end
         self._nobody_asks = False
@@ -78,23 +78,24 @@ class Followers:
             threading.Thread(target=self._hear, args=(follower,), daemon=True).start()
 
     def tell(self, message: ToRank) -> None:
-        """Send it to every one."""
+        """Send `message` to every rank."""
         for follower in self._followers:
             try:
                 follower.line.send(message)
             except OSError:
-                # Its thread finds out too, and knows what it said last.
+                # The receiving thread notices too, and may have the rank's last message.
                 self._missed(follower)
 
     def check(self) -> None:
-        """Raises ModelError if one has said that it cannot load its part."""
+        """Raises ModelError if a rank has sent `Failed`."""
         for follower in self._followers:
             follower.check()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While it lasts this rank waits for the others where it hears nothing: one that says that
-        it cannot load its part counts as gone. Raises ModelError if one has said so already.
+        """Around work in which this rank is blocked in torch.distributed and calls neither `check`
+        nor `answers`: a rank that sends `Failed` then counts as lost. Raises ModelError if one has
+        sent it already.
         """
         self._nobody_asks = True
         try:
@@ -104,7 +105,7 @@ class Followers:
             self._nobody_asks = False
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
-        """The next answer of every one, in order. Raises ModelError if one cannot load its part."""
+        """The next answer of every rank, in order. Raises ModelError if one has sent `Failed`."""
         found = []
         for follower in self._followers:
             answer = follower.answers.get()
@@ -125,14 +126,14 @@ class Followers:
             self._on_lost(f"{follower.name}: {follower.failed.message}")
 
     def _missed(self, follower: _Follower) -> None:
-        """Wait for the thread that hears it to say so."""
+        """Give the receiving thread time to report the loss first, then report it here."""
         time.sleep(_HELLO_S)
         self._on_lost(f"{follower.name} cannot be reached; without it nothing can be computed")
 
     def _end(self, reason: str) -> NoReturn:
         logger.critical("%s", reason)
         for process in self._processes:
-            # So that their devices are free when the next ones start.
+            # Frees their devices for the ranks that are started next.
             process.kill()
         logging.shutdown()
         os._exit(1)
@@ -144,9 +145,9 @@ def await_ranks(
     processes: dict[int, subprocess.Popen[bytes]],
     progress: Callable[[str], None],
 ) -> dict[int, tuple[Hello, Line[FromRank]]]:
-    """Connections from all ranks but 0, some of which are processes of this machine.
+    """Accept the connections of all ranks but 0. `processes` are the ranks on this machine.
 
-    Raises ModelError if one of these ends before it connects, or if one is of another release.
+    Raises ModelError if one of these ends before it connects, or if any rank is of another release.
     """
     lines: dict[int, tuple[Hello, Line[FromRank]]] = {}
     reported_s = time.monotonic()
@@ -175,7 +176,9 @@ def _check_alive(processes: dict[int, subprocess.Popen[bytes]], connected: set[i
 
 
 def _greet(connection: socket.socket, size: int) -> tuple[Hello, Line[FromRank]] | None:
-    """Who connects; None for one that is no rank."""
+    """Receive a connection's Hello. None if it is no rank's; raises ModelError for a rank of
+    another release or group size.
+    """
     connection.settimeout(_HELLO_S)
     line: Line[FromRank] = Line(connection, FromRank)
     try:

@@ -1,6 +1,7 @@
-"""Ranks brought together by rank 0, from the first process to the whole model.
+"""Rank 0 forms the group of ranks: from starting their processes to the whole model.
 
-Knows in which order ranks meet, load and are compared. Knows nothing of how a part is loaded.
+Knows in which order ranks connect, join torch.distributed, load and are compared. Knows nothing of
+how a part is loaded.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from penstock_shard.models.parallel.ranks import MeetingPoint, Ranks
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """All ranks, met."""
+    """All ranks, after they have joined torch.distributed."""
 
     ranks: Ranks
     followers: Followers
 
     def whole(self, own: LoadedModel, attention_backend: str, weights_hash: str) -> MirroredModel:
-        """The model of which rank 0 has this part, when the others have theirs.
+        """Wait until the other ranks have loaded, and return the whole model. `own` is rank 0's
+        part.
 
-        Raises ModelError if one cannot load its part, or has loaded another, or if together they do
-        not compute what the whole does.
+        Raises ModelError if a rank cannot load its part, has other weights or another attention
+        backend, or if together the ranks do not compute what the undivided model does.
         """
         for rank, loaded in enumerate(self.followers.answers(Loaded), start=1):
             if loaded.attention_backend != attention_backend:
@@ -54,9 +56,9 @@ class RankGroup:
 def gather_group(
     config: ShardConfig, model_dir: Path, device: torch.device, progress: Callable[[str], None]
 ) -> RankGroup:
-    """Start the other ranks of this machine, await those of others, and have all of them load.
+    """Start this machine's other ranks, wait for other machines' ranks, and let all start loading.
 
-    Raises ModelError if that cannot be.
+    Raises ModelError if a rank cannot start, connect or join.
     """
     size = config.tensor_parallel_size
     try:
@@ -73,7 +75,7 @@ def gather_group(
     meeting_point = MeetingPoint(size, alone=config.nnodes == 1)
     followers = Followers(lines, list(processes.values()))
     followers.tell(Join(config, str(model_dir), meeting_point.port))
-    # To meet is to wait for everyone: who cannot come says so first.
+    # Joining torch.distributed blocks until all ranks do, so first let each say whether it can.
     followers.answers(Arrived)
     meeting_point.await_others(followers.check)
     with followers.watched():

@@ -1,4 +1,4 @@
-"""Matrices of which each rank has a part, and what they give made whole.
+"""Products with matrices divided over ranks, and their results combined by gather or sum.
 
 Knows products and sums over ranks. Knows nothing of names or files.
 """
@@ -18,7 +18,9 @@ from penstock_shard.models.parallel.ranks import Ranks
 
 
 class GatheredMatrix:
-    """Of a weight [N, K] some rows, the same number for each rank; outputs past N are left out."""
+    """A rank's rows of a weight [N, K]. `linear` gathers the outputs of all ranks and drops those
+    past N, which come from padding.
+    """
 
     has_rows = False
 
@@ -37,7 +39,7 @@ class GatheredMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ReducedFeedForward:
-    """A feed-forward part of which each rank has some inner units; its results are added up."""
+    """A feed-forward part whose inner units are divided over ranks; it sums the ranks' results."""
 
     part: FeedForward
     ranks: Ranks
@@ -53,13 +55,13 @@ class ReducedFeedForward:
 
 
 def gathered(part: Tensor, ranks: Ranks, out_features: int) -> Tensor:
-    """Outputs [..., n] of every rank side by side: [..., out_features]."""
+    """Outputs [..., n] of all ranks side by side: [..., out_features]."""
     side_by_side = ranks.gather(part).movedim(0, -2).flatten(-2)
     return side_by_side[..., :out_features].contiguous()
 
 
 def parallel_weights(weights: DecoderWeights, ranks: Ranks, vocab_size: int) -> DecoderWeights:
-    """The weights of this rank's part, with products that the ranks make whole together."""
+    """This rank's weights, with products that combine the results of all ranks."""
     head = Linear(GatheredMatrix(weights.head.matrix, ranks, vocab_size), weights.head.bias)
     layers = tuple(_parallel_layer(layer, ranks) for layer in weights.layers)
     return dataclasses.replace(weights, head=head, layers=layers)
@@ -76,7 +78,8 @@ def _parallel_layer(layer: LayerWeights, ranks: Ranks) -> LayerWeights:
 def _parallel_feed_forward(whole: FeedForward, ranks: Ranks) -> FeedForward:
     if isinstance(whole, Dense):
         return dataclasses.replace(whole, down=_reduced(whole.down, ranks))
-    # Of experts each rank has a part too; a token's are weighted and summed before ranks meet.
+    # Each rank has a part of every expert. A token's experts are weighted and summed first, so that
+    # one sum over ranks is enough.
     return ReducedFeedForward(whole, ranks)
 
 

@@ -1,7 +1,8 @@
-"""What the ranks of one model say to each other, and how it is framed.
+"""Messages between the ranks of one model, and their framing.
 
-Rank 0 leads: it tells the others what to load and what to compute, over one TCP connection to each.
-Tensors go another way, between the devices. Knows nothing of models; imports no torch.
+Rank 0 leads: it tells the others what to load and what to compute, over a TCP connection to each.
+Tensors go from device to device instead, over torch.distributed. Knows nothing of models; imports
+no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from penstock_shard.config import ShardConfig
 
 _LENGTH = struct.Struct("<I")
-# Ranks of another release may not mean the same by a message: they do not join.
+# Raise it when messages change: rank 0 refuses ranks of another revision.
 REVISION = 2
 
 
@@ -24,23 +25,23 @@ REVISION = 2
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):
-    """What to load, and where ranks meet."""
+    """What to load, and the port of the store through which ranks join torch.distributed."""
 
     config: ShardConfig
-    # As rank 0 has it; on another machine it may have to be found first.
+    # Rank 0's model directory; on another machine the model may have to be fetched first.
     model_dir: str
     store_port: int
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """A method of the model, to be called by everyone."""
+    """A method of the model that every rank calls."""
 
     method: str
     arguments: list[int | str]
 
 
 class TensorShape(msgspec.Struct, array_like=True):
-    """A tensor of a step; its numbers follow from device to device."""
+    """A tensor of a step; its values follow from device to device."""
 
     name: str
     dtype: str
@@ -48,14 +49,14 @@ class TensorShape(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """A forward pass: its tensors, and what of its batch the host knows."""
+    """A forward pass: its tensors, and the fields of its batch that are on the host."""
 
     tensors: list[TensorShape]
     values: dict[str, int | list[int]]
 
 
 class PairShape(msgspec.Struct, array_like=True):
-    """What an adapter has for a module: A [rank, in_features] and B [out_features, rank]."""
+    """An adapter's matrices for one module: A [rank, in_features] and B [out_features, rank]."""
 
     module: str
     rank: int
@@ -64,7 +65,7 @@ class PairShape(msgspec.Struct, array_like=True):
 
 
 class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
-    """An adapter of the whole model; its numbers follow from device to device, in this order."""
+    """An adapter for the whole model; its values follow from device to device, in this order."""
 
     index: int
     pairs: list[PairShape]
@@ -74,7 +75,7 @@ class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """Who connects."""
+    """The first message on a connection: which rank it is."""
 
     revision: int
     rank: int
@@ -84,24 +85,24 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Arrived(msgspec.Struct, array_like=True, tag="arrived"):
-    """A rank has its device and finds the model: it goes where ranks meet."""
+    """A rank has its device and the model's files, and joins torch.distributed next."""
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """A rank has its part of the model; the hash is empty where it read rank 0's own files."""
+    """A rank has loaded its part; the hash is empty where it read the same files as rank 0."""
 
     attention_backend: str
     weights_hash: str
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The model cannot be served; one line that says why."""
+    """A rank cannot load or serve its part; one line that says why."""
 
     message: str
 
 
 class FreeMemory(msgspec.Struct, array_like=True, tag="free_memory"):
-    """Answer to a call that asks how much a rank has left."""
+    """Answer to the call "free_memory": what the rank's device has left."""
 
     num_bytes: int
 
@@ -113,10 +114,10 @@ Received = TypeVar("Received")
 
 
 class Line(Generic[Received]):
-    """One end of a connection between two ranks: one thread receives, any may send."""
+    """One end of a connection between two ranks: a single thread receives, any thread may send."""
 
     def __init__(self, connection: socket.socket, receives: Any) -> None:
-        """`receives`: the union of what comes from the other end."""
+        """`receives`: the union of the message types that the other end sends."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_a_silent_end(connection)
         self._connection = connection
@@ -149,7 +150,9 @@ class Line(Generic[Received]):
 
 
 def _notice_a_silent_end(connection: socket.socket) -> None:
-    """A machine that is gone closes nothing: after half a minute of silence it counts as gone."""
+    """TCP keepalive: a machine that fails closes no connection, so it counts as gone after half a
+    minute of silence.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):

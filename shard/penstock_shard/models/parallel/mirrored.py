@@ -1,9 +1,9 @@
-"""A model of which every rank computes a part: rank 0 says what, all of them do it.
+"""A model divided over ranks: rank 0 says what to compute, and all ranks compute their parts.
 
-`MirroredModel` is the whole model to whoever calls it. What it is called for it first tells the
-other ranks, who `follow`. What the host knows of a step goes over their connection, its tensors
-from device to device, so that nothing waits for a device. Knows steps and ranks; knows nothing of
-how models are divided.
+To its callers `MirroredModel` is the whole model. It sends each call to the other ranks, which run
+`follow`, and then makes the call on rank 0's part. Host data of a step goes over the ranks'
+connections, its tensors from device to device, so that the host never waits for a device. Knows
+steps and ranks; knows nothing of how models are divided.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from penstock_shard.models.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
 
-# Of what a tensor's part of the message is a multiple, so that numbers of any size are aligned.
+# Each tensor in the packed bytes is padded to a multiple of this, so that any dtype is aligned.
 _ALIGNMENT = 8
 _BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionBatch) if field.init)
 
 
 class RankFailed(ModelError):
-    """Rank 0 cannot go on with a step that the others have begun: they would wait for ever. So this
-    is nothing to go on after, out of memory or not.
+    """Rank 0 failed in a step that the other ranks have begun. They would wait for ever, so this
+    error cannot be recovered from, even if the cause was lack of memory.
     """
 
 
 class MirroredModel:
-    """A `CausalModel` over several ranks; this one's part is `model`."""
+    """A `CausalModel` over several ranks; `model` is rank 0's part."""
 
     def __init__(self, model: CausalModel, ranks: Ranks, followers: Followers) -> None:
         self.model = model
@@ -65,7 +65,7 @@ class MirroredModel:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Those of one rank: what its cache has to hold."""
+        """The layers of one rank: what its KV cache has to hold."""
         return self.model.layers
 
     @property
@@ -119,7 +119,7 @@ class MirroredModel:
                 "--max-num-batched-tokens or --gpu-memory-utilization"
             ) from error
 
-    # ---- graphs, where each rank has some: see `GraphedModel` ----
+    # ---- CUDA graphs, which each rank has for its part; see `GraphedModel` ----
 
     @property
     def num_graphs(self) -> int:
@@ -134,7 +134,8 @@ class MirroredModel:
         try:
             self._graphs.capture(shapes, block_size, pad_block)
         except torch.OutOfMemoryError as error:
-            # What cannot be recorded fails at the same place on every rank; this may not.
+            # Work that cannot be captured fails at the same place on every rank; lack of memory may
+            # strike rank 0 alone.
             raise RankFailed(
                 f"rank 0 could not record its CUDA graphs: {error}; lower "
                 "--gpu-memory-utilization or --max-num-seqs, or give --enforce-eager"
@@ -157,11 +158,11 @@ class MirroredModel:
         assert isinstance(self.model, GraphedModel), "ranks without graphs"
         return self.model
 
-    # ---- what a whole model is not asked ----
+    # ---- only for a model over several ranks ----
 
     def place_adapter(self, index: int, weights: AdapterWeights) -> None:
-        """Have the other ranks put it in place too. It goes module by module: all of it may be more
-        than devices have left.
+        """Have the other ranks place the adapter too. Its values are sent module by module: all at
+        once might be more than the devices have left.
         """
         pairs = [
             PairShape(module, len(pair.a), pair.a.shape[1], len(pair.b))
@@ -173,23 +174,23 @@ class MirroredModel:
             self._ranks.from_first(numbers.to(self.device))
 
     def drop_adapter(self, index: int) -> None:
-        """Have the other ranks drop it too."""
+        """Have the other ranks drop the adapter too."""
         self._followers.tell(Call("drop_adapter", [index]))
 
     def compute_own(self, token_ids: Tensor) -> None:
-        """Have the other ranks run token_ids [B, L] through transformers' modules as they are, with
-        their own attention, as rank 0 is about to do.
+        """Have the other ranks run token_ids [B, L] through their transformers modules with the
+        modules' own attention, as rank 0 is about to do.
         """
         numbers: list[int | str] = [len(token_ids), *token_ids.flatten().tolist()]
         self._followers.tell(Call("compute_own", numbers))
 
     def watch_memory(self) -> None:
-        """From now on every rank notes the most memory that it takes."""
+        """Have the other ranks measure their peak memory from now on."""
         self._followers.tell(Call("watch_memory", []))
 
     def least_free(self, num_bytes: int, share: float) -> int:
-        """The least of what this rank has left, and of what the others have, of whose device's
-        memory so great a share may be used. On cpu they share what there is.
+        """The least free memory of any rank: `num_bytes` is what rank 0 has left, `share` the share
+        of its device's memory that a rank may use. On cpu the ranks share `num_bytes`.
         """
         if self.device.type == "cpu":
             return num_bytes // self._ranks.size
@@ -204,7 +205,9 @@ def follow(
     hear: Callable[[], ToRank],
     answer: Callable[[FreeMemory], None],
 ) -> None:
-    """Do what rank 0 says: `hear` gives the next message, and ends all in the end."""
+    """Do what rank 0 says, for ever: `hear` returns the next message, and ends the process when
+    rank 0 is gone.
+    """
     model = loaded.model
     peak = PeakMemory(model.device)
     with ExitStack() as shortened:
@@ -220,7 +223,7 @@ def follow(
                     assert isinstance(model, GraphedModel)
                     model.drop()
                 case Call("check"):
-                    # Rank 0 computes the same, and says so.
+                    # Rank 0 gets the same result, and reports it.
                     with suppress(ModelError):
                         loaded.check()
                 case PlaceAdapter() as adapter:
@@ -255,7 +258,7 @@ def _place(bank: LoraBank, ranks: Ranks, device: torch.device, adapter: PlaceAda
         size_a, size_b = pair.rank * pair.in_features, pair.out_features * pair.rank
         numbers = torch.empty(size_a + size_b, device=device)
         ranks.from_first(numbers)
-        # All of it may be more than the device has left.
+        # To the host: the whole adapter may be more than the device has left.
         numbers = numbers.cpu()
         a, b = numbers[:size_a], numbers[size_a:]
         weights[pair.module] = LowRank(a.view(pair.rank, -1), b.view(-1, pair.rank))
@@ -276,7 +279,8 @@ def _capture(model: CausalModel, numbers: Sequence[int], block_size: int, pad_bl
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Rank 0 finds out for itself; a rank that launches what others replay does the same work.
+        # Rank 0 notices on its own. A rank without graphs launches the same kernels that the others
+        # replay, so the ranks still fit together.
         logger.warning("CUDA graphs: none on this rank: %s", error)
         model.drop()
 
@@ -291,7 +295,7 @@ def _follow_step(model: CausalModel, ranks: Ranks, step: Step) -> None:
 
 
 def _pack(tensors: dict[str, Tensor | None], batch: AttentionBatch) -> tuple[Step, Tensor]:
-    """A step as a message, and all its numbers in one tensor of bytes."""
+    """A step as a message, and the values of all its tensors as one tensor of bytes."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     values: dict[str, int | list[int]] = {}
     for name in _BATCH_FIELDS:

@@ -1,8 +1,9 @@
 """A transformers module -> one rank's part of it, by the plan that comes with the model.
 
-The plan says for modules by name whether their outputs or their inputs are divided. Weights are cut
-where they are, and a hook on the module makes whole what needs to be; modelling code stays as it
-is. Knows transformers' modules and plans. Knows nothing of attention, files or requests.
+The plan, `base_model_tp_plan`, says for modules by name whether their outputs or their inputs are
+divided. Weights are cut in place, and forward hooks gather or sum results over ranks; modelling
+code stays as it is. Knows transformers' modules and plans. Knows nothing of attention, files or
+requests.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from penstock_shard.models.parallel.matrices import gathered
 from penstock_shard.models.parallel.ranks import Ranks
 from penstock_shard.models.parallel.slices import check_divisible, even_part, vocabulary_part
 
-# The last are the names that releases before 5.10 have.
+# Styles of transformers' plans. The names in _rep are those of releases before 5.10.
 _ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _SPLIT = {"rowwise_split_input", "rowwise_rep"}
-# Each rank has these whole.
+# Styles of modules that each rank has whole.
 _WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 _EXPERTS = "moe_tp_experts"
 _PACKED = "packed_colwise"
@@ -34,9 +35,8 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 
 
 def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
-    """Cut the module's weights down to those of this rank: what it has of each linear layer that is
-    divided within. Raises ModelError if there is no plan for it, or one that says something not
-    known here.
+    """Cut the module's weights down to this rank's. Returns the rank's share of each divided linear
+    layer. Raises ModelError if the model has no plan, or one with a style that is not known here.
     """
     name = type(module).__name__
     plan: dict[str, str] = (
@@ -60,13 +60,13 @@ def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
 def _check_sizes(module: PreTrainedModel, count: int) -> None:
     text = module.config.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    # One that differs from layer to layer is a list: each weight is looked at when it is cut.
+    # Sizes that differ between layers are lists: these are checked when each weight is cut.
     sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
     check_divisible(count, sizes, count)
 
 
 def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Paths of the modules and parameters that the plan names, and what it says of each."""
+    """Paths of the modules and parameters that the plan names, each with its style."""
     prefix = module.base_model_prefix
     named = {name for name, _ in module.named_modules()}
     named |= {name for name, _ in module.named_parameters()}
@@ -77,7 +77,9 @@ def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[st
 
 
 def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Share | None:
-    """Of a linear layer what this rank has of it."""
+    """Divide the module or parameter at `path`. Returns this rank's share of a linear layer, None
+    for others.
+    """
     parent, _, leaf = path.rpartition(".")
     holder = module.get_submodule(parent)
     part = getattr(holder, leaf)
@@ -86,7 +88,7 @@ def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Sha
             _fewer_heads(holder, ranks.size)
         return _divide_linear(path, part, style, ranks)
     if isinstance(part, nn.Parameter) and style == "colwise" and part.dim() == 1:
-        # A number for each head, as attention sinks are.
+        # One number for each head, such as attention sinks.
         _cut(path, holder, leaf, 0, ranks)
     elif isinstance(part, nn.Parameter) and style in {_PACKED, "colwise", "rowwise"}:
         _divide_experts(path, holder, leaf, style, ranks)
@@ -112,7 +114,7 @@ def _divide_linear(path: str, linear: nn.Linear, style: str, ranks: Ranks) -> Sh
         return Share(shape, rows=(even_part(shape[0], ranks.rank, ranks.size),))
     _cut(path, linear, "weight", 1, ranks)
     linear.in_features = linear.weight.shape[1]
-    # Added once, to the sum.
+    # The bias is added once, to the sum over ranks.
     if linear.bias is not None:
         linear.register_parameter("bias_of_sum", linear.bias)
         linear.register_parameter("bias", None)
@@ -138,13 +140,13 @@ def _part(path: str, whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
 
 
 def _replace(holder: nn.Module, name: str, part: Tensor) -> None:
-    """Copied, so that the whole can go."""
+    """Set the parameter to a copy of `part`, so that the whole weight can be freed."""
     copied = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
     setattr(holder, name, copied)
 
 
 def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks: Ranks) -> None:
-    """Weights [E, N, K] of all experts, or [E, K, N] where they are transposed."""
+    """Divide weights [E, N, K] of all experts, or [E, K, N] where they are transposed."""
     if not getattr(experts, "is_concatenated", True) or getattr(experts, "has_bias", False):
         raise ModelError(
             f"--tensor-parallel-size {ranks.size}: experts as {type(experts).__name__} keeps them "
@@ -161,7 +163,7 @@ def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks:
 
 
 def _fewer_heads(attention: nn.Module, size: int) -> None:
-    """For code that shapes by the numbers of heads it was made with."""
+    """Lower the numbers of heads that modelling code stored at construction and reshapes by."""
     if not hasattr(attention, "layer_idx") or getattr(attention, "has_part_of_heads", False):
         return
     attention.has_part_of_heads = True  # type: ignore[assignment]
@@ -177,7 +179,7 @@ def _divide_head(module: PreTrainedModel, ranks: Ranks) -> None:
         return
     vocabulary = head.out_features
     bias = head.bias
-    # A tied head gets weights of its own here: the embedding stays whole.
+    # A tied head gets its own copy of its rows: the embedding stays whole.
     _replace(head, "weight", vocabulary_part(head.weight.data, ranks.rank, ranks.size))
     if bias is not None:
         column = vocabulary_part(bias.data.unsqueeze(1), ranks.rank, ranks.size)

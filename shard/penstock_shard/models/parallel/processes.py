@@ -1,4 +1,6 @@
-"""Processes of ranks on this machine: which ones, and started. Imports no torch."""
+"""The processes of this machine's ranks: which ones there are, and how to start them. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,24 @@ from penstock_shard.config import ShardConfig
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which part of a model a process has, and where."""
+    """The rank of a process, and its place on its machine."""
 
     rank: int
+    # Number of ranks in the group.
     size: int
-    # Of the devices of its machine.
+    # Index among the machine's devices.
     device_index: int
     # How many ranks share the machine.
     num_beside: int
 
     @property
     def is_elsewhere(self) -> bool:
-        """Not on the machine of rank 0."""
+        """Whether the rank is on another machine than rank 0."""
         return self.rank >= self.num_beside
 
 
 def places_here(config: ShardConfig) -> list[RankPlace]:
-    """The ranks of this machine, in order; the first of all leads."""
+    """The ranks of this machine, in order. On the first machine rank 0 is among them."""
     size = config.tensor_parallel_size
     count = size // config.nnodes
     first = config.node_rank * count
@@ -37,17 +40,17 @@ def places_here(config: ShardConfig) -> list[RankPlace]:
 
 
 def listen(config: ShardConfig) -> socket.socket:
-    """Where rank 0 awaits the others. Raises OSError where the port cannot be had."""
+    """The socket on which rank 0 accepts the others. Raises OSError if the port cannot be bound."""
     if config.nnodes == 1:
         return socket.create_server(("127.0.0.1", 0))
     return socket.create_server(("", config.master_port), backlog=config.tensor_parallel_size)
 
 
 def start_rank(place: RankPlace, address: str, port: int) -> subprocess.Popen[bytes]:
-    """Start the process of a rank other than 0, which connects to that one at the address."""
+    """Start the process of a rank other than 0; it connects to rank 0 at `address`:`port`."""
     numbers = (port, place.rank, place.size, place.device_index, place.num_beside)
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    # Of no use there, and nothing that can leak where it is not.
+    # Ranks do not need the key, and a secret should not be where it is not needed.
     environment.pop("PENSTOCK_API_KEY", None)
     return subprocess.Popen(
         [sys.executable, "-m", "penstock_shard.rank_main", address, *map(str, numbers)],

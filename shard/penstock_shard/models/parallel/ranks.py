@@ -1,6 +1,6 @@
-"""Sums and gatherings of tensors over the ranks of one model.
+"""Collectives over the ranks of one model: sum, gather, broadcast; and joining the group.
 
-Knows torch.distributed, and what it says where ranks cannot meet. Knows nothing of models.
+Knows torch.distributed, and its errors where ranks cannot join. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from penstock_shard.models.errors import ModelError, first_line, is_out_of_memory
 
-# A rank tries twice as long as this to find where ranks meet; rank 0 awaits it there for longer,
-# so that who cannot come can say why.
+# Timeout for reaching the store, which a rank may need twice. Rank 0 waits longer, _MEET_S, so that
+# a rank that cannot join has time to say why.
 _FIND_S = timedelta(seconds=60)
 _MEET_S = 180.0
 _POLL_S = 0.02
-# A rank that computes a long step on a slow processor is late, not gone; that it is gone is known
-# by its connection.
+# Timeout of collectives. A rank that computes a long step on a slow CPU is late, not gone; its
+# connection tells when it is gone.
 _LATEST_S = timedelta(hours=2)
 
 
 class Ranks:
-    """This process among those that compute one model together."""
+    """This process's rank in the group that computes one model, and the group's collectives."""
 
     def __init__(self, rank: int, size: int, *, in_order: bool = False) -> None:
-        """`in_order`: sums are added up in the order of ranks, whatever the shape, so that their
-        bits do not depend on what else is in a step. It moves more data than the usual way does.
+        """`in_order`: sums are computed in the order of ranks, whatever the shape, so that their
+        bits do not depend on what else is in a step. This moves more data than an all-reduce.
         """
         self.rank = rank
         self.size = size
@@ -42,7 +42,7 @@ class Ranks:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While it lasts this rank computes without the others: shapes are right, values not."""
+        """Inside the context collectives do nothing: results have right shapes, wrong values."""
         self._is_apart = True
         try:
             yield
@@ -50,7 +50,7 @@ class Ranks:
             self._is_apart = False
 
     def add_up(self, part: Tensor) -> Tensor:
-        """The sum of every rank's `part`, in its place."""
+        """All-reduce: replaces `part` by the sum of all ranks' parts, and returns it."""
         if self._is_apart or part.numel() == 0:
             return part
         if not self.in_order:
@@ -63,7 +63,7 @@ class Ranks:
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """Every rank's `part`, in their order: [size, *shape]."""
+        """All-gather: all ranks' parts in the order of ranks, [size, *shape]."""
         if self._is_apart or part.numel() == 0:
             return part.unsqueeze(0).expand(self.size, *part.shape)
         everything = part.new_empty(self.size, *part.shape)
@@ -71,14 +71,14 @@ class Ranks:
         return everything
 
     def from_first(self, values: Tensor) -> None:
-        """Overwrite with what rank 0 has."""
+        """Broadcast: overwrites `values` with rank 0's."""
         dist.broadcast(values, src=0)
 
 
 def join(device: torch.device, rank: int, size: int, address: str, port: int) -> Ranks:
-    """Meet the others: over NCCL on cuda, over gloo on cpu.
+    """Join the other ranks: over NCCL on cuda, over gloo on cpu.
 
-    Raises ModelError if that cannot be; the message leaves it to rank 0 to say which rank it was.
+    Raises ModelError if that fails; rank 0 adds to the message which rank it was.
     """
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -94,13 +94,15 @@ def join(device: torch.device, rank: int, size: int, address: str, port: int) ->
 
 
 class MeetingPoint:
-    """Where ranks find each other: open as long as this object lives, or torch after `join`."""
+    """The TCPStore through which ranks join. Open while this object lives; after `join` torch keeps
+    it open.
+    """
 
     def __init__(self, size: int, *, alone: bool) -> None:
-        """`alone`: all ranks are on this machine. Raises ModelError where no port can be had."""
+        """`alone`: all ranks are on this machine. Raises ModelError if no port can be bound."""
         self._size = size
         try:
-            # Else torch would listen on every interface.
+            # A socket of ours, since torch would listen on every interface.
             listener = socket.create_server(("127.0.0.1" if alone else "", 0))
             self.port = int(listener.getsockname()[1])
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -118,8 +120,8 @@ class MeetingPoint:
             ) from error
 
     def await_others(self, check_others: Callable[[], None]) -> None:
-        """`check_others` raises ModelError if one says that it cannot come; so does this if one
-        just does not.
+        """Wait until all ranks have reached the store. `check_others` raises ModelError if a rank
+        reported that it cannot; raises ModelError too if a rank does not arrive in time.
         """
         deadline_s = time.monotonic() + _MEET_S
         for rank in range(1, self._size):
@@ -134,7 +136,7 @@ class MeetingPoint:
                 time.sleep(_POLL_S)
 
     def join(self, device: torch.device) -> Ranks:
-        """Meet the others as rank 0."""
+        """Join the other ranks as rank 0."""
         return _meet(self._store, device, 0, self._size)
 
 
@@ -145,7 +147,7 @@ def _arrival(rank: int) -> str:
 def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
     on_cuda = device.type == "cuda"
     backend = "nccl" if on_cuda else "gloo"
-    # Who came first waits for all others, one of which may have to fetch the model before it comes.
+    # The first ranks to arrive wait for all others, which may have to fetch the model before.
     store.set_timeout(_LATEST_S)
     try:
         dist.init_process_group(
@@ -169,11 +171,11 @@ def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
 
 
 def _what(error: Exception) -> str:
-    """Without where in torch's code it happened."""
+    """The error's first line; the lines after it are torch's C++ locations."""
     return first_line(error).rstrip(". ")
 
 
 def _gather_into(everything: Tensor, part: Tensor) -> None:
-    """The newer name where there is one, since the older then warns."""
+    """All-gather by its newer name if torch has it, since the older name then warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everything, part)

@@ -1,8 +1,8 @@
-"""Which part of a decoder each rank has: heads and inner units divided, the rest whole.
+"""Which part of a decoder each rank has: heads and inner units are divided, the rest is whole.
 
-A matrix that gives inner values (queries, keys, values, gate, up) has its rows divided, one that
-takes them (output, down) its columns, as Megatron-LM does (Shoeybi et al., 2019), so that ranks
-meet twice a layer. Of the head each rank has some of the vocabulary's rows. The division is that of
+Matrices that produce inner values (queries, keys, values, gate, up) are divided by rows, those that
+consume them (output, down) by columns, as in Megatron-LM (Shoeybi et al., 2019), so that a layer
+needs two all-reduces. The head is divided by rows of the vocabulary. The division is that of
 transformers' `base_model_tp_plan`. Knows specs and names of tensors; knows nothing of how they are
 read or computed with.
 """
@@ -23,15 +23,15 @@ from penstock_shard.models.errors import ModelError
 from penstock_shard.models.lora import Share, Shares
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# The last part of a module's name -> how its weight is divided. Of Mixtral's experts w1 is the gate
-# and w3 is up.
+# How weights are divided, by the last part of the module's name. Mixtral's experts call the gate
+# w1, up w3 and down w2.
 _BY_HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 _BY_ROWS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
 _BY_COLUMNS = {"o_proj", "down_proj", "w2"}
 
 
 def divided_by(leaf: str) -> str | None:
-    """What of a weight [N, K] each rank has some of, by the last part of its module's name."""
+    """How a weight [N, K] is divided, by the last part of its module's name; None: not at all."""
     if leaf in _BY_HEADS:
         return "heads"
     if leaf in _BY_ROWS:
@@ -40,7 +40,9 @@ def divided_by(leaf: str) -> str | None:
 
 
 def check_divisible(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
-    """Raises ModelError unless `size` ranks can share a model of these sizes, by name."""
+    """Raises ModelError unless `size` ranks divide each of `sizes`, given by name, and share or
+    divide the KV heads evenly.
+    """
     for name, value in sizes.items():
         if value % size:
             raise ModelError(
@@ -60,9 +62,9 @@ def _advice(size: int, values: Sequence[int]) -> str:
 
 
 def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
-    """What each of `size` ranks has of a decoder. Raises ModelError if it cannot be divided.
+    """The spec of one of `size` ranks' parts. Raises ModelError if the decoder cannot be divided.
 
-    Keys and values of fewer heads than ranks are kept by several ranks each.
+    With fewer KV heads than ranks, several ranks have the same KV head.
     """
     first = spec.layers[0]
     check_divisible(
@@ -77,13 +79,13 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
         intermediate_size=spec.intermediate_size // size,
         layers=tuple(_local_layer(layer, size) for layer in spec.layers),
         experts=experts,
-        # The head is a part of the embedding at most, which each rank has whole.
+        # Not tied: the head is only a part of the embedding, which each rank has whole.
         tied=False,
     )
 
 
 def _inner_sizes(spec: DecoderSpec) -> dict[str, int]:
-    """Inner units of layers of each kind that there is, as configurations name them."""
+    """Inner sizes of the kinds of layers in the model, by their names in configurations."""
     if spec.experts is None:
         return {"intermediate_size": spec.intermediate_size}
     sizes = {"moe_intermediate_size": spec.experts.intermediate_size}
@@ -101,9 +103,7 @@ def _local_layer(layer: LayerSpec, size: int) -> LayerSpec:
 
 
 def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
-    """What a rank has of each matrix that is divided, by its module's name; `spec` is that of the
-    whole model.
-    """
+    """A rank's share of each divided matrix, by module name; `spec` is the whole model's."""
     shares = {}
     for name, shape in tensor_shapes(spec).items():
         module = name.removesuffix(".weight")
@@ -126,7 +126,7 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
 
 
 def _heads(leaf: str, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
-    """Rows of a rank's heads; those of keys or values it may share with its neighbours."""
+    """The rows of a rank's heads; KV heads may be shared with neighbouring ranks."""
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     query = even_part(queries, rank, size)
     first = rank * layer.num_kv_heads // size * layer.head_dim
@@ -137,7 +137,7 @@ def _heads(leaf: str, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ..
 
 
 def even_part(length: int, rank: int, size: int) -> slice:
-    """A rank's of so many rows or columns, which `size` ranks have as many of each."""
+    """A rank's slice of `length` rows or columns, divided evenly over `size` ranks."""
     count = length // size
     return slice(rank * count, (rank + 1) * count)
 
@@ -147,10 +147,10 @@ def _moved(part: slice, by: int) -> slice:
 
 
 class SlicedTensors:
-    """A `TensorSource` of one rank's part: slices of another's tensors."""
+    """A `TensorSource` of one rank's part: slices of the whole model's tensors."""
 
     def __init__(self, source: TensorSource, spec: DecoderSpec, rank: int, size: int) -> None:
-        """`spec` is that of the whole model."""
+        """`source` and `spec` are those of the whole model."""
         self._source = source
         self._tied = spec.tied
         self._rank = rank
@@ -171,7 +171,7 @@ class SlicedTensors:
 
 
 def vocabulary_part(head: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's rows of the head: as many for each, the last ones filled up with zeros."""
+    """A rank's rows of the head: equally many on every rank, padded with zeros at the end."""
     count = -(-len(head) // size)
     part = head[rank * count : (rank + 1) * count]
     missing = count - len(part)
