@@ -25,7 +25,6 @@ from penstock_proto.logs import set_up_logging
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.matchers import PendingMatchers
-from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.engine_adapters import NO_ADAPTER, EngineAdapters, PlacedAdapter
 from penstock_shard.kv_blocks import BlockManager
@@ -43,6 +42,7 @@ from penstock_shard.link import (
     Submit,
 )
 from penstock_shard.loading import LoadedRunner, ModelError, load_runner
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import CONSTRAINT_KINDS, NO_OBJECTIVE, Request
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.tokenizer_files import tokenizer_hash

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from penstock_shard.drafts import Drafter
 from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Request, RequestState
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.speculation import Speculation

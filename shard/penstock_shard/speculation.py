@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock_shard.drafts import Drafter
 from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Request, RequestState
 from penstock_shard.runner.base import ScheduledRequest, StepPlan
 from penstock_shard.step_time import StepTime

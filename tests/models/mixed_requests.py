@@ -9,10 +9,10 @@ import random
 from models.driver import make_request
 from models.sampling_reference import KINDS
 
-from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner.base import Runner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits

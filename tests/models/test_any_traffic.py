@@ -26,9 +26,9 @@ from support.engines import make_request, runner_info
 from torch import Tensor
 
 from penstock_shard.codes import Code
-from penstock_shard.drafts import Drafter
 from penstock_shard.link import Output
 from penstock_shard.models.base import Forwarded
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, FinishReason, Request, SamplingParams, ThinkingBudget
 from penstock_shard.runner import sampler as sampler_module
 from penstock_shard.runner.model_runner import ModelRunner

@@ -21,7 +21,6 @@ from support.adapters import make_adapter
 from support.drafters import Oracle, named
 from torch import Tensor
 
-from penstock_shard.drafts import Drafter
 from penstock_shard.models.attention import READS_ANY_CACHE, candidates
 from penstock_shard.models.attention.base import AttentionBackend, Unusable
 from penstock_shard.models.attention.sdpa import SdpaBackend
@@ -33,6 +32,7 @@ from penstock_shard.models.decoder_weights import read_weights
 from penstock_shard.models.ops.base import Ops
 from penstock_shard.models.ops.torch_ops import TorchOps
 from penstock_shard.models.transformers_loader import load_config
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.runner.trial import Row, trial_steps

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.decoder import Decoder
-from penstock_shard.models.embedding import Embedding
+from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.errors import ModelError
 from penstock_shard.request import SamplingParams
 from penstock_shard.runner.base import Logprobs, ScheduledRequest, StepPlan

@@ -16,14 +16,14 @@ from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 
 from penstock_shard.constraints.state import MaskFiller
-from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, Request, SamplingParams, ThinkingBudget
 from penstock_shard.runner.base import Logprobs, RowResult
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRow
-from penstock_shard.runner.speculation import Draft, Verification
+from penstock_shard.runner.verification import Draft, Verification
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
 _LENGTH = 8

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.constraints.matchers import PendingMatchers
-from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Constraint, Request
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.fake import FakeRunner

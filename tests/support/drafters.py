@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock_shard.drafts import Drafter
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Request
 from support.engines import EOS_ID
 

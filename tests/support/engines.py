@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Pooling, Request, SamplingParams
 from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeRunner

@@ -21,7 +21,7 @@ from penstock_shard.models.decoder_spec import (
     norm_names,
     tensor_shapes,
 )
-from penstock_shard.models.embedding import Embedding
+from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.errors import cannot_hold
 from penstock_shard.models.feed_forward import Dense, FeedForward, Linear, Sparse
 from penstock_shard.models.ops.base import Experts, HeadNorm, Matrix, Ops

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from penstock_shard.models.checkpoint import give_back_pages
-from penstock_shard.models.embedding import Embedding
+from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.errors import ModelError, cannot_hold
 from penstock_shard.models.fused_linears import Siblings, find_siblings, put_in_place
 from penstock_shard.models.ops.base import Matrix, Ops

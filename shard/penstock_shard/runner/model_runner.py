@@ -33,8 +33,8 @@ from penstock_shard.runner.device import mark, to_device, to_host
 from penstock_shard.runner.pooling import Pooler
 from penstock_shard.runner.request_numbers import RequestNumbers
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
-from penstock_shard.runner.speculation import Draft, Verification
 from penstock_shard.runner.token_state import needs_state
+from penstock_shard.runner.verification import Draft, Verification
 
 CAPABILITIES = frozenset(
     {

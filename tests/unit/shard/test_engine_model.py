@@ -18,9 +18,9 @@ from support.engines import EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
 from penstock_shard.codes import Code
-from penstock_shard.drafts import Drafter
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import FinishReason, Objective, Request
 from penstock_shard.runner.fake import FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits

@@ -11,7 +11,7 @@ from support.engines import EngineUnderTest, make_engine, make_request
 from support.shadow import Fails, ShadowRunner
 
 from penstock_shard.codes import Code
-from penstock_shard.drafts import Drafter
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import FinishReason, Objective, Pooling, Request
 from penstock_shard.runner.base import StepPlan
 

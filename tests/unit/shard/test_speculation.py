@@ -12,8 +12,8 @@ from support.constrained_engines import ConstrainedEngine, constrained
 from support.drafters import FickleOracle, Oracle, always, named
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 
-from penstock_shard.drafts import Drafter
 from penstock_shard.link import Output
+from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import (
     NO_OBJECTIVE,
     Constraint,
