@@ -43,7 +43,7 @@ serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
 
 test: $(VENV)/.dev $(CLIENTS) ## Run the tests, each property at a small fixed budget
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 soak: $(VENV)/.dev $(CLIENTS) ## Run the tests at the size of their claims (an hour and a half)
 	@PENSTOCK_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(ARGS)

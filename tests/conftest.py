@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 # Tests of whole systems start processes and wait for them: one after the other, so that they have
 # to share the machine with one stranger only. They wait more than they compute.
 _WHOLE_SYSTEMS = frozenset({"chaos", "clients", "console", "integration"})
-_TESTS = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        folder, *rest = item.path.relative_to(_TESTS).parts
-        # Tests of one file share what it sets up.
-        group = "whole systems" if folder in _WHOLE_SYSTEMS else "/".join((folder, *rest))
-        item.add_marker(pytest.mark.xdist_group(group))
+# There are workers only where pytest-xdist is installed.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = _scope_of
+    return scheduler
+
+
+def _scope_of(node_id: str) -> str:
+    """Tests of one scope run in one worker: whole systems, or a file, as its tests share what it
+    sets up.
+    """
+    path = node_id.partition("::")[0]
+    return "whole systems" if path.split("/")[1] in _WHOLE_SYSTEMS else path

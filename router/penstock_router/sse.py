@@ -111,14 +111,16 @@ class EventStream:
         """
         if self._rest:
             await self._send_rest()
-        if len(frames) > PIECE_BYTES:
-            data = memoryview(frames)
-            starts = range(0, len(frames), PIECE_BYTES)
-            self._rest.extend(data[start : start + PIECE_BYTES] for start in starts)
-            await self._send_rest()
-        elif frames:
-            await self.drained()
+        if not frames:
+            return
+        await self.drained()
+        if len(frames) <= PIECE_BYTES:
             self.send_now(frames)
+            return
+        data = memoryview(frames)
+        starts = range(0, len(frames), PIECE_BYTES)
+        self._rest.extend(data[start : start + PIECE_BYTES] for start in starts)
+        await self._send_rest()
 
     async def _send_rest(self) -> None:
         while self._rest:

@@ -211,7 +211,7 @@ async def test_a_proxy_that_is_meant_for_the_internet_is_not_asked_for_a_shard(
         assert [o.token_ids async for o in client.submit(GenerationRequest([2]))] == [[1]]
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")
     async with ShardClient(scripted[1]) as client:
-        with pytest.raises(ShardUnavailable, match=r"127\.0\.0\.1:9"):
+        with pytest.raises(ShardUnavailable, match="connection refused"):
             await anext(client.submit(GenerationRequest([2])))
 
 
