@@ -1105,21 +1105,18 @@ async def test_a_long_frame_goes_out_in_pieces_and_no_comment_within_it(
     assert transport.writes == len(frame) // 10 + 1
     events._comment()
     # What stops it within a frame leaves the next one whole; one that was not begun is not sent.
-    sending = asyncio.create_task(events.send(frame))
-    await asyncio.sleep(0)
-    protocol.pause_writing()
-    await asyncio.sleep(0)
-    sending.cancel()
-    await asyncio.wait((sending,))
-    protocol.resume_writing()
-    await events.send(b"data: error\n\n")
-    protocol.pause_writing()
-    sending = asyncio.create_task(events.send(frame))
-    await asyncio.sleep(0)
-    sending.cancel()
-    await asyncio.wait((sending,))
-    protocol.resume_writing()
-    await events.send(b"data: end\n\n")
+    for begun, after in ((True, b"data: error\n\n"), (False, b"data: end\n\n")):
+        if not begun:
+            protocol.pause_writing()
+        sending = asyncio.create_task(events.send(frame))
+        await asyncio.sleep(0)
+        if begun:
+            protocol.pause_writing()
+            await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.wait((sending,))
+        protocol.resume_writing()
+        await events.send(after)
     transport.close()
     sent = [frame, b": keep-alive\n\n", frame, b"data: error\n\n", b"data: end\n\n"]
     assert await reader.read() == b"".join(sent)
