@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
+import ipaddress
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -81,8 +80,6 @@ _MAX_PAUSE_S = 60.0
 _MIN_BYTES_A_SECOND = 1024
 # The same text for a key that is missing, unknown, revoked or expired.
 WRONG_KEY = "Unauthorized: missing or wrong API key"
-# Unknown keys are kept only as salted hashes, which mean nothing elsewhere.
-_KEY_SALT = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +129,7 @@ def let_in(
     router, record, key = request.app[ROUTER], request[RECORD], request.get(KEY)
     limits_s = [limit for limit in (timeout_s, _timeout_header(request)) if limit is not None]
     entered = router.admission.enter(
-        _client(request),
+        client_of(request),
         sequences,
         param,
         timeout_s=min(limits_s, default=None),
@@ -158,15 +155,26 @@ def _timeout_header(request: web.Request) -> float | None:
     return timeout_s
 
 
-def _client(request: web.Request) -> str:
-    """Who the client is, by its API key; "" without one."""
+def client_of(request: web.Request) -> str:
+    """Who the client is, for fairness and bounds: the name of its API key, or else its address. A
+    key that is not known says nothing: anybody can make up another for each request.
+    """
     key: Key | None = request.get(KEY)
-    if key is not None:
-        return key.name
-    given = shown_key(request)
-    # No key's name begins with a question mark.
-    digest = hashlib.blake2b(given, key=_KEY_SALT, digest_size=16).hexdigest()
-    return f"?{digest}" if given else ""
+    return _network(request.remote or "") if key is None else key.name
+
+
+def _network(address: str) -> str:
+    """The address; of IPv6 the network of 64 bits, all of which one machine may use."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        # Over a Unix socket: there are no addresses.
+        return ""
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(parsed), 64), strict=False))
 
 
 def usable_request_id(given: str | None) -> str | None:

@@ -1,0 +1,88 @@
+"""Memory that clients share: who may hold how much."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock_router.byte_budget import ByteBudget
+
+
+class Refused(Exception):
+    def __init__(self, held_bytes: int, max_bytes: int) -> None:
+        super().__init__(held_bytes, max_bytes)
+
+
+def test_a_client_may_hold_as_much_as_is_left_free() -> None:
+    budget = ByteBudget(100)
+    first, second = budget.hold("greedy"), budget.hold("greedy")
+    first.grow(30, Refused)
+    second.grow(20, Refused)
+    with pytest.raises(Refused) as refused:
+        second.grow(1, Refused)
+    assert refused.value.args == (50, 100)
+
+
+def test_several_greedy_clients_leave_room_for_the_next() -> None:
+    budget = ByteBudget(1000)
+    for client in "abcd":
+        holdings = [budget.hold(client) for _ in range(1000)]
+        with pytest.raises(Refused):
+            for one in holdings:
+                one.grow(1, Refused)
+    assert budget.held_bytes < 1000
+    budget.hold("late").grow(1, Refused)
+
+
+def test_the_only_thing_here_may_have_any_size() -> None:
+    budget = ByteBudget(10)
+    body = budget.hold("a")
+    body.grow(8, Refused)
+    body.grow(80, Refused)
+    with pytest.raises(Refused):
+        budget.hold("b").grow(1, Refused)
+
+
+def test_the_only_thing_of_a_client_may_take_all_that_is_free() -> None:
+    budget = ByteBudget(100)
+    budget.hold("a").grow(10, Refused)
+    body = budget.hold("b")
+    body.grow(60, Refused)
+    body.grow(30, Refused)
+    with pytest.raises(Refused):
+        body.grow(1, Refused)
+
+
+def test_what_is_held_is_given_back_at_the_end_of_its_scope() -> None:
+    budget = ByteBudget(100)
+    with pytest.raises(KeyError), budget.hold("a") as holding:
+        holding.grow(10, Refused)
+        holding.shrink(3)
+        assert (budget.held_bytes, budget.held_by("a"), holding.num_bytes) == (7, 7, 7)
+        raise KeyError
+    holding.close()
+    assert (budget.held_bytes, budget.held_by("a")) == (0, 0)
+
+
+def test_counts_are_right_whatever_happens() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    budget, holdings = ByteBudget(1000), [(client, []) for client in "abc"]
+    for _ in range(2000):
+        client, held = rng.choice(holdings)
+        if held and rng.random() < 0.5:
+            held.pop(rng.randrange(len(held))).close()
+            continue
+        one = budget.hold(client)
+        try:
+            one.grow(rng.randrange(300), Refused)
+        except Refused:
+            assert one.num_bytes == 0
+        else:
+            held.append(one)
+        for name, all_held in holdings:
+            assert budget.held_by(name) == sum(each.num_bytes for each in all_held)
+        assert budget.held_bytes == sum(budget.held_by(name) for name, _ in holdings)
+        assert budget.held_bytes <= 1000
