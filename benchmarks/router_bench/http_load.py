@@ -15,7 +15,10 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from penstock_client import key_file
 
 # The name under which shards serve.
 MODEL = "bench"
@@ -27,6 +30,13 @@ _CONNECT_TIMEOUT_S = 60.0
 _LAST_CHUNK = b"0\r\n\r\n"
 # Of a stream whose status was sent.
 _ERROR_EVENT = b'data: {"error"'
+
+
+def write_keys(file: Path, *names: str) -> Path:
+    """A file for --api-keys-file, in which each key is its own name."""
+    hashes = {name: key_file.hash_of(key_file.digest_of(name.encode())) for name in names}
+    file.write_text("".join(f"[[keys]]\nname = '{n}'\nhash = '{h}'\n" for n, h in hashes.items()))
+    return file
 
 
 def post(path: str, body: dict[str, Any], key: str = "") -> bytes:

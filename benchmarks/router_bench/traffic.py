@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.router_bench import figures, loads
 from benchmarks.router_bench.figures import Row, of_case, percentile
-from benchmarks.router_bench.http_load import MODEL, chat, get, post
+from benchmarks.router_bench.http_load import MODEL, chat, get, post, write_keys
 from benchmarks.router_bench.loads import Arrivals
 from benchmarks.router_bench.scenario import (
     LOAD_COLUMNS,
@@ -400,7 +400,8 @@ router from text and through the gRPC client from token ids.""",
 _AT_CAPACITY, _BEYOND = "at capacity", "beyond it"
 _POLITE, _BESIDE_GREEDY = "nine polite keys", "beside a greedy one"
 _BESIDE_BOUNDED = "beside a greedy one, bounded"
-_POLITE_KEYS = 9
+_CROWD, _GREEDY = "crowd", "greedy"
+_POLITE_KEYS = tuple(f"polite{number}" for number in range(9))
 # What the greedy key sends goes on for so long beyond what is measured.
 _MARGIN_S = 3.0
 
@@ -428,8 +429,9 @@ def _overload_arguments(parser: argparse.ArgumentParser) -> None:
 def _overload(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     flags = shard_flags(args, "--max-num-seqs", args.sequences)
     queue = ("--max-queued-requests", args.queued)
-    bounds = router_flags(args, "--max-concurrent-requests", args.sequences, *queue)
-    requests = _of_several_lengths(args)
+    keys = ("--api-keys-file", write_keys(folder / "keys.toml", _CROWD, _GREEDY, *_POLITE_KEYS))
+    bounds = router_flags(args, "--max-concurrent-requests", args.sequences, *queue, *keys)
+    requests = _of_several_lengths(args, _CROWD)
     warmup_s = 4e-3 * args.step_ms * args.output_tokens
     with serving(folder, flags, bounds, pin=args.pin) as servers:
         for number in range(args.rounds):
@@ -456,7 +458,7 @@ def _of_several_lengths(args: argparse.Namespace, *keys: str) -> list[bytes]:
     """Lengths differ, so that answers neither begin nor end together."""
     lengths = range(max(1, args.output_tokens // 2), args.output_tokens * 3 // 2 + 1)
     rng = random.Random(0)
-    whose = itertools.cycle(keys or ("",))
+    whose = itertools.cycle(keys)
     return [chat(stream=True, max_tokens=rng.choice(lengths), key=next(whose)) for _ in range(500)]
 
 
@@ -465,13 +467,13 @@ def _by_keys(
 ) -> Row:
     """What became of the polite keys' requests."""
     warmup_s = 4e-3 * args.step_ms * args.output_tokens
-    polite = _of_several_lengths(args, *(f"polite{number}" for number in range(_POLITE_KEYS)))
-    rate = args.polite * capacity * _POLITE_KEYS / (_POLITE_KEYS + 1)
+    polite = _of_several_lengths(args, *_POLITE_KEYS)
+    rate = args.polite * capacity * len(_POLITE_KEYS) / (len(_POLITE_KEYS) + 1)
     arrivals = Arrivals(rate, warmup_s, args.seconds, seed, _PATIENCE_S)
     with contextlib.ExitStack() as stack:
         flood = None
         if case != _POLITE:
-            greedy = _of_several_lengths(args, "greedy")
+            greedy = _of_several_lengths(args, _GREEDY)
             rate, seconds = args.factor * capacity, args.seconds + _MARGIN_S
             torrent = Arrivals(rate, warmup_s, seconds, seed + 1, _PATIENCE_S)
             flood = stack.enter_context(Load(loads.open_loop, servers.port, greedy, torrent))

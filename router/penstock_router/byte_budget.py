@@ -1,8 +1,8 @@
 """Memory that clients share: what bodies, answers and streams may hold while a client is slow.
 
 A client may hold at most as many bytes as are still free (the dynamic threshold of Choudhury and
-Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998): one alone gets
-half, two that are greedy a third each, and there is always room left for whoever comes next.
+Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998): a greedy one gets
+half, the next half of the rest, and there is always room left for whoever comes after them.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help=f"tokens of the prompts that wait; more get 429 {_DEFAULT}",
         **values.COUNT,
     )
-    each = "the same for each API key (default: no bound)"
+    each = "the same for each API key, or each address without a known key (default: no bound)"
     add("--max-concurrent-requests-per-key", help=each, **values.COUNT)
     add("--max-queued-requests-per-key", help=each, **values.COUNT_OR_NONE)
     add("--max-queued-tokens-per-key", help=each, **values.COUNT)

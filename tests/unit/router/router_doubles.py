@@ -375,9 +375,10 @@ def fake_logprobs(
 class MemoryTransport(asyncio.Transport):
     """Between a client in this process and the server's protocol. `blocked` is a full socket."""
 
-    def __init__(self, reader: asyncio.StreamReader) -> None:
+    def __init__(self, reader: asyncio.StreamReader, address: str = "") -> None:
         super().__init__()
         self.reader = reader
+        self.address = address
         self.protocol: asyncio.Protocol | None = None
         self.closed = False
         self.writes = 0
@@ -396,7 +397,7 @@ class MemoryTransport(asyncio.Transport):
         return self.closed
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("memory", 0) if name == "peername" else default
+        return (self.address, 0) if name == "peername" else default
 
     def close(self) -> None:
         if not self.closed:
@@ -456,9 +457,9 @@ def parse_events(body: bytes) -> list[Any]:
 class Connection:
     """One HTTP/1.1 connection to the server in memory."""
 
-    def __init__(self, server: web.Server) -> None:
+    def __init__(self, server: web.Server, address: str = "") -> None:
         self.reader = asyncio.StreamReader(limit=2**26)
-        self.transport = MemoryTransport(self.reader)
+        self.transport = MemoryTransport(self.reader, address)
         self.protocol = server()
         self.transport.protocol = self.protocol
         self.protocol.connection_made(self.transport)
@@ -514,13 +515,19 @@ class MemoryRouter:
         self.app = app
         self.server = server
 
-    def connect(self) -> Connection:
-        return Connection(self.server)
+    def connect(self, address: str = "") -> Connection:
+        """A connection from this address; "": from none, as over a Unix socket."""
+        return Connection(self.server, address)
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        address: str = "",
     ) -> Answer:
-        connection = self.connect()
+        connection = self.connect(address)
         connection.send(method, path, body, headers or {})
         answer = await connection.read_answer()
         connection.close()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
+from penstock_client import key_file
 from penstock_router.routes.base import ROUTER
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -46,11 +49,14 @@ def slow_fleet(tokenizer: Tokenizer) -> FakeFleet:
     return FakeFleet(model_files(tokenizer), step_s=0.02, script=lambda request: [5] * 100_000)
 
 
-def send(router: MemoryRouter, **more: Any) -> asyncio.Task[Answer]:
+def send(
+    router: MemoryRouter, *, address: str = "", headers: dict[str, str] | None = None, **more: Any
+) -> asyncio.Task[Answer]:
     """A request that takes for ever, but for `max_tokens`."""
-    headers = more.pop("headers", {})
-    body = {"prompt": "x", **more}
-    return asyncio.create_task(router.post("/v1/completions", body, **headers))
+    body = json.dumps({"prompt": "x", **more}).encode()
+    return asyncio.create_task(
+        router.request("POST", "/v1/completions", body, headers or {}, address)
+    )
 
 
 async def fill(router: MemoryRouter) -> asyncio.Task[Answer]:
@@ -182,28 +188,61 @@ async def test_a_router_that_stops_says_when_to_come_back_on_every_route(
         assert b"the router is shutting down" in answer.body
 
 
-# ---- Keys --------------------------------------------------------------------------------------
+# ---- Clients -----------------------------------------------------------------------------------
+
+ONE_EACH = {
+    "max_concurrent_requests": 100,
+    "max_concurrent_requests_per_key": 1,
+    "max_queued_requests_per_key": 0,
+}
 
 
-def bearer(key: str) -> dict[str, dict[str, str]]:
-    return {"headers": {"Authorization": f"Bearer {key}"}}
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
-async def test_the_key_that_a_request_shows_says_whose_it_is(byte_level: Tokenizer) -> None:
-    bounds = {
-        "max_concurrent_requests": 100,
-        "max_concurrent_requests_per_key": 1,
-        "max_queued_requests_per_key": 0,
-    }
-    async with small_router(slow_fleet(byte_level), **bounds) as router:
-        running = [send(router, **bearer("one"))]
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    """The setting that names a file with the keys "one" and "two"."""
+    hashes = {name: key_file.hash_of(key_file.digest_of(name.encode())) for name in ("one", "two")}
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f"[[keys]]\nname = '{n}'\nhash = '{h}'\n" for n, h in hashes.items()))
+    return {"api_keys_file": str(file)}
+
+
+async def test_the_key_that_a_request_shows_says_whose_it_is(
+    byte_level: Tokenizer, keys: dict[str, str]
+) -> None:
+    async with small_router(slow_fleet(byte_level), **ONE_EACH, **keys) as router:
+        running = [send(router, headers=bearer("one"), address="127.0.0.1")]
         await until(lambda: router.app[ROUTER].admission.in_flight == 1)
         for headers in ({"Authorization": "bearer one"}, {"x-api-key": "one"}):
-            assert (await send(router, headers=headers)).status == 429
-        running += [send(router), send(router, headers={"x-api-key": "two"})]
-        await until(lambda: router.app[ROUTER].admission.in_flight == 3)
-        assert (await send(router)).status == 429, "those without a key are one"
-        assert (await send(router, headers={"Authorization": "Basic two"})).status == 429
+            assert (await send(router, headers=headers, address="127.0.0.2")).status == 429
+        running += [send(router, headers={"x-api-key": "two"}, address="127.0.0.1")]
+        await until(lambda: router.app[ROUTER].admission.in_flight == 2)
+        await leave(*running)
+
+
+@pytest.mark.parametrize(
+    ("first", "same", "other"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.2"),
+        ("2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1"),
+        ("127.0.0.1", "::ffff:127.0.0.1", "::ffff:127.0.0.2"),
+        ("fe80::1%eth0", "fe80::2", "fe80:0:0:1::1"),
+        ("", "", "127.0.0.1"),
+    ],
+)
+async def test_without_known_keys_an_address_says_whose_a_request_is_whatever_key_it_makes_up(
+    byte_level: Tokenizer, first: str, same: str, other: str
+) -> None:
+    async with small_router(slow_fleet(byte_level), **ONE_EACH) as router:
+        running = [send(router, address=first, headers=bearer("made-up-0"))]
+        await until(lambda: router.app[ROUTER].admission.in_flight == 1)
+        for headers in ({}, bearer("made-up-1"), {"x-api-key": "made-up-2"}):
+            assert (await send(router, address=same, headers=headers)).status == 429
+        running.append(send(router, address=other))
+        await until(lambda: router.app[ROUTER].admission.in_flight == 2)
         await leave(*running)
 
 
@@ -212,9 +251,9 @@ async def test_a_key_is_neither_kept_nor_logged_nor_shown(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with small_router(slow_fleet(byte_level), max_queued_requests=0) as router:
-        running = send(router, **bearer("the-secret"))
+        running = send(router, headers=bearer("the-secret"))
         await until(lambda: router.app[ROUTER].admission.in_flight == 1)
-        refused = await send(router, **bearer("the-secret"))
+        refused = await send(router, headers=bearer("the-secret"))
         assert refused.status == 429
         assert "the-secret" not in "".join(router.app[ROUTER].admission._accounts)
         assert b"the-secret" not in refused.body
@@ -223,17 +262,17 @@ async def test_a_key_is_neither_kept_nor_logged_nor_shown(
     assert "the-secret" not in caplog.text
 
 
-async def test_polite_keys_are_served_beside_a_greedy_one(byte_level: Tokenizer) -> None:
+async def test_polite_clients_are_served_beside_a_greedy_one(byte_level: Tokenizer) -> None:
     fleet = FakeFleet(model_files(byte_level), step_s=0.01, script=lambda request: [5] * 5)
     bounds = {"max_concurrent_requests": 2, "max_queued_requests": 8}
     async with memory_router(fleet, **bounds) as router:
-        greedy = [send(router, **bearer("greedy")) for _ in range(30)]
+        greedy = [send(router, address="127.0.0.1") for _ in range(30)]
         await asyncio.sleep(0.02)
-        polite = [send(router, **bearer(f"polite{number}")) for number in range(5)]
+        polite = [send(router, address=f"127.0.0.{number}") for number in range(2, 7)]
         answers = await asyncio.gather(*polite)
         assert [answer.status for answer in answers] == [200] * 5
         statuses = [answer.status for answer in await asyncio.gather(*greedy)]
-        # Two run, and the queue has five of other keys before the last three of its eight.
+        # Two run, and the queue has five of other clients before the last three of its eight.
         assert statuses.count(200) == 5
 
 
