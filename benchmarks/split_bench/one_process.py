@@ -144,8 +144,8 @@ class InProcessFleet:
     def shards(self) -> Sequence[_Shard]:
         return [self._shard]
 
-    async def wait_ready(self, timeout_s: float | None = None) -> None:
-        return
+    async def wait_changed(self) -> None:
+        await asyncio.Event().wait()
 
     def info(self, model: str = "") -> ShardInfo:
         return self._shard.info

@@ -136,12 +136,20 @@ class Fleet:
         try:
             async with asyncio.timeout(timeout_s):
                 while not any(shard.ready for shard in self._shards.values()):
-                    if self._closed:
-                        raise NoShardAvailable("the fleet was closed")
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self.wait_changed()
         except TimeoutError:
             raise NoShardAvailable(self._problems()) from None
+
+    async def wait_changed(self) -> None:
+        """Return when a shard next becomes ready or unready, leaves, or has another info.
+
+        Raises `NoShardAvailable` when the fleet is closed.
+        """
+        if not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._closed:
+            raise NoShardAvailable("the fleet was closed")
 
     def info(self, model: str = "") -> ShardInfo:
         """What a ready shard that serves `model` ("" is any) says of itself."""

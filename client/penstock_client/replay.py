@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,9 +158,10 @@ def _records(args: argparse.Namespace, tally: Tally) -> Iterator[AuditRecord]:
 async def _wait_for_shards(fleet: Fleet) -> None:
     """Wait for the first shard to be ready, then less long for the others."""
     await fleet.wait_ready(_READY_TIMEOUT_S)
-    until_s = time.monotonic() + _OTHERS_TIMEOUT_S
-    while not all(shard.ready for shard in fleet.shards) and time.monotonic() < until_s:
-        await asyncio.sleep(0.05)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_OTHERS_TIMEOUT_S):
+            while not all(shard.ready for shard in fleet.shards):
+                await fleet.wait_changed()
     for shard in fleet.shards:
         if not shard.ready:
             print(f"penstock replay: shard {shard.address}: {shard.problem}", file=sys.stderr)

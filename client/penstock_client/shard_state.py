@@ -291,9 +291,11 @@ class ShardWatch:
         if problem != shard.problem:
             level = logging.ERROR if isinstance(error, IncompatibleShard) else logging.WARNING
             logger.log(level, "shard %s: %s", shard.address, problem)
+        was_connected, shard.connected = shard.connected, False
         shard.problem = problem
-        shard.connected = False
         shard.info = None
         shard.load = LoadReport()
         shard.client.give_up_call(problem)
-        self._changed(shard)
+        # One that is still away is no news: a fleet may have hundreds, each tried again and again.
+        if was_connected:
+            self._changed(shard)

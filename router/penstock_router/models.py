@@ -7,6 +7,7 @@ with another tokenizer under the same name is noticed by its hash. Knows no HTTP
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +31,6 @@ _ANY_MODEL = frozenset({"", "tgi", "dummy"})
 # An alias for requests that name none.
 _DEFAULT = "default"
 
-# How often a held request checks for a shard.
-_HELD_POLL_S = 0.1
 # How long after a failure to load the files are fetched again.
 _RETRY_S = 1.0
 
@@ -263,16 +262,15 @@ class Models:
             if self._shard_wait_s is None:
                 raise
         known = name if name in self._names else ""
-        until_s = time.monotonic() + self._shard_wait_s
         self._on_held(known, 1)
         try:
-            while True:
-                await asyncio.sleep(_HELD_POLL_S)
-                try:
-                    return self._resolve(name)
-                except Unavailable:
-                    if time.monotonic() >= until_s:
-                        raise
+            async with asyncio.timeout(self._shard_wait_s):
+                while True:
+                    await self._fleet.wait_changed()
+                    with contextlib.suppress(Unavailable):
+                        return self._resolve(name)
+        except TimeoutError:
+            return self._resolve(name)
         finally:
             self._on_held(known, -1)
 
@@ -311,15 +309,13 @@ class Models:
     async def keep_loading(self) -> None:
         """Load the fleet's models ahead of requests; runs until cancelled."""
         while True:
-            try:
-                await self._fleet.wait_ready()
-            except PenstockError as error:
-                logger.debug("no shard is ready: %s", error)
             self._note_names()
-            infos = self.infos()
             self._forget_replaced()
-            await asyncio.gather(*(self._load_ahead(info) for info in infos))
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.gather(*(self._load_ahead(info) for info in self.infos()))
+            # Not for ever: what failed is tried again, and a change during the loads was missed.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY_S):
+                    await self._fleet.wait_changed()
 
     async def _load_ahead(self, info: ShardInfo) -> None:
         try:

@@ -202,6 +202,7 @@ ROUTES: tuple[Route, ...] = (
         handler=token_routes.tokenizer_info,
         summary="The tokenizer's configuration and its chat template.",
         query=tokens.TOKENIZER_INFO_QUERY,
+        headers=HEADERS,
         answer=dict[str, Any],
     ),
     Route(

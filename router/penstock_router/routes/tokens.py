@@ -23,8 +23,10 @@ async def answer(request: web.Request, body: Body) -> web.Response:
 
 async def tokenizer_info(request: web.Request) -> web.Response:
     """GET /tokenizer_info"""
-    router = request.app[ROUTER]
-    model = await router.models.get(request.query.get("model", ""))
+    # Also while it waits for a shard that serves the model.
+    with let_in(request, 1) as ticket:
+        async with ticket.limit.scope():
+            model = await request.app[ROUTER].models.get(request.query.get("model", ""))
     template = model.text.chat_template
     answer: dict[str, Any] = {**model.tokenizer.config}
     answer["chat_template"] = None if template is None else template.source

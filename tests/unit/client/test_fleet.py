@@ -202,3 +202,52 @@ async def test_a_shard_whose_reports_are_cancelled_from_below_is_watched_again(
             await asked.acquire()
     await watch.close()
     assert "closed" in shard.problem
+
+
+async def test_a_fleet_tells_of_each_change_of_a_shard_and_not_of_one_that_stays_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # None: it is not to be reached, or not any more.
+    said: asyncio.Queue[LoadReport | None] = asyncio.Queue()
+
+    async def reports() -> AsyncGenerator[LoadReport, None]:
+        while (load := await said.get()) is not None:
+            yield load
+
+    async def info(timeout_s: float) -> Any:
+        return SimpleNamespace(instance_id="one", adapters={})
+
+    async def says(*loads: LoadReport | None) -> None:
+        for load in loads:
+            said.put_nowait(load)
+        while not said.empty():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+
+    up = LoadReport(serving=True, instance_id="one")
+    async with Fleet(["127.0.0.1:1"]) as fleet, asyncio.timeout(10):
+        (shard,) = fleet.shards
+        monkeypatch.setattr(shard.client, "watch_load", reports)
+        monkeypatch.setattr(shard.client, "info", info)
+        changed = [asyncio.create_task(fleet.wait_changed()) for _ in range(2)]
+        await says(None, None)
+        assert not any(waiting.done() for waiting in changed)
+        await says(up)
+        await asyncio.gather(*changed)
+        assert shard.ready
+        waiting = asyncio.create_task(fleet.wait_changed())
+        await says(up, up)
+        assert not waiting.done()
+        await says(None)
+        await waiting
+        assert not shard.ready
+        waiting = asyncio.create_task(fleet.wait_changed())
+        await asyncio.sleep(0)
+        fleet.remove(shard.address)
+        await waiting
+        waiting = asyncio.create_task(fleet.wait_changed())
+        await asyncio.sleep(0)
+        await fleet.close()
+        for told in (waiting, asyncio.create_task(fleet.wait_changed())):
+            with pytest.raises(NoShardAvailable, match="closed"):
+                await told

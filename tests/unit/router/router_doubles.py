@@ -247,9 +247,14 @@ class FakeFleet:
     accepts: int = 10**9
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def wait_ready(self, timeout_s: float | None = None) -> None:
-        while not any(shard.ready for shard in self.shards):
+    async def wait_changed(self) -> None:
+        """Tests change its shards without a word, so it looks."""
+        before = self._known()
+        while self._known() == before:
             await asyncio.sleep(0.005)
+
+    def _known(self) -> list[tuple[str, bool, bool, int]]:
+        return [(each.address, each.ready, each.leaving, id(each.info)) for each in self.shards]
 
     def info(self, model: str = "") -> ShardInfo:
         for shard in self.shards:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_client import key_file
+from penstock_client.types import ShardInfo
+from penstock_router.models import Models
 from penstock_router.routes.base import ROUTER
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -459,6 +461,51 @@ async def test_a_request_is_held_until_a_shard_serves_its_model(fleet: FakeFleet
         assert held.replace("1.0", "0.0") in (await router.get("/metrics")).body.decode()
 
 
+class TellingFleet(FakeFleet):
+    """It changes when it says so."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        super().__init__(files)
+        self.changed = asyncio.Event()
+
+    async def wait_changed(self) -> None:
+        await self.changed.wait()
+
+    def tell(self) -> None:
+        self.changed.set()
+        self.changed.clear()
+
+
+async def test_held_requests_look_for_a_shard_when_the_fleet_changed_and_not_before(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    resolve = Models._resolve
+
+    def counted(self: Models, name: str) -> tuple[ShardInfo, str]:
+        looked.append(name)
+        return resolve(self, name)
+
+    monkeypatch.setattr(Models, "_resolve", counted)
+    fleet = TellingFleet(model_files(byte_level))
+    fleet.shards[0].ready = False
+    async with memory_router(fleet, shard_wait_s=20.0) as router, asyncio.timeout(10):
+        asking = [asyncio.create_task(router.complete(max_tokens=2)) for _ in range(5)]
+        await until(lambda: len(looked) == 5)
+        for looks in (10, 15):
+            # Longer than any poll would pause.
+            await asyncio.sleep(0.25)
+            assert len(looked) == looks - 5
+            fleet.tell()
+            while len(looked) < looks:
+                await asyncio.sleep(0.005)
+        asking.pop().cancel()
+        fleet.shards[0].ready = True
+        fleet.tell()
+        for answer in await asyncio.gather(*asking):
+            assert answer.status == 200
+
+
 async def test_a_request_that_no_shard_came_for_is_refused_in_the_end(fleet: FakeFleet) -> None:
     fleet.shards[0].ready = False
     async with memory_router(fleet, shard_wait_s=0.2) as router:
@@ -476,6 +523,18 @@ async def test_requests_that_are_held_take_room_in_the_queue(fleet: FakeFleet) -
     async with memory_router(fleet, shard_wait_s=1.0, **settings) as router:
         answers = await asyncio.gather(*(router.complete(max_tokens=2) for _ in range(4)))
         assert sorted(answer.status for answer in answers) == [429, 429, 503, 503]
+
+
+async def test_who_asks_for_the_tokenizer_of_a_model_that_is_away_takes_room_and_time_too(
+    fleet: FakeFleet,
+) -> None:
+    fleet.shards[0].ready = False
+    settings = {"max_concurrent_requests": 1, "max_queued_requests": 1}
+    async with memory_router(fleet, shard_wait_s=1.0, **settings) as router:
+        answers = await asyncio.gather(*(router.get("/tokenizer_info") for _ in range(4)))
+        assert sorted(answer.status for answer in answers) == [429, 429, 503, 503]
+        late = await router.get("/tokenizer_info", **{"x-penstock-timeout-s": "0.05"})
+        assert late.status == 504
 
 
 async def test_a_model_that_is_expected_is_away_and_not_unknown(fleet: FakeFleet) -> None:
