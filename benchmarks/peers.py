@@ -49,7 +49,6 @@ class Contender:
     command: str
     needs: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-    ready: str = "/health"
     model: str = "bench"
     body: dict[str, Any] = field(default_factory=dict)
     bench_flags: tuple[str, ...] = ()
@@ -120,8 +119,8 @@ def _vllm(weights: str, dtype: str) -> Contender:
 
 
 CONTENDERS = (
-    Contender("penstock f16", f"{_PENSTOCK} --dtype float16", ready="/ready"),
-    Contender("penstock int8", f"{_PENSTOCK} --quantization int8", ready="/ready"),
+    Contender("penstock f16", f"{_PENSTOCK} --dtype float16"),
+    Contender("penstock int8", f"{_PENSTOCK} --quantization int8"),
     _llama("f16"),
     _llama("f32"),
     _llama("q8_0"),
@@ -354,7 +353,7 @@ def wait_until_ready(server: RunningServer, log_file: Path) -> None:
         if server.process.poll() is not None:
             raise ServerError(f"ended at its start: {log_file.read_text(errors='replace')[-800:]}")
         with suppress(OSError, urllib.error.HTTPError):
-            urllib.request.urlopen(server.url + server.contender.ready, timeout=2).close()
+            urllib.request.urlopen(server.url + "/health", timeout=2).close()
             return
         time.sleep(0.2)
     raise ServerError(f"not ready within {START_TIMEOUT_S:.0f} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import socket
 import urllib.error
@@ -26,6 +27,9 @@ _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
 # Asks for the service `live`, by its name in field 1: serving while its server answers at all.
 _LIVE = b"\x0a\x04live"
+
+# Of an answer that says what is wrong: one line, and any server may be asked.
+_MAX_TOLD_BYTES = 4096
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     add_shard_tls(parser)
     args = parser.parse_args(arguments)
     if args.target.startswith(("http://", "https://")):
-        path = "/health" if args.live else "/ready"
+        path = "/live" if args.live else "/health"
         problem = _router_problem(args.target + path, args.timeout)
     else:
         tls = shard_tls(parser, args)
@@ -72,9 +76,18 @@ def _router_problem(url: str, timeout_s: float) -> str:
             return ""
     except urllib.error.HTTPError as error:
         with error:
-            return f"answers {error.code}"
+            return f"answers {error.code}{_told(error)}"
     except (OSError, ValueError, http.client.HTTPException) as error:
         return f"no answer ({_reason(error)})"
+
+
+def _told(answer: urllib.error.HTTPError) -> str:
+    """Why, if the answer is a router's."""
+    try:
+        message = json.loads(answer.read(_MAX_TOLD_BYTES))["error"]["message"]
+    except (KeyError, TypeError, ValueError, OSError, http.client.HTTPException):
+        return ""
+    return f": {one_line(ValueError(message))}"
 
 
 def _reason(error: Exception) -> str:

@@ -362,7 +362,7 @@ def _kill_all(children: list[_Child]) -> None:
 
 async def _greet(url: str) -> None:
     """Wait until the router is ready, then say how to use it."""
-    while not await asyncio.to_thread(_answers, url + "/ready"):
+    while not await asyncio.to_thread(_answers, url + "/health"):
         await asyncio.sleep(_POLL_S)
     # Quoted, as brackets of an IPv6 address are special in some shells.
     chat = shlex.quote(url + "/v1/chat/completions")

@@ -168,7 +168,7 @@ ENVIRONMENT: Table = {
         convert=one_of({"0": "", "false": "", "1": None, "true": None}, "must be 0 or 1"),
     ),
     **becomes("AIP_HTTP_PORT", "--port", Part.SERVE),
-    **lost("AIP_PREDICT_ROUTE AIP_HEALTH_ROUTE", "routes have fixed names: /invocations, /ready"),
+    **lost("AIP_PREDICT_ROUTE AIP_HEALTH_ROUTE", "routes have fixed names: /invocations, /health"),
     **needless("PREFILL_CHUNKING", "long prompts are always computed in chunks"),
     **needless("REQUEST_LOGPROBS", "always there for requests that ask for them"),
     **needless("LOG_COLORIZE", "logs have no colours where they go to no terminal"),

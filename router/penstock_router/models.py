@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock_client.errors import PenstockError, RequestRefused
 from penstock_client.types import ShardInfo
-from penstock_router.backend import Fleet
+from penstock_router.backend import Fleet, state_of
 from penstock_router.chat_template import ChatTemplate, TemplateUnusable, load_chat_template
 from penstock_router.config import RouterConfig
 from penstock_router.conventions import Conventions, conventions_of
@@ -129,12 +130,18 @@ class Models:
         if self._shard_wait_s is not None and not infos:
             return None
         if not infos:
-            return "no shard serves yet" if not self._texts else "no shard serves at present"
+            return self._none_serves()
         for info in infos:
             task = self._texts.get((info.model, info.tokenizer_hash))
             if task is not None and task.done() and not _failed(task):
                 return None
         return next(iter(self._troubles.values()), "the models are being loaded")
+
+    def _none_serves(self) -> str:
+        when = "at present" if self._texts else "yet"
+        states = Counter(state_of(shard) for shard in self._fleet.shards)
+        shown = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        return f"no shard serves {when} ({shown or 'the fleet has none'})"
 
     def infos(self) -> list[ShardInfo]:
         """One info for each model that a ready shard serves."""

@@ -192,7 +192,9 @@ def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
     if _has_body(route):
         yield from (errors.BadRequest, errors.BodyTooLarge, errors.TooManyRequests, errors.TimedOut)
         yield errors.GenerationFailed
-    elif route.headers or route.query or "{" in route.path:
+    elif route.headers:
+        yield from (errors.BadRequest, errors.TooManyRequests, errors.TimedOut)
+    elif route.query or "{" in route.path:
         yield errors.BadRequest
     if route.is_admins:
         yield errors.Forbidden

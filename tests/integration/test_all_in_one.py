@@ -72,7 +72,7 @@ class Started:
 
     def ready(self) -> bool:
         assert self.process.poll() is None, self.log
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready", timeout=5):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
             return True
         return False
 

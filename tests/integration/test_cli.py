@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.processes import free_port, is_alive, wait_until
+from support.processes import Router, free_port, is_alive, wait_until
 
 PENSTOCK = [sys.executable, "-m", "penstock_client.cli"]
 
@@ -83,6 +84,17 @@ def test_info_and_health_of_a_shard(pair) -> None:
     assert _run("health", pair.shard.address).returncode == 0
     assert _run("health", pair.url).returncode == 0
     assert _run("health", pair.url, "--live").returncode == 0
+
+
+def test_health_of_a_router_without_a_shard_says_why_and_that_it_lives(tmp_path: Path) -> None:
+    router = Router(tmp_path / "router", ["127.0.0.1:1"])
+    with contextlib.closing(router):
+        wait_until(lambda: router.status("/live") == 200, timeout_s=30, what="it lives")
+        run = _run("health", router.url)
+        why = "answers 503: not ready: no shard serves yet (1 gone)"
+        assert (run.returncode, run.stdout, run.stderr) == (1, f"{router.url}: {why}\n", "")
+        run = _run("health", router.url, "--live")
+        assert (run.returncode, run.stdout, run.stderr) == (0, f"{router.url}: healthy\n", "")
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1"])

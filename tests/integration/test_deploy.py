@@ -229,7 +229,7 @@ def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(
         second.kill()
         assert not second.probe("health")
         becomes(router, "health", False)
-        assert (router.status("/ready"), router.status("/health")) == (503, 200)
+        assert (router.status("/health"), router.status("/live")) == (503, 200)
 
         # As `restart: unless-stopped` does.
         first.restart()
@@ -381,7 +381,7 @@ def test_the_charts_pods_answer_and_their_probes_flip_on_kill(
         second.kill()
         becomes(router, "readiness", False)
         assert router.probe("liveness"), "a router is not restarted because its shards are gone"
-        assert (router.status("/ready"), router.status("/health")) == (503, 200)
+        assert (router.status("/health"), router.status("/live")) == (503, 200)
         assert router.stop() == 0
 
 

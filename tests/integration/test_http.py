@@ -272,11 +272,15 @@ async def test_the_probes_follow_the_shard(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "shard")
     router = Router(tmp_path / "router", [shard.address])
     with running(shard, router):
-        assert router.status("/health") == 200
+        assert router.status("/health") == router.status("/live") == 200
         shard.process.kill()
         shard.process.wait()
-        wait_until(lambda: router.status("/ready") == 503, timeout_s=5, what="/ready is 503")
-        assert router.status("/health") == 200
+        wait_until(lambda: router.status("/health") == 503, timeout_s=5, what="/health is 503")
+        assert router.status("/live") == 200
+        async with aiohttp.ClientSession(router.url) as session:
+            for path, status in {"/live": 200, "/health": 503, "/ping": 503, "/ready": 503}.items():
+                async with session.head(path) as response:
+                    assert (response.status, await response.read()) == (status, b"")
         async with (
             aiohttp.ClientSession(router.url) as session,
             session.post("/v1/completions", json={"prompt": "x"}) as response,

@@ -399,7 +399,7 @@ def test_several_workers_count_together_and_each_shard_once(tmp_path: Path) -> N
     with running(shard, router):
         # One answers for itself only, and each connection meets another.
         wait_until(
-            lambda: all(router.status("/ready") == 200 for _ in range(10)),
+            lambda: all(router.status("/health") == 200 for _ in range(10)),
             timeout_s=_START_S,
             what="both workers are ready",
         )

@@ -227,7 +227,7 @@ def test_a_router_without_a_shard_that_trusts_it_is_not_ready_and_logs_why_once(
     try:
         wait_until(lambda: _CLOSED in router.log, timeout_s=30, what="the reason in the log")
         with pytest.raises(urllib.error.HTTPError) as refusal:
-            urllib.request.urlopen(router.url + "/ready", timeout=5)
+            urllib.request.urlopen(router.url + "/health", timeout=5)
         with refusal.value as answer:
             assert answer.code == 503
             assert b"no shard serves yet" in answer.read()

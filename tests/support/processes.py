@@ -215,7 +215,7 @@ class Router(Service):
         return {"TMPDIR": str(log_file.parent)}
 
     def healthy(self) -> bool:
-        return self.status("/ready") == 200
+        return self.status("/health") == 200
 
     def ask(
         self,

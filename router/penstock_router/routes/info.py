@@ -34,12 +34,6 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-class Status(TypedDict):
-    """The status of a router that is ready."""
-
-    status: str
-
-
 class VersionAnswer(TypedDict):
     """The version of penstock."""
 
@@ -136,21 +130,20 @@ async def show_info(request: web.Request) -> web.Response:
     return json_response(answer)
 
 
-async def health(request: web.Request) -> web.Response:
-    """GET /health, /ping: this process answers."""
+async def live(request: web.Request) -> web.Response:
+    """GET /live: this process answers."""
     return web.Response()
 
 
-async def ready(request: web.Request) -> web.Response:
-    """GET /ready: requests would be served."""
+async def health(request: web.Request) -> web.Response:
+    """GET /health, /ping, /ready: a request would be served, or held until it can be."""
     router = request.app[ROUTER]
     reason = router.models.not_ready_because
     if router.admission.stopping:
         reason = "the router is shutting down"
     if reason is not None:
         raise Unavailable(f"not ready: {reason}")
-    answer: Status = {"status": "ready"}
-    return json_response(answer)
+    return web.Response()
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -383,13 +383,13 @@ def test_a_router_is_probed_without_the_proxies_of_the_environment(
     with _stub(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as port:
         url = f"http://127.0.0.1:{port}"
         assert _status(health.main, url) == 0
-        assert serve._answers(url + "/ready")
+        assert serve._answers(url + "/health")
     assert capsys.readouterr().out == f"{url}: healthy\n"
 
 
 def test_serve_waits_on_while_something_else_answers() -> None:
     with _stub(_GRPC) as port:
-        assert not serve._answers(f"http://127.0.0.1:{port}/ready")
+        assert not serve._answers(f"http://127.0.0.1:{port}/health")
 
 
 _SERVE = """

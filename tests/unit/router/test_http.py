@@ -788,9 +788,10 @@ async def test_every_name_that_is_served_is_listed_and_looked_up_as_what_it_mean
 
 
 async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
-    for path in ("/health", "/ping"):
-        answer = await router.get(path)
-        assert (answer.status, answer.body) == (200, b"")
+    for path in ("/health", "/ping", "/ready", "/live"):
+        for method in ("GET", "HEAD"):
+            answer = await router.request(method, path)
+            assert (answer.status, answer.body) == (200, b"")
     assert "version" in (await router.get("/version")).json()
     await router.complete(max_tokens=5)
     text = (await router.get("/metrics")).body.decode()
@@ -803,13 +804,16 @@ async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
     assert "penstock_router_sequences_in_flight 0.0" in text
 
 
-async def test_without_a_shard_the_router_lives_and_is_not_ready(byte_level: Tokenizer) -> None:
+async def test_without_a_shard_the_router_lives_and_is_not_healthy(byte_level: Tokenizer) -> None:
     shard = FakeShard(ready=False, info=None)
     fleet = FakeFleet(model_files(byte_level), shards=[shard])
-    async with memory_router(fleet) as router:
-        assert (await router.get("/health")).status == 200
+    async with memory_router(fleet, console=False) as router:
+        assert (await router.get("/live")).status == 200
         for answer in (
+            await router.get("/health"),
+            await router.get("/ping"),
             await router.get("/ready"),
+            await router.get("/"),
             await router.get("/v1/models"),
             await router.complete(),
             await router.chat(stream=True),
@@ -819,9 +823,48 @@ async def test_without_a_shard_the_router_lives_and_is_not_ready(byte_level: Tok
             assert answer.headers["retry-after"]
         shard.ready, shard.info = True, INFO
         async with asyncio.timeout(5):
-            while (await router.get("/ready")).status != 200:
+            while (await router.get("/health")).status != 200:
                 await asyncio.sleep(0.01)
         assert (await router.complete()).status == 200
+
+
+async def test_a_router_says_in_one_line_why_it_is_not_healthy(byte_level: Tokenizer) -> None:
+    shards = [FakeShard(ready=False, connected=False), FakeShard(ready=False, info=None)]
+    fleet = FakeFleet(model_files(byte_level), shards=shards)
+
+    async def why(router: MemoryRouter) -> str:
+        answer = await router.get("/health")
+        assert answer.status == 503
+        message: str = answer.error["message"]
+        return message
+
+    async with memory_router(fleet) as router:
+        assert await why(router) == "not ready: no shard serves yet (1 gone, 1 loading)"
+        shards[0].ready = shards[0].connected = True
+        async with asyncio.timeout(5):
+            while (await router.get("/health")).status != 200:
+                await asyncio.sleep(0.01)
+        shards[0].ready, shards[0].leaving = False, True
+        shards.pop()
+        assert await why(router) == "not ready: no shard serves at present (1 draining)"
+        shards.clear()
+        assert await why(router) == "not ready: no shard serves at present (the fleet has none)"
+        router.app[ROUTER].admission.stopping = True
+        assert await why(router) == "not ready: the router is shutting down"
+        assert (await router.get("/live")).status == 200
+
+
+async def test_one_model_that_is_served_makes_a_router_healthy_and_each_can_be_asked_for(
+    byte_level: Tokenizer,
+) -> None:
+    shards = [FakeShard(), FakeShard(replace(INFO, model="other", model_aliases=()))]
+    fleet = FakeFleet(model_files(byte_level), shards=shards)
+    async with memory_router(fleet, expected_models=("third",)) as router:
+        assert (await router.complete(model="other", max_tokens=1)).status == 200
+        shards[0].ready = False
+        assert (await router.get("/health")).status == 200
+        for name, status in {INFO.model: 503, "other": 200, "third": 503, "unknown": 404}.items():
+            assert (await router.get(f"/v1/models/{name}")).status == status
 
 
 async def test_a_tokenizer_that_does_not_load_is_the_reason_for_503() -> None:
@@ -1136,8 +1179,8 @@ async def test_stopping_refuses_what_comes_and_finishes_what_is_there(
         router.app[ROUTER].admission.stopping = True
         refused = await router.complete()
         assert refused.status == 503
-        assert (await router.get("/ready")).status == 503
-        assert (await router.get("/health")).status == 200
+        assert (await router.get("/health")).status == 503
+        assert (await router.get("/live")).status == 200
         assert (await running).status == 200
 
 
