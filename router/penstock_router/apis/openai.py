@@ -6,6 +6,7 @@ depend on a model are checked where the model is known.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from penstock_router.apis.base import ERRORS, TIMEOUT, Api
@@ -51,6 +52,7 @@ from penstock_router.fields import (
     string,
     table,
     token_ids,
+    whole_numbers,
 )
 from penstock_router.request import MAX_SESSION_CHARS, ChatRequest, CompletionRequest, Options
 
@@ -64,6 +66,8 @@ MAX_BAD_WORDS = 128
 # More than any vocabulary has.
 MAX_ALLOWED_TOKEN_IDS = 1_000_000
 MAX_LOGIT_BIASES = 1024
+# The id of a token as a key of an object: no vocabulary has a thousand million.
+_ID_KEY = re.compile("[0-9]{1,9}")
 DEFAULT_COMPLETION_TOKENS = 16
 NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 
@@ -92,9 +96,8 @@ def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
         raise BadRequest(text, param=name)
     biases: dict[int, float] = {}
     for key, bias in given.items():
-        is_id = key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**32
-        if not is_id:
-            raise refusal(name, "an object whose keys are token ids", key)
+        if not _ID_KEY.fullmatch(key):
+            raise refusal(name, "an object whose keys are token ids, of 1 to 9 digits", key)
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise refusal(name, "an object of token ids and numbers", bias)
         biases[int(key)] = float(max(-100.0, min(100.0, bias)))
@@ -110,7 +113,7 @@ def prompts(at_most: int, empty: str) -> Kind:
     def read(name: str, value: Any) -> tuple[str | list[int], ...]:
         if not isinstance(value, str | list):
             raise refusal(name, forms, value)
-        single = isinstance(value, str) or (bool(value) and _is_integer(value[0]))
+        single = isinstance(value, str) or (bool(value) and _is_number(value[0]))
         given = [value] if single else value
         # Checked first: there may be millions of prompts to look at.
         if len(given) > at_most:
@@ -118,12 +121,9 @@ def prompts(at_most: int, empty: str) -> Kind:
             raise BadRequest(text, param=name)
         if not given or any(prompt in ("", []) for prompt in given):
             raise BadRequest(empty, param=name)
-        for prompt in given:
-            if isinstance(prompt, list):
-                _check_prompt_ids(name, prompt)
-            elif not isinstance(prompt, str):
-                raise refusal(name, forms, prompt)
-        return tuple(given)
+        if wrong := [prompt for prompt in given if not isinstance(prompt, str | list)]:
+            raise refusal(name, forms, wrong[0])
+        return tuple([each if isinstance(each, str) else _prompt_ids(name, each) for each in given])
 
     text: JsonObject = {"type": "string", "minLength": 1}
     ids: JsonObject = {"type": "array", "minItems": 1, "items": TOKEN_ID.schema}
@@ -136,17 +136,16 @@ def prompts(at_most: int, empty: str) -> Kind:
     return Kind(read, {"anyOf": [text, ids, several]})
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_prompt_ids(name: str, ids: list[Any]) -> None:
-    # `set(map(type, ...))` and `min` go over a hundred thousand ids in a millisecond or two.
-    if set(map(type, ids)) != {int}:
-        raise BadRequest(f"{name}: an array of token ids holds integers only", param=name)
+def _prompt_ids(name: str, given: list[Any]) -> list[int]:
+    ids = whole_numbers(name, given)
     if min(ids) < 0 or max(ids) > UINT32_MAX:
         wrong = next(item for item in ids if not 0 <= item <= UINT32_MAX)
         raise BadRequest(f"{name}: Token id {short(wrong)} is out of vocabulary", param=name)
+    return ids
 
 
 _STOP = string(1, MAX_STOP_CHARS)
@@ -159,7 +158,7 @@ _LOGIT_BIAS = Kind(
     {
         "type": "object",
         "maxProperties": MAX_LOGIT_BIASES,
-        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "propertyNames": {"pattern": f"^{_ID_KEY.pattern}$"},
         "additionalProperties": {"type": "number"},
     },
 )
