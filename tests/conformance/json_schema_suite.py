@@ -45,8 +45,16 @@ jsonschema {version} carries it, is run against the constraint compiler by every
 - **wrong**: instances that the schema forbids and the constraint allows. There are none.
 - **narrower**: instances that are valid but cannot be generated: properties in another order
   than the schema's, `1.0` for an integer, texts that break a `format` (which the standard lets
-  pass), and a few allowed by keywords that depend on the results of other keywords.
+  pass), and what the [table below](#what-is-accepted-and-narrowed) lists.
 
+"""
+_NARROWED_HEAD = """
+## What is accepted, and narrowed
+
+Every finished output is valid, but of these schemas not every valid value can be written:
+
+| keywords | what can be written | for example, of | this | but not |
+|---|---|---|---|---|
 """
 _TAIL = """
 ## What is refused, and why
@@ -54,6 +62,60 @@ _TAIL = """
 | groups | reason |
 |---|---|
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """Schemas of which not every valid value can be written; of one of them, two valid values."""
+
+    keywords: str
+    rule: str
+    schema: dict[str, Any]
+    written: Any
+    not_written: Any
+
+
+_INTEGERS: dict[str, Any] = {"type": "integer"}
+_NAMED = [{"properties": {name: {}}, "required": [name]} for name in "abcd"]
+NARROWED = (
+    Narrowed(
+        "`contains`, with `minContains` and `maxContains`",
+        "as many items as must meet it do so among the first six, and beside `maxContains` none "
+        "after them; `minContains` over 6 is refused",
+        {"contains": {"const": 5}},
+        [1, 1, 1, 1, 1, 5],
+        [1, 1, 1, 1, 1, 1, 5],
+    ),
+    Narrowed(
+        "what breaks `items`, as `not`, `oneOf`, `if` and `else` may ask",
+        "one of the first five items after `prefixItems` breaks it",
+        {"type": "array", "not": {"items": _INTEGERS}},
+        [1, 1, 1, 1, "a"],
+        [1, 1, 1, 1, 1, "a"],
+    ),
+    Narrowed(
+        "what breaks `pattern`, `format`, `multipleOf`, `uniqueItems`, `propertyNames`, "
+        "`patternProperties`, `minContains`, `maxContains`, `additionalProperties` with a schema",
+        "nothing: another keyword beside it must be broken",
+        {"not": {"type": "string", "pattern": "^a"}},
+        1,
+        "b",
+    ),
+    Narrowed(
+        "`unevaluatedProperties` or `unevaluatedItems` beside an `anyOf` of more than three",
+        "what one alternative allows, or all together",
+        {"anyOf": _NAMED, "unevaluatedProperties": False},
+        {"a": 1},
+        {"a": 1, "b": 1},
+    ),
+    Narrowed(
+        "`minimum` and `maximum` beyond 2^53",
+        "numbers that every reader of JSON reads exactly",
+        {"type": "integer", "maximum": 2**63},
+        2**53 - 1,
+        2**53 + 1,
+    ),
+)
 
 
 @dataclass(slots=True)
@@ -123,7 +185,7 @@ def _reason(message: str) -> str:
 
 _TOLD = {
     "outside of the schema": "`$ref` to another document: nothing is fetched",
-    "no value is valid": "no value is valid: there is nothing to write",
+    "no value is valid": "no value is valid, or none that can be enforced",
     "may mean several": "`$dynamicRef` that means another schema in another place",
     "cannot be held while": "`uniqueItems` of values without a short list",
     "not disjoint": "`patternProperties` whose patterns match the same name",
@@ -145,9 +207,16 @@ def page() -> str:
         for result in results.values():
             reasons += result.reasons
         parts.append(_table(draft, results))
+    parts.append(_NARROWED_HEAD)
+    parts += [f"| {' | '.join(_narrowed(each))} |\n" for each in NARROWED]
     parts.append(_TAIL)
     parts += [f"| {count} | {reason} |\n" for reason, count in sorted_by_count(reasons)]
     return "".join(parts)
+
+
+def _narrowed(narrowed: Narrowed) -> tuple[str, ...]:
+    values = map(json.dumps, (narrowed.schema, narrowed.written, narrowed.not_written))
+    return (narrowed.keywords, narrowed.rule, *(f"`{value}`" for value in values))
 
 
 def sorted_by_count(counts: Counter[str]) -> list[tuple[str, int]]:

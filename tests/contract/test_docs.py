@@ -31,6 +31,12 @@ def test_structure_has_a_line_for_each_module_and_for_nothing_else():
         assert {name for name in _listed(package) if name.endswith(".py")} == _modules(package)
 
 
+def test_no_page_says_a_name_twice_in_a_row():
+    twice = re.compile(r"(`[^`]+`):? \1")
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")]
+    assert [page.name for page in pages if twice.search(page.read_text())] == []
+
+
 def _listed(package: str) -> list[str]:
     text = (ROOT / "docs" / "structure.md").read_text()
     section = text.partition(f"### {package}\n")[2].partition("\n### ")[0]

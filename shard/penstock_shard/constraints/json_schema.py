@@ -65,8 +65,9 @@ _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
 _MOST_SCHEMAS = 20_000
 _MOST_VALUES = 20_000
-# Items that meet `contains` are among this many first ones; and the most cases of a keyword.
+# Items that meet `contains` are among this many first ones.
 _CONTAINED_WITHIN = 6
+# The most cases of a keyword.
 _MOST_CASES = 256
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
@@ -78,7 +79,7 @@ def prepared(root: Schema) -> dict[str, Any]:
     translation = _Translation(root)
     found = translation.positive(root, "")
     if found is False:
-        raise ConstraintRefused("json_schema: no value is valid")
+        raise ConstraintRefused("json_schema: no value is valid, or none that can be enforced")
     found = without_endless(found, translation.definitions)
     if found is False:
         raise ConstraintRefused("json_schema: no value is valid: each would go on without end")
@@ -433,7 +434,7 @@ def _contains(place: _Translation, schema: dict[str, Any], base: str) -> Schema:
         for count in range(least, greatest + 1)
         for positions in itertools.combinations(range(_CONTAINED_WITHIN), count)
     ]
-    return unless("array", any_of(cases[:_MOST_CASES]))
+    return unless("array", any_of(cases))
 
 
 def _placed(positions: tuple[int, ...], met: Schema, unmet: Schema) -> Schema:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import jsonschema_rs
 import pytest
+from conformance.json_schema_suite import NARROWED, Narrowed
 from support.compilers import allows, plain_compiler
 
 from penstock_shard.constraints.json_patterns import rust_pattern
@@ -16,6 +18,13 @@ EXACT = 2**53
 
 def _allows(schema: object, text: str) -> bool:
     return allows(plain_compiler(), Constraint("json_schema", json.dumps(schema)), text)
+
+
+@pytest.mark.parametrize("narrowed", NARROWED, ids=lambda narrowed: narrowed.keywords)
+def test_the_page_of_conformance_says_which_valid_values_cannot_be_written(narrowed: Narrowed):
+    for value, is_written in ((narrowed.written, True), (narrowed.not_written, False)):
+        assert jsonschema_rs.is_valid(narrowed.schema, value)
+        assert _allows(narrowed.schema, json.dumps(value)) == is_written
 
 
 @pytest.mark.parametrize("keyword", ["maximum", "exclusiveMaximum"])
