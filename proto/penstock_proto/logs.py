@@ -2,7 +2,8 @@
 
 Lines are formatted where they arise and written by a thread, so that a pipe that nobody reads holds
 up nothing; what finds no room is dropped and counted. Whatever a line tells of stays on that line.
-Knows no requests: what a record has besides its message is a field of its JSON.
+Knows no requests: what a record has besides its message is a field of its JSON, and where those
+fields say everything, the record brings the words for text lines along (`IN_WORDS`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ FORMATS = ("auto", "text", "json")
 # Made once: that costs as much as a line.
 _ENCODER = json.JSONEncoder(default=str)
 
-_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Name of the `extra` attribute that is no field: a function that returns what a line of text says
+# instead of logger and message.
+IN_WORDS = "in_words"
+
+_TEXT = "%(asctime)s %(levelname)s %(message)s"
+_TEXT_DATE = "%m-%d %H:%M:%S"
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 # About a megabyte.
@@ -36,7 +42,9 @@ _LAST_WORDS_S = 1.0
 # Characters that end a line for some readers, or move a terminal's cursor.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Attributes that every record has; the others were given as `extra`.
-_COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_COMMON = frozenset(vars(logging.makeLogRecord({}))) | {
+    *("message", "asctime", "taskName", IN_WORDS)
+}
 
 
 def set_up_logging(log_format: str = "auto", level: str = "info") -> None:
@@ -63,9 +71,11 @@ class TextFormatter(logging.Formatter):
     """For people. A traceback follows its line on lines of its own."""
 
     def __init__(self) -> None:
-        super().__init__(_TEXT)
+        super().__init__(_TEXT, _TEXT_DATE)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        in_words = getattr(record, IN_WORDS, None)
+        record.message = f"{record.name}: {record.message}" if in_words is None else in_words()
         return escaped(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's name
@@ -73,7 +83,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time, level, logger, message, what came as `extra`, exception."""
+    """An object a line: time, level, logger, message, each `extra` but `IN_WORDS`, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {

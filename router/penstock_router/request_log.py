@@ -1,4 +1,4 @@
-"""One log line for each request: as fields, and as words.
+"""One log line for each request: fields as JSON, words as text.
 
 Made from the request's record, which has neither texts nor token ids nor keys.
 """
@@ -6,22 +6,26 @@ Made from the request's record, which has neither texts nor token ids nor keys.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+from penstock_proto.logs import IN_WORDS
 from penstock_router.records import RequestRecord
 
 logger = logging.getLogger("penstock.requests")
 
 # The longest value that is logged of those that clients choose.
 _MAX_CHARACTERS = 256
+# How much of a request's id a line of text has: enough to find it by, and the line fits a terminal.
+_ID_CHARACTERS = 12
 
-Fields = dict[str, object]
+Fields = dict[str, Any]
 
 
 def log_request(record: RequestRecord) -> None:
     """Called with the record of each request that has ended."""
     if logger.isEnabledFor(logging.INFO):
         fields = fields_of(record)
-        logger.info("%s", _words(record, fields), extra=fields)
+        logger.info("request", extra={**fields, IN_WORDS: lambda: _words(record, fields)})
 
 
 def fields_of(record: RequestRecord) -> Fields:
@@ -73,17 +77,28 @@ def _ms(begin_s: float | None, end_s: float | None) -> float | None:
 
 
 def _words(record: RequestRecord, fields: Fields) -> str:
+    """At most 160 columns of a terminal with the time before it, unless names are long."""
     parts = [f"{fields['method']} {record.route} {record.status} {record.outcome}"]
     if record.error and record.outcome in ("refused", "error"):
         parts.append(f"({fields['error']})")
     if record.usage is not None:
         parts.append(f"{fields['prompt_tokens']}+{fields['output_tokens']} tokens")
-    parts.append(f"{fields['total_ms']} ms")
+    parts.append(f"{fields['total_ms']:.0f} ms")
     if record.first_token_s is not None:
-        parts.append(f"ttft {fields['ttft_ms']} ms")
-    for name, word in (("shards", "shard"), ("failovers", "after")):
-        if (values := fields.get(name)) is not None:
-            assert isinstance(values, list)
-            parts.append(f"{word} {' then '.join(values)}")
-    parts.append(f"request {fields['request_id']}")
+        parts.append(f"ttft {fields['ttft_ms']:.0f} ms")
+    parts.extend(_places(record))
+    request_id = record.request_id
+    cut = "..." if len(request_id) > _ID_CHARACTERS else ""
+    parts.append(f"request {request_id[:_ID_CHARACTERS]}{cut}")
     return " ".join(parts)
+
+
+def _places(record: RequestRecord) -> list[str]:
+    """Where the answer came from; of one that changed shards, where it ended, and why it changed."""
+    attempts = list(record.attempts)
+    because = dict.fromkeys(each.ended_because for each in attempts if each.ended_because)
+    if not attempts:
+        return []
+    if because:
+        return [f"shard {attempts[-1].shard} after {' then '.join(because)}"]
+    return [f"shard {' and '.join(dict.fromkeys(each.shard for each in attempts))}"]

@@ -1,4 +1,4 @@
-"""A log line for each request: fields, and a short text.
+"""A log line for each request: fields as JSON, words as text.
 
 Prompts and outputs as text never reach a shard; their token ids never reach its log.
 """
@@ -6,7 +6,9 @@ Prompts and outputs as text never reach a shard; their token ids never reach its
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
+from penstock_proto.logs import IN_WORDS
 from penstock_shard import wire
 from penstock_shard.request_record import ShardRecord
 
@@ -16,8 +18,13 @@ logger = logging.getLogger("penstock.requests")
 def log_request(record: ShardRecord) -> None:
     """Called for each request that has ended."""
     fields = fields_of(record)
-    words = "request %(request_id)s %(outcome)s %(prompt_tokens)d+%(output_tokens)d tokens"
-    logger.info(words, fields, extra=fields)
+    logger.info("request", extra={**fields, IN_WORDS: lambda: _words(fields)})
+
+
+def _words(fields: Mapping[str, str | int | float]) -> str:
+    return "request {request_id} {outcome} {prompt_tokens}+{output_tokens} tokens".format_map(
+        fields
+    )
 
 
 def fields_of(record: ShardRecord) -> dict[str, str | int | float]:

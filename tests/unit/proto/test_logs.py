@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock_proto import logs
-from penstock_proto.logs import JsonFormatter, TextFormatter, escaped
+from penstock_proto.logs import IN_WORDS, JsonFormatter, TextFormatter, escaped
 
 # How long examples take says more of the machine than of the code.
 ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -49,6 +49,21 @@ def test_a_json_line_says_when_who_what_and_the_rest() -> None:
         "request_id": "mine",
         "total_ms": 1.5,
     }
+
+
+def test_a_line_of_text_says_when_how_bad_and_who() -> None:
+    record = record_of("it took %d", 3)
+    when, said = TextFormatter().format(record)[:15], TextFormatter().format(record)[15:]
+    assert time.strptime(when.strip(), "%m-%d %H:%M:%S")
+    assert said == "INFO test: it took 3"
+
+
+def test_words_that_a_record_brings_are_its_line_of_text_and_no_field_of_its_json() -> None:
+    record = record_of("request", extra={"total_ms": 1.5, IN_WORDS: lambda: "it took\n1.5 ms"})
+    assert TextFormatter().format(record).endswith(" INFO it took\\u000a1.5 ms")
+    fields = json.loads(JsonFormatter().format(record))
+    assert (fields["message"], fields["total_ms"]) == ("request", 1.5)
+    assert set(fields) == {"time", "level", "logger", "message", "total_ms"}
 
 
 def test_a_traceback_is_a_field_of_its_line() -> None:

@@ -88,13 +88,53 @@ def test_a_line_has_what_there_is_to_say() -> None:
     }
 
 
-def test_people_read_it_in_words(caplog: pytest.LogCaptureFixture) -> None:
+def text_of(record: RequestRecord, caplog: pytest.LogCaptureFixture) -> str:
+    """Its line on a terminal, without the time."""
     with caplog.at_level(logging.INFO, LOGGER):
-        log_request(failed_over())
-    assert caplog.messages == [
-        "POST /v1/chat/completions 200 stop 12+34 tokens 1112.0 ms ttft 112.0 ms "
-        "shard a:1 then b:2 after unavailable request mine"
-    ]
+        log_request(record)
+    return TextFormatter().format(caplog.records[-1])[len("01-01 00:00:00 ") :]
+
+
+def test_people_read_it_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    assert text_of(failed_over(), caplog) == (
+        "INFO POST /v1/chat/completions 200 stop 12+34 tokens 1112 ms ttft 112 ms "
+        "shard b:2 after unavailable request mine"
+    )
+
+
+def on(shard: str, ended_because: str = "") -> AttemptRecord:
+    return AttemptRecord(shard, "only", 100.0, 100.1, 100.5, ended_because, "0" * 16)
+
+
+def test_its_words_fit_a_wide_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    """Of 160 columns, where a wrapped line would be torn from its beginning."""
+    first, second = on("127.0.0.1:20051", "engine_died"), on("127.0.0.1:20052")
+    long = {"ended_s": 223.4, "usage": Usage(12000, 8192, 8, queue_s=0.0), "outcome": "length"}
+    for sequences in ([[second]], [[second], [second]], [[first, second]]):
+        record = record_of(request_id="91aac8b16a0b4858" * 2, sequences=sequences, **long)
+        line = text_of(record, caplog)
+        assert len("01-01 00:00:00 " + line) <= 160, line
+        assert line.endswith(" request 91aac8b16a0b...")
+    assert " shard 127.0.0.1:20052 after engine_died " in line
+
+
+def test_choices_on_several_shards_name_each_of_them_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    record = record_of(sequences=[[on("a:1")], [on("b:2")], [on("a:1")]])
+    assert text_of(record, caplog).endswith(" shard a:1 and b:2 request mine")
+    died = [on("a:1", "engine_died"), on("b:2")]
+    record = record_of(sequences=[died, died])
+    assert text_of(record, caplog).endswith(" shard b:2 after engine_died request mine")
+
+
+def test_as_json_each_thing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    record = record_of(request_id="91aac8b16a0b4858", route="/v1/chat/completions", outcome="stop")
+    text_of(record, caplog)
+    line = JsonFormatter().format(caplog.records[-1])
+    assert json.loads(line)["message"] == "request"
+    for said in ("91aac8b16a0b4858", "/v1/chat/completions", "POST"):
+        assert line.count(said) == 1
 
 
 def test_what_is_not_known_is_left_out() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.engines import make_engine, make_request
 
-from penstock_proto.logs import JsonFormatter
+from penstock_proto.logs import JsonFormatter, TextFormatter
 from penstock_proto.tracing import Span
 from penstock_shard.codes import Code
 from penstock_shard.link import Error, Load, Output, Work
@@ -139,7 +139,9 @@ def test_a_line_has_what_there_is_to_say_and_no_token(caplog: pytest.LogCaptureF
         log_request(Followed().finish())
         log_request(Followed().fail())
     finished, failed = (json.loads(JsonFormatter().format(each)) for each in caplog.records)
-    assert finished["message"] == "request r length 12+4 tokens"
+    assert finished["message"] == "request"
+    text = TextFormatter().format(caplog.records[0])
+    assert text.endswith(" INFO request r length 12+4 tokens")
     assert {"queue_ms", "ttft_ms", "total_ms"} < finished.keys()
     assert (finished["steps"], finished["trace_id"]) == (6, TRACE)
     assert (failed["outcome"], failed["error_field"]) == ("UNAVAILABLE", "n")
