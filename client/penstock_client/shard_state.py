@@ -23,13 +23,15 @@ from penstock_client.errors import (
 from penstock_client.policies import Candidate
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
-from penstock_proto.transport import Connector
+from penstock_proto.transport import CONNECTION_REFUSED, Connector
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
 # If a timeout fires this much too late, this process itself was stopped meanwhile.
 _STOPPED_S = 0.5
+# The problem of a shard that is gone as it said it would be.
+_SHUT_DOWN = "shut down after its drain"
 
 
 class ShardState:
@@ -288,8 +290,13 @@ class ShardWatch:
         shard = self.shard
         problem = str(error) or f"no load report for {self._stall_timeout_s:g} s"
         problem = problem.removeprefix(f"shard {shard.address}: ")
+        # Whatever gRPC says of it; once the process has ended, its port refuses connections.
+        ended = shard.load.draining and isinstance(error, ShardUnavailable)
+        if ended or (shard.problem == _SHUT_DOWN and problem == CONNECTION_REFUSED):
+            problem = _SHUT_DOWN
         if problem != shard.problem:
             level = logging.ERROR if isinstance(error, IncompatibleShard) else logging.WARNING
+            level = logging.INFO if problem == _SHUT_DOWN else level
             logger.log(level, "shard %s: %s", shard.address, problem)
         was_connected, shard.connected = shard.connected, False
         shard.problem = problem

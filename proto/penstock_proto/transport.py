@@ -114,6 +114,9 @@ def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(read_file(tls.ca_file), key, chain)
 
 
+# What `explained` makes of a port at which nobody listens.
+CONNECTION_REFUSED = "connection refused: start the shard, or correct its address"
+
 _NOT_TLS = "WRONG_VERSION_NUMBER"
 _REFUSED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _OTHER_NAME = "Hostname Verification Check failed"
@@ -126,7 +129,7 @@ _HANDSHAKE = re.compile(r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^
 def explained(details: str) -> str:
     """gRPC's text for a failed call, replaced if it hides the reason."""
     if _NOBODY in details:
-        return "connection refused: start the shard, or correct its address"
+        return CONNECTION_REFUSED
     if _NO_SUCH_NAME.search(details):
         return "its host name cannot be resolved: correct the address"
     if _NOT_TLS in details:

@@ -94,7 +94,7 @@ def _words(record: RequestRecord, fields: Fields) -> str:
 
 
 def _places(record: RequestRecord) -> list[str]:
-    """Where the answer came from; of one that changed shards, where it ended, and why it changed."""
+    """Where the answer came from; if it changed shards, where it ended, and why it changed."""
     attempts = list(record.attempts)
     because = dict.fromkeys(each.ended_because for each in attempts if each.ended_because)
     if not attempts:

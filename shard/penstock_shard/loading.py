@@ -49,6 +49,7 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
     if config.runner == "fake":
         return LoadedRunner(_fake_runner(config, source.path, files), files, source.revision)
     # Imported here, because importing torch takes seconds and half a gigabyte.
+    progress("importing torch, which takes some seconds")
     from penstock_shard.runner.create import create_runner
 
     if "tokenizer.json" not in files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from penstock_client import (
     ShardUnavailable,
 )
 from penstock_client.shard_state import ShardWatch
+from penstock_proto.transport import CONNECTION_REFUSED
 
 
 @pytest.mark.parametrize("addresses", [[], ["a:1", "a:1"]])
@@ -251,3 +253,59 @@ async def test_a_fleet_tells_of_each_change_of_a_shard_and_not_of_one_that_stays
         for told in (waiting, asyncio.create_task(fleet.wait_changed())):
             with pytest.raises(NoShardAvailable, match="closed"):
                 await told
+
+
+class _Reported:
+    """The load reports of one connection after another; each ends in its error."""
+
+    def __init__(self, *connections: tuple[list[LoadReport], str]) -> None:
+        self._left = list(connections)
+        self.over = asyncio.Event()
+
+    async def __call__(self) -> AsyncGenerator[LoadReport, None]:
+        if not self._left:
+            self.over.set()
+            await asyncio.Event().wait()
+        reports, error = self._left.pop(0)
+        for report in reports:
+            yield report
+        raise ShardUnavailable(error)
+
+
+async def _watched(reported: _Reported, monkeypatch: pytest.MonkeyPatch) -> ShardState:
+    shard = ShardState("127.0.0.1:1")
+    monkeypatch.setattr("penstock_client.shard_state._RETRY_S", 0.0)
+    monkeypatch.setattr(shard.client, "watch_load", reported)
+    watch = ShardWatch(shard, 10, lambda *_: None, lambda *_: None)
+    async with asyncio.timeout(10):
+        await reported.over.wait()
+    await watch.close()
+    return shard
+
+
+async def test_a_shard_that_ends_after_its_drain_is_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    draining = LoadReport(draining=True)
+    refused = ([], CONNECTION_REFUSED)
+    shard = await _watched(
+        _Reported(([draining], "Cancelling all calls"), refused, refused), monkeypatch
+    )
+    assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
+        ("INFO", "shard 127.0.0.1:1: shut down after its drain")
+    ]
+    assert shard.problem == "shut down after its drain"
+
+
+async def test_what_is_wrong_with_a_shard_that_did_not_drain_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    died, other = ([LoadReport()], "Socket closed"), ([], "TLS handshake failed")
+    refused = ([], CONNECTION_REFUSED)
+    await _watched(_Reported(died, refused), monkeypatch)
+    drained = ([LoadReport(draining=True)], "Cancelling all calls")
+    await _watched(_Reported(drained, other, refused), monkeypatch)
+    assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
+        *("Socket closed", CONNECTION_REFUSED, "TLS handshake failed", CONNECTION_REFUSED)
+    ]

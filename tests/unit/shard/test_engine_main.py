@@ -1,4 +1,4 @@
-"""What the engine's thread of beats says of the step in progress."""
+"""The engine process: what it says while it loads, of its step in progress, and when it ends."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock_shard import engine_main
+from penstock_shard.config import ShardConfig
 from penstock_shard.link import Beat
+from penstock_shard.loading import load_runner
 from penstock_shard.models.errors import ModelError
 
 
@@ -132,3 +134,18 @@ engine_main.run()
     )
     assert ended.returncode == 1
     assert "a step went wrong" in ended.stderr
+
+
+def test_the_seconds_that_torch_takes_to_import_are_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    stub = ModuleType("penstock_shard.runner.create")
+
+    def create_runner(*_: object, **__: object) -> None:
+        raise ModelError("; ".join(said))
+
+    stub.create_runner = create_runner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    with pytest.raises(ModelError, match="importing torch"):
+        load_runner(ShardConfig(), said.append)
