@@ -1,12 +1,9 @@
-"""What the small tools share: their command lines, requests to a port of this machine, and the
-texts of errors.
-"""
+"""What the small tools share: their command lines, and requests to a port of this machine."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import math
 import os
 import ssl
@@ -18,8 +15,6 @@ from penstock_client.membership import check_address
 from penstock_proto.flags import OneLineParser, add_api_key
 from penstock_proto.tls import Tls, TlsFilesUnusable
 
-CUT_OFF = "the answer was cut off"
-NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
 MODEL_HELP = "which model to ask (default: the only one that is served)"
 MAX_PORT = 65535
 _DAY_S = 86400
@@ -139,12 +134,3 @@ def seconds(text: str) -> float:
         if 0 < (value := float(text)) <= _DAY_S:
             return value
     raise argparse.ArgumentTypeError(f"must be above 0 and at most {_DAY_S} seconds, not {text!r}")
-
-
-def one_line(error: Exception) -> str:
-    """The error in one line, whatever bytes the other side sent."""
-    # Its text is what arrived instead of a status line: HTTP/2 frames, mostly.
-    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
-        return NOT_HTTP
-    text = "".join(char if char.isprintable() else " " for char in str(error))
-    return " ".join(text.split()) or type(error).__name__

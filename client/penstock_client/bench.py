@@ -22,7 +22,6 @@ from typing import Any
 from penstock_client.arguments import (
     MODEL_HELP,
     add_url,
-    one_line,
     parser_for,
     positive_int,
     seconds,
@@ -30,6 +29,7 @@ from penstock_client.arguments import (
 )
 from penstock_client.bench_load import Answer, Lengths, Load, Plan, Server, run
 from penstock_client.bench_report import Objective, plot, summarize, table
+from penstock_client.router_errors import one_line
 
 _DEFAULT_STREAMS = 16
 _DEFAULT_REQUESTS = 64

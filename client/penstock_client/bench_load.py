@@ -6,6 +6,7 @@ Knows HTTP and clocks; knows neither command lines nor statistics.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from penstock_client.arguments import CUT_OFF, NOT_HTTP, one_line
+from penstock_client.router_errors import CUT_OFF, NOT_HTTP, no_answer, one_line, refusal
 
 # Short, common and distinct, so that a prompt of n words is about n tokens for most tokenizers.
 _WORDS = (
@@ -267,26 +268,40 @@ async def _complete(
         await _stream(session, server.endpoint, body, answer)
     except aiohttp.ClientPayloadError:
         answer.fail("cut off", CUT_OFF)
-    except aiohttp.ClientConnectorError as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
         # Before ValueError, which one of a bad certificate is too.
-        answer.fail("connection", f"cannot connect to {server.url}: {_reason(error.os_error)}")
+        answer.fail("connection", _unanswered(error, server))
     except ValueError as error:
         answer.fail("no completion", one_line(error))
     except (aiohttp.ClientError, OSError) as error:
         # 400 is what aiohttp's own parser says; one from the server is an answer like others.
         unreadable = isinstance(error, aiohttp.ClientResponseError) and error.status == 400
         kind = "timeout" if isinstance(error, TimeoutError) else "connection"
-        answer.fail(kind, NOT_HTTP if unreadable else one_line(error))
+        answer.fail(kind, NOT_HTTP if unreadable else _unanswered(error, server))
     answer.ended_s = time.perf_counter()
     return answer
 
 
-def _reason(error: OSError) -> str:
-    """In the system's words: asyncio's name the call."""
-    # TLS errors have numbers of their own, not errno values.
-    number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
-    # Failed name lookups have negative numbers.
-    return os.strerror(number) if number > 0 else error.strerror or one_line(error)
+def _unanswered(error: Exception, server: Server) -> str:
+    return f"no answer from {server.url}: {no_answer(_cause(error), server.url)}"
+
+
+def _cause(error: Exception) -> Exception:
+    """What went wrong below aiohttp."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return error.certificate_error
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return http.client.RemoteDisconnected(str(error))
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    # TLS errors have numbers of their own, not errno values, and failed name lookups negative ones.
+    if (
+        isinstance(cause, OSError)
+        and not isinstance(cause, ssl.SSLError)
+        and (cause.errno or 0) > 0
+    ):
+        # In the system's words: asyncio's name the call.
+        return OSError(cause.errno, os.strerror(cause.errno or 0))
+    return cause
 
 
 async def _stream(
@@ -294,7 +309,7 @@ async def _stream(
 ) -> None:
     async with session.post(endpoint, json=body) as response:
         if response.status != 200:
-            text = one_line(ValueError(await response.text(errors="replace")))
+            text = refusal(response.status, await response.read())
             answer.fail(f"status {response.status}", f"status {response.status}: {text[:200]}")
             return
         async for data in _events(response.content):

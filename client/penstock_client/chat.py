@@ -14,15 +14,10 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from penstock_client.arguments import (
-    CUT_OFF,
-    MODEL_HELP,
-    add_url,
-    one_line,
-    parser_for,
-    positive_int,
-)
+from penstock_client.arguments import MODEL_HELP, add_url, parser_for, positive_int
+from penstock_client.router_errors import CUT_OFF, no_answer, one_line, refusal
 
+_LIST_TIMEOUT_S = 10.0
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # The kinds of an answer's pieces; a call begins with the name of its function.
 _Kind = Literal["reasoning", "content", "call", "arguments"]
@@ -42,16 +37,46 @@ def main(arguments: Sequence[str]) -> int:
         "max_tokens": args.max_tokens,
     }
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    while text := _read_line():
-        messages.append({"role": "user", "content": text})
-        body = {"messages": messages, "stream": True, **options}
-        try:
+    try:
+        models = _models(args.url, args.api_key)
+        print(_greeting(args.url, args.model or _only(models)))
+        while text := _read_line():
+            messages.append({"role": "user", "content": text})
+            body = {"messages": messages, "stream": True, **options}
             answer = _print_answer(_deltas(args.url, args.api_key, body))
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            print(f"penstock chat: {_reason(error, args.url)}", file=sys.stderr)
-            return 1
-        messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": answer})
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(f"penstock chat: {_reason(error, args.url)}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _greeting(url: str, model: str) -> str:
+    return f"{model} at {url}. An empty line ends the chat, Ctrl-C an answer."
+
+
+def _models(url: str, key: str | None) -> list[str]:
+    """A name of each model that is served; adapters are none. Raises as `_deltas` does."""
+    with _sent(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
+        try:
+            listed = json.loads(response.read())["data"]
+            # By what a name means: a model may have several. Without `root` each is one.
+            names: dict[object, str] = {}
+            for model in listed:
+                if not model.get("parent"):
+                    names.setdefault(model.get("root", model["id"]), str(model["id"]))
+            return list(names.values())
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"what answers at {url} is no router: it lists no models") from None
+
+
+def _only(models: list[str]) -> str:
+    """Raises ValueError where there is none, or a choice."""
+    if len(models) == 1:
+        return models[0]
+    if not models:
+        raise ValueError("no model is served: start a shard, or wait until one has loaded")
+    raise ValueError(f"several models are served; choose with --model: {', '.join(models)}")
 
 
 def _read_line() -> str:
@@ -90,15 +115,19 @@ def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_
         ValueError: the router reports an error in the stream, or sends something else.
         http.client.HTTPException: what answers does not speak HTTP.
     """
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(
-        url + "/v1/chat/completions", json.dumps(body).encode(), headers
-    )
-    with urllib.request.urlopen(request) as response:
+    with _sent(url + "/v1/chat/completions", key, json.dumps(body).encode()) as response:
         for data in _events(response):
             yield from _pieces(data)
+
+
+def _sent(
+    url: str, key: str | None, body: bytes | None = None, timeout_s: float | None = None
+) -> Any:
+    """The answer to a GET, or to a POST of a JSON body."""
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout_s)
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -140,13 +169,12 @@ def _said(delta: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
 
 
 def _reason(error: Exception, url: str) -> str:
-    if not isinstance(error, urllib.error.URLError):
-        return one_line(error)
-    if not isinstance(error, urllib.error.HTTPError):
-        return f"no answer from {url} ({error.reason}); start a router, or say where with --url"
-    try:
+    if isinstance(error, urllib.error.HTTPError):
         with error:
-            message = json.loads(error.read())["error"]["message"]
-    except (KeyError, TypeError, OSError, ValueError, http.client.HTTPException):
-        return f"the router answers {error.code}"
-    return one_line(ValueError(message))
+            try:
+                return refusal(error.code, error.read())
+            except (OSError, http.client.HTTPException):
+                return refusal(error.code, b"")
+    if isinstance(error, ValueError) or str(error) == CUT_OFF:
+        return one_line(error)
+    return f"no answer from {url}: {no_answer(error, url)}"

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
-import socket
 import urllib.error
 from collections.abc import Sequence
 
 from penstock_client.arguments import (
     add_shard_tls,
     http_url,
-    one_line,
     open_directly,
     parser_for,
     seconds,
     shard_address,
     shard_tls,
 )
+from penstock_client.router_errors import message_of, no_answer
 from penstock_proto.tls import Tls
 
 # grpc.health.v1.Health/Check, by hand: an empty request asks for the whole server, and SERVING is
@@ -76,29 +74,10 @@ def _router_problem(url: str, timeout_s: float) -> str:
             return ""
     except urllib.error.HTTPError as error:
         with error:
-            return f"answers {error.code}{_told(error)}"
+            message = message_of(error.read(_MAX_TOLD_BYTES))
+            return f"answers {error.code}: {message}" if message else f"answers {error.code}"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"no answer ({_reason(error)})"
-
-
-def _told(answer: urllib.error.HTTPError) -> str:
-    """Why, if the answer is a router's."""
-    try:
-        message = json.loads(answer.read(_MAX_TOLD_BYTES))["error"]["message"]
-    except (KeyError, TypeError, ValueError, OSError, http.client.HTTPException):
-        return ""
-    return f": {one_line(ValueError(message))}"
-
-
-def _reason(error: Exception) -> str:
-    # urllib wraps what went wrong, and its text shows the wrapping.
-    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
-        error = error.reason
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused: start the router, or correct its address"
-    if isinstance(error, socket.gaierror):
-        return "its host name cannot be resolved: correct the address"
-    return one_line(error)
+        return f"no answer ({no_answer(error, url)})"
 
 
 def shard_problem(
@@ -107,7 +86,7 @@ def shard_problem(
     """Empty when healthy."""
     import grpc
 
-    from penstock_proto.transport import Connector, explained
+    from penstock_proto.transport import SPEAKS_HTTP, Connector, explained
 
     connector = Connector(tls)
     with connector.open(address, connector.credentials()) as channel:
@@ -119,5 +98,7 @@ def shard_problem(
                 return f"no answer in {timeout_s:g} s"
             details = error.details() or ""
             known = explained(details)
+            if known == SPEAKS_HTTP:
+                known = f"an HTTP server answers there: ask a router as http://{address}"
             return f"no answer ({error.code().name if known == details else known})"
     return "" if answer == _SERVING else "not serving"

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from penstock_client.arguments import add_shard_tls, parser_for, shard_address, shard_tls
-from penstock_client.errors import PenstockError
+from penstock_client.errors import PenstockError, Unauthenticated
+from penstock_client.router_errors import NEEDS_KEY
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
 from penstock_proto.flags import add_api_key
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         info, load = asyncio.run(_ask(args.address, args.api_key, tls))
     except PenstockError as error:
-        print(f"penstock info: {error}", file=sys.stderr)
+        remedy = NEEDS_KEY if isinstance(error, Unauthenticated) else ""
+        print(f"penstock info: {error}{remedy}", file=sys.stderr)
         return 1
     for name, value in _rows(info, load):
         print(f"{name:<20}{value}")
@@ -84,7 +86,7 @@ def _embeddings(info: ShardInfo) -> str:
 
 def _adapters(info: ShardInfo) -> str:
     if "adapter" not in info.capabilities:
-        return "none are served"
+        return "not served"
     named = (f"{adapter.name} (rank {adapter.rank})" for adapter in info.adapters.values())
     return ", ".join(named) or "none is loaded"
 

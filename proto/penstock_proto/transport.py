@@ -116,11 +116,14 @@ def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 # What `explained` makes of a port at which nobody listens.
 CONNECTION_REFUSED = "connection refused: start the shard, or correct its address"
+# And where a router's port was given for a shard's.
+SPEAKS_HTTP = "an HTTP server answers there, such as a router: give the address of a shard"
 
 _NOT_TLS = "WRONG_VERSION_NUMBER"
 _REFUSED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 _OTHER_NAME = "Hostname Verification Check failed"
 _CLOSED = re.compile(r"failed to connect to all addresses.*(Socket closed|Connection reset)")
+_HTTP = re.compile(r"Trying to connect an http1|Failed parsing HTTP/2")
 _NOBODY = "Failed to connect to remote host: Connection refused"
 _NO_SUCH_NAME = re.compile(r"errors resolving|DNS resolution failed")
 _HANDSHAKE = re.compile(r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)")
@@ -132,6 +135,8 @@ def explained(details: str) -> str:
         return CONNECTION_REFUSED
     if _NO_SUCH_NAME.search(details):
         return "its host name cannot be resolved: correct the address"
+    if _HTTP.search(details):
+        return SPEAKS_HTTP
     if _NOT_TLS in details:
         return "TLS handshake failed: what answers there does not speak TLS"
     if refused := _REFUSED.search(details):

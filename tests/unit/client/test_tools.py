@@ -8,18 +8,20 @@ import io
 import json
 import signal
 import socket
-import socketserver
+import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
+from support.certificates import Authority
+from support.http_stub import http_stub
 from support.processes import free_port, is_alive, wait_until
 
 from penstock_client import bench, chat, health, info, keys, serve
@@ -48,33 +50,6 @@ _CUT_BETWEEN_CHUNKS = _HEAD + _event(_TEXT)
 _ENDS_WITHOUT_DONE = _HEAD + _event(_TEXT) + _END
 
 
-@contextlib.contextmanager
-def _stub(*answers: bytes, host: str = "127.0.0.1") -> Iterator[int]:
-    """The port of a server that gives each connection the next answer, the last one ever after."""
-    left = list(answers)
-
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            length = 0
-            while line := self.rfile.readline().strip().lower():
-                length = int(line.partition(b":")[2]) if b"content-length" in line else length
-            # All of it: closing a socket with something unread resets the connection.
-            self.rfile.read(length)
-            self.wfile.write(left.pop(0) if len(left) > 1 else left[0])
-
-    class Server(socketserver.TCPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-    with Server((host, 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def _status(main: Main, *arguments: str) -> int:
     """Of a command that may find its arguments wrong."""
     try:
@@ -83,14 +58,27 @@ def _status(main: Main, *arguments: str) -> int:
         return int(ended.code or 0)
 
 
+def _json(status: int, value: object) -> bytes:
+    body = json.dumps(value).encode()
+    head = f"HTTP/1.1 {status} Said\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _models(*models: dict[str, object]) -> bytes:
+    return _json(200, {"object": "list", "data": models})
+
+
+_MODELS = _models({"id": "toy", "root": "toy", "parent": None})
+
+
 def _chat(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-    with _stub(answer) as port:
+    with http_stub(_MODELS, answer) as port:
         return _status(chat.main, "--url", f"http://127.0.0.1:{port}")
 
 
 def _bench(*answers: bytes, requests: int = 1) -> int:
-    with _stub(*answers) as port:
+    with http_stub(*answers) as port:
         url = f"http://127.0.0.1:{port}"
         return _status(bench.main, "--url", url, "--json", "--streams", "1",
                        "--requests", str(requests))  # fmt: skip
@@ -196,7 +184,7 @@ def test_a_timeout_that_cannot_be_is_one_line_and_status_2(value, capsys) -> Non
 
 
 def test_health_of_a_grpc_port_as_http_says_what_is_wrong(capsys) -> None:
-    with _stub(_GRPC) as port:
+    with http_stub(_GRPC) as port:
         assert _status(health.main, f"http://127.0.0.1:{port}") == 1
     assert "gRPC port" in capsys.readouterr().out
 
@@ -293,7 +281,7 @@ def test_chat_with_something_else_is_one_line_and_status_1(data, monkeypatch, ca
 def test_chat_survives_an_error_that_is_cut_off(monkeypatch, capsys) -> None:
     head = b"HTTP/1.1 503 Busy\r\nContent-Length: 100\r\n\r\n"
     assert _chat(monkeypatch, head + b'{"error"') == 1
-    assert "the router answers 503" in _complaint(capsys)
+    assert "the server answers 503" in _complaint(capsys)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +316,139 @@ def test_bench_counts_an_answer_without_its_end_as_failed(missing, capsys) -> No
 
 def test_bench_with_nobody_is_one_line_and_status_1(capsys) -> None:
     assert _status(bench.main, "--url", "http://127.0.0.1:1", "--requests", "2") == 1
-    reason = "cannot connect to http://127.0.0.1:1: Connection refused"
-    assert _complaint(capsys).endswith(f"{reason}\n")
+    reason = "no answer from http://127.0.0.1:1: connection refused: start the router, or correct"
+    assert f"{reason} its address\n" in _complaint(capsys)
+
+
+# ---- What is wrong, and what to do -------------------------------------------------------------
+
+
+def _said_by(tool: Any, url: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a tool that cannot do its work."""
+    flags = ["--requests", "1"] if tool is bench else []
+    assert _status(tool.main, *([url] if tool is health else ["--url", url, *flags])) == 1
+    out, err = capsys.readouterr()
+    line = str(out if tool is health else err)
+    assert line.count("\n") == 1
+    assert "_ssl.c" not in line
+    return line
+
+
+@pytest.mark.parametrize("tool", [chat, bench, health])
+def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(tool, tmp_path, capsys) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    pair = Authority(tmp_path, "unknown").issue("127.0.0.1")
+    context.load_cert_chain(pair.cert, pair.key)
+    with http_stub(_MODELS, tls=context) as port:
+        line = _said_by(tool, f"https://127.0.0.1:{port}", capsys)
+    assert "its certificate is not trusted here (" in line
+    assert "name a file with its authority's in SSL_CERT_FILE" in line
+
+
+@pytest.mark.parametrize("tool", [chat, bench, health])
+def test_a_trusted_certificate_of_another_name_is_told_so(
+    tool, tmp_path, capsys, monkeypatch
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority = Authority(tmp_path, "known")
+    pair = authority.issue("other.example")
+    context.load_cert_chain(pair.cert, pair.key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    # aiohttp makes its context when it is imported.
+    own = ssl.create_default_context()
+    monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", own)
+    with http_stub(_MODELS, tls=context) as port:
+        line = _said_by(tool, f"https://127.0.0.1:{port}", capsys)
+    assert "use a name that its certificate has" in line
+
+
+@pytest.mark.parametrize("tool", [chat, bench, health])
+def test_plain_http_to_a_port_that_speaks_tls_is_told_what_to_try(tool, tmp_path, capsys) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    pair = Authority(tmp_path, "unknown").issue("127.0.0.1")
+    context.load_cert_chain(pair.cert, pair.key)
+    with http_stub(_MODELS, tls=context) as port:
+        line = _said_by(tool, f"http://127.0.0.1:{port}", capsys)
+    assert f"if it speaks TLS, try https://127.0.0.1:{port}" in line
+
+
+@pytest.mark.parametrize("tool", [chat, bench, health])
+def test_tls_to_a_port_that_speaks_plain_http_is_told_what_to_try(tool, capsys) -> None:
+    with http_stub(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n") as port:
+        line = _said_by(tool, f"https://127.0.0.1:{port}", capsys)
+    assert f"it speaks no TLS: try http://127.0.0.1:{port}" in line
+
+
+@pytest.mark.parametrize("tool", [chat, bench])
+def test_a_router_that_wants_a_key_is_told_with_how_to_give_it(tool, capsys) -> None:
+    with http_stub(_json(401, {"error": {"message": "missing or wrong API key"}})) as port:
+        line = _said_by(tool, f"http://127.0.0.1:{port}", capsys)
+    assert "missing or wrong API key; give the right one with --api-key or PENSTOCK_API_KEY" in line
+    assert "{" not in line
+
+
+@pytest.mark.parametrize(
+    ("tool", "remedy"),
+    [(info, "give the address of a shard"), (health, "ask a router as http://127.0.0.1:")],
+)
+def test_a_routers_port_instead_of_a_shards_is_told_so(tool, remedy, capsys) -> None:
+    with http_stub(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n") as port:
+        assert _status(tool.main, f"127.0.0.1:{port}") == 1
+    said = capsys.readouterr()
+    line = said.out + said.err
+    assert "an HTTP server answers there" in line
+    assert remedy in line
+    assert line.count("\n") == 1
+
+
+# ---- The first line of a chat ------------------------------------------------------------------
+
+
+def test_a_chat_opens_with_whom_it_talks_to(monkeypatch, capsys) -> None:
+    assert _chat(monkeypatch, _WHOLE) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert first.startswith("toy at http://127.0.0.1:")
+    assert first.endswith(". An empty line ends the chat, Ctrl-C an answer.")
+    assert rest.startswith("> ")
+
+
+def _opened(monkeypatch: pytest.MonkeyPatch, answer: bytes, *flags: str) -> int:
+    """A chat that may not come to its first prompt."""
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    with http_stub(answer) as port:
+        return _status(chat.main, "--url", f"http://127.0.0.1:{port}", *flags)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (_json(503, {"error": {"message": "no shard serves at present"}}), "no shard serves"),
+        (_json(200, {"hello": "world"}), "is no router: it lists no models"),
+        (_models(), "no model is served"),
+        (_models({"id": "a", "root": "a"}, {"id": "b", "root": "b"}), "choose with --model: a, b"),
+    ],
+)
+def test_a_server_that_cannot_be_talked_to_is_told_before_the_first_prompt(
+    answer, words, monkeypatch, capsys
+) -> None:
+    assert _opened(monkeypatch, answer) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_other_names_of_a_model_and_its_adapters_are_no_choice(monkeypatch, capsys) -> None:
+    names: list[dict[str, object]] = [
+        {"id": "toy", "root": "toy"},
+        {"id": "alias", "root": "toy"},
+        {"id": "sql", "root": "toy", "parent": "toy"},
+    ]
+    assert _opened(monkeypatch, _models(*names)) == 0
+    assert capsys.readouterr().out.startswith("toy at ")
+    two = _models(*names, {"id": "big", "root": "big"})
+    assert _opened(monkeypatch, two, "--model", "big") == 0
+    assert capsys.readouterr().out.startswith("big at ")
 
 
 # ---- serve -------------------------------------------------------------------------------------
@@ -365,7 +484,7 @@ def test_serve_blames_a_host_that_is_no_host_and_not_the_port() -> None:
 
 async def test_serve_waits_for_an_ipv6_router_and_prints_its_url(ipv6, capsys) -> None:
     ok = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    with _stub(ok, host="::1") as port:
+    with http_stub(ok, host="::1") as port:
         await asyncio.wait_for(serve._greet("http://" + authority("::1", port)), 5)
     out = capsys.readouterr().out
     assert f"penstock is ready at http://[::1]:{port} " in out
@@ -380,7 +499,7 @@ def test_a_router_is_probed_without_the_proxies_of_the_environment(
     """Containers are given those for the internet, and no proxy knows a container's own ports."""
     for variable in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
-    with _stub(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as port:
+    with http_stub(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as port:
         url = f"http://127.0.0.1:{port}"
         assert _status(health.main, url) == 0
         assert serve._answers(url + "/health")
@@ -388,7 +507,7 @@ def test_a_router_is_probed_without_the_proxies_of_the_environment(
 
 
 def test_serve_waits_on_while_something_else_answers() -> None:
-    with _stub(_GRPC) as port:
+    with http_stub(_GRPC) as port:
         assert not serve._answers(f"http://127.0.0.1:{port}/health")
 
 

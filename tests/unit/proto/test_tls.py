@@ -225,6 +225,12 @@ def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
         ),
         ("Socket closed", "Socket closed"),
         (
+            "failed to connect to all addresses; last error: INTERNAL: ipv4:127.0.0.1:1: Failed "
+            "parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80) "
+            "(Trying to connect an http1.x server (HTTP status 400))",
+            "an HTTP server answers there, such as a router: give the address of a shard",
+        ),
+        (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to "
             "connect to remote host: Connection refused",
             "connection refused: start the shard, or correct its address",

@@ -1,0 +1,74 @@
+"""Why a request to a router failed, in one line that says what to do. Knows the errors of urllib,
+http.client and sockets.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import urllib.error
+from urllib.parse import urlsplit
+
+CUT_OFF = "the answer was cut off"
+NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
+# What a connection that the other side closes without a word raises here.
+_CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+NEEDS_KEY = "; give the right one with --api-key or PENSTOCK_API_KEY"
+# Of an error that a server can send any length of.
+_MAX_CHARACTERS = 400
+
+
+def no_answer(error: Exception, url: str) -> str:
+    """Why nothing came from an address that is asked by HTTP."""
+    # urllib wraps what went wrong, and its text shows the wrapping.
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
+        error = error.reason
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _certificate(error)
+    if isinstance(error, ssl.SSLError) and "WRONG_VERSION_NUMBER" in str(error):
+        return f"it speaks no TLS: try http://{urlsplit(url).netloc}"
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused: start the router, or correct its address"
+    if isinstance(error, socket.gaierror):
+        return "its host name cannot be resolved: correct the address"
+    if isinstance(error, _CLOSED) and url.startswith("http:"):
+        netloc = urlsplit(url).netloc
+        return f"it closes connections without an answer: if it speaks TLS, try https://{netloc}"
+    return one_line(error)
+
+
+def refusal(status: int, body: bytes) -> str:
+    """What a router, or a server like it, says in an answer with an error status."""
+    line = message_of(body) or f"the server answers {status}"
+    return line + NEEDS_KEY if status == 401 else line
+
+
+def message_of(body: bytes) -> str:
+    """The message of an error's JSON, in one line; "" if there is none."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return one_line(ValueError(message))[:_MAX_CHARACTERS]
+
+
+def one_line(error: Exception) -> str:
+    """The error in one line, whatever bytes the other side sent."""
+    # Its text is what arrived instead of a status line: HTTP/2 frames, mostly.
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+        return NOT_HTTP
+    text = "".join(char if char.isprintable() else " " for char in str(error))
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _certificate(error: ssl.SSLCertVerificationError) -> str:
+    if error.verify_message.startswith(("Hostname mismatch", "IP address mismatch")):
+        return f"{error.verify_message}: use a name that its certificate has"
+    return (
+        f"its certificate is not trusted here ({error.verify_message}): "
+        "name a file with its authority's in SSL_CERT_FILE"
+    )

@@ -1,0 +1,52 @@
+"""Who has a port. The contents of /proc are those of this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+
+import pytest
+from support.processes import free_port
+
+from penstock_proto import port_holder
+from penstock_proto.port_holder import holder_of, why_not
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+
+
+def test_a_port_that_this_process_listens_on_is_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        assert holder_of(held.getsockname()[1]).endswith(f" (process {os.getpid()})")
+
+
+def test_a_connection_from_a_port_holds_it_too() -> None:
+    """As those do that get their ports from the system: then nobody listens there."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        assert holder_of(connection.getsockname()[1]).endswith(f" (process {os.getpid()})")
+
+
+def test_a_port_that_nobody_has_has_no_holder() -> None:
+    assert holder_of(free_port()) == ""
+
+
+def test_why_it_failed_names_the_holder_only_where_one_is_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_use = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        said = why_not(in_use, port)
+        assert said.startswith("Address already in use: ")
+        assert said.endswith(f" (process {os.getpid()}) has it")
+        assert why_not(OSError(errno.EACCES, "Permission denied"), port) == "Permission denied"
+        # Of a process that one may not look into.
+        monkeypatch.setattr(port_holder, "_open_files", lambda _: iter(()))
+        assert why_not(in_use, port) == "Address already in use"
+        # Not Linux.
+        monkeypatch.setattr(port_holder, "_TABLES", ("/nowhere",))
+        assert why_not(in_use, port) == "Address already in use"
