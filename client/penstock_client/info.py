@@ -11,7 +11,7 @@ from penstock_client.errors import PenstockError, Unauthenticated
 from penstock_client.router_errors import NEEDS_KEY
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
-from penstock_proto.flags import add_api_key
+from penstock_proto.flags import SHARD_PORT, add_api_key
 from penstock_proto.tls import Tls
 
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
         "address",
         metavar="HOST:PORT",
         nargs="?",
-        default="127.0.0.1:50051",
+        default=f"127.0.0.1:{SHARD_PORT}",
         type=shard_address,
         help="of the shard (default: %(default)s)",
     )

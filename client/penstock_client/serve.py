@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import functools
 import http.client
 import itertools
 import os
@@ -17,7 +18,6 @@ import shlex
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,8 +34,10 @@ from penstock_client.arguments import (
 from penstock_client.gpus import visible_gpus
 from penstock_client.listening import listen
 from penstock_client.membership import authority
+from penstock_client.serve_flags import USAGE_STATUS, Unusable, check
 from penstock_client.with_parent import with_parent
-from penstock_proto.flags import usable_key
+from penstock_proto.flags import SHARD_PORT, usable_key
+from penstock_proto.port_holder import holder_of, why_not
 
 _POLL_S = 0.2
 # How long a router may take to stop beyond the time that requests may take to finish.
@@ -45,15 +47,10 @@ _MAX_BACK_OFF_S = 10.0
 # A child that ran this long has recovered: deaths are counted anew.
 _STEADY_S = 30.0
 _MAX_DEATHS = 5
-# The exit status of our processes for unusable arguments, and then of this command too.
-_USAGE_STATUS = 2
-# The exit status of the check of a router's flags if the router would run; after --help it is 0.
-_WOULD_RUN_STATUS = 3
-_READ_ROUTER_FLAGS = (
-    "import sys; from penstock_router.command_line import parse_config; "
-    f"parse_config(sys.argv[1:]); sys.exit({_WOULD_RUN_STATUS})"
-)
+# How many ports from the usual one on are tried for shards, where none is asked for.
+_MOST_PORTS = 1000
 # The address at which a router that listens on all addresses is reached.
+_LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -80,30 +77,38 @@ def main(arguments: Sequence[str]) -> int:
     if "--" in arguments:
         split = list(arguments).index("--")
         arguments, router_flags = arguments[:split], arguments[split + 1 :]
+    args, shard_flags = _parsed(arguments)
+    children = functools.partial(_children, args, [*model_flags, *shard_flags], router_flags)
+    try:
+        # Their flags first, whatever their ports: one may be --help.
+        if not _take_their_flags(children(_usual_ports(args))):
+            return 0
+        if taken := _first_taken(args.host, args.port, "--port"):
+            raise Unusable(taken)
+        found = children(_shard_ports(args))
+    except Unusable as problem:
+        _say(str(problem))
+        return USAGE_STATUS
+    scheme = "https" if args.tls_cert_file else "http"
+    here = authority(_HERE.get(args.host, args.host), args.port)
+    needs_key = bool(args.api_key or os.environ.get("PENSTOCK_API_KEY"))
+    return asyncio.run(_serve(found, f"{scheme}://{here}", needs_key=needs_key))
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and those for shards."""
     parser = _parser()
     args, shard_flags = parser.parse_known_args(arguments)
-    last_port = args.shard_port + args.shards - 1
-    if last_port > MAX_PORT:
+    if (last_port := _usual_ports(args)[-1]) > MAX_PORT:
         parser.error(f"argument --shard-port: must be between 1 and {MAX_PORT} for every shard, "
                      f"and with --shards {args.shards} the last has {last_port}")  # fmt: skip
     if too_few := _too_few_gpus(args.shards, args.tensor_parallel_size):
         parser.error(f"argument --tensor-parallel-size: {too_few}")
-    children = _children(args, [*model_flags, *shard_flags], router_flags)
-    router = children[-1]
-    status = _read_flags(router)
-    if status != _WOULD_RUN_STATUS:
-        if status == _USAGE_STATUS:
-            print(f"penstock serve: {_last_words(router, status)}", file=sys.stderr)
-        return status
-    taken = _first_taken(args.host, args.port, "--port") or _first_taken(
-        "127.0.0.1", args.shard_port, "--shard-port", count=args.shards
-    )
-    if taken:
-        print(f"penstock serve: {taken}", file=sys.stderr)
-        return _USAGE_STATUS
-    scheme = "https" if args.tls_cert_file else "http"
-    here = authority(_HERE.get(args.host, args.host), args.port)
-    return asyncio.run(_serve(children, f"{scheme}://{here}"))
+    return args, shard_flags
+
+
+def _say(line: str) -> None:
+    print(f"penstock serve: {line}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,19 +174,22 @@ def _add_shard_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--shard-port",
-        default=50051,
         type=port_number,
         metavar="PORT",
-        help="of the first; the others have those after it (default: %(default)s)",
+        help="of the first; the others have those after it "
+        f"(default: {SHARD_PORT}, and where one is taken the next)",
     )
 
 
 def _children(
-    args: argparse.Namespace, shard_flags: list[str], router_flags: Sequence[str]
+    args: argparse.Namespace,
+    shard_flags: list[str],
+    router_flags: Sequence[str],
+    shard_ports: Sequence[int],
 ) -> list[_Child]:
     """The shards, then the router."""
-    ports = [str(args.shard_port + index) for index in range(args.shards)]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    ports = [str(port) for port in shard_ports]
+    addresses = [f"{_LOOPBACK}:{port}" for port in ports]
     router = _python("penstock_router", "--shards", ",".join(addresses), "--host", args.host,
                      "--port", str(args.port), "--workers", str(args.workers),
                      "--shutdown-timeout-s", str(args.shutdown_timeout_s))  # fmt: skip
@@ -238,6 +246,36 @@ def _groups(gpus: list[str], size: int) -> list[list[str]]:
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
+def _usual_ports(args: argparse.Namespace) -> list[int]:
+    """The shards' ports, where they are free."""
+    first: int = SHARD_PORT if args.shard_port is None else args.shard_port
+    return list(range(first, first + args.shards))
+
+
+def _shard_ports(args: argparse.Namespace) -> list[int]:
+    """Ports that are free: those that were asked for, else the next ones, and then it is said.
+
+    Raises `Unusable`.
+    """
+    usual = _usual_ports(args)
+    if args.shard_port is not None:
+        if taken := _first_taken(_LOOPBACK, usual[0], "--shard-port", count=args.shards):
+            raise Unusable(taken)
+        return usual
+    candidates = range(SHARD_PORT, SHARD_PORT + _MOST_PORTS)
+    free = (port for port in candidates if not _first_taken(_LOOPBACK, port, "--shard-port"))
+    ports = list(itertools.islice(free, args.shards))
+    if len(ports) < args.shards:
+        raise Unusable(f"fewer than {args.shards} ports from {SHARD_PORT} to {candidates[-1]} are "
+                       "free for shards; say with --shard-port where there are")  # fmt: skip
+    if ports != usual:
+        taken_port = next(port for port in usual if port not in ports)
+        holder = holder_of(taken_port)
+        which = f"port {taken_port} is taken{f' by {holder}' if holder else ''}"
+        _say(f"{which}; ports of the shards: {', '.join(map(str, ports))}")
+    return ports
+
+
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
     """An error text if one of the ports is taken, or "".
 
@@ -252,35 +290,30 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
         except OSError as error:
             wrong = "--host" if error.errno == errno.EADDRNOTAVAIL else flag
             where = authority(host, number)
-            return f"cannot listen on {where} ({error.strerror}); give another {wrong}"
+            return f"cannot listen on {where}: {why_not(error, number)}; give another {wrong}"
     return ""
 
 
-def _read_flags(router: _Child) -> int:
-    """The exit status of parsing the router's flags, which prints any error: run before shards
-    begin to load.
+def _take_their_flags(children: list[_Child]) -> bool:
+    """Whether all would run with them, as shards all have the same: asked before one begins to
+    load. Raises `Unusable`.
     """
-    python, _, _, *flags = router.command
-    read = subprocess.run(
-        [python, "-c", _READ_ROUTER_FLAGS, *flags],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **router.environment},
-        check=False,
-    )
-    return read.returncode
+    shard, router = children[0], children[-1]
+    # Each command is a Python, -m and a module, and then its flags.
+    return check(router.command[3:], shard.command[3:], router.environment)
 
 
 def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-async def _serve(children: list[_Child], url: str) -> int:
+async def _serve(children: list[_Child], url: str, *, needs_key: bool = False) -> int:
     """Run until a signal, or until a child cannot be kept running; returns the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in _stop_signals():
         loop.add_signal_handler(signum, stop.set)
-    greeting = asyncio.create_task(_greet(url))
+    greeting = asyncio.create_task(_greet(url, needs_key=needs_key))
     keepers = [asyncio.create_task(_keep(child)) for child in children]
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([stopped, *keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -322,23 +355,32 @@ async def _keep(child: _Child) -> int:
         if time.monotonic() - child.started_s > _STEADY_S:
             child.deaths, back_off_s = 0, _FIRST_BACK_OFF_S
         child.deaths += 1
-        if status == _USAGE_STATUS or child.deaths >= _MAX_DEATHS:
-            print(f"penstock serve: {_last_words(child, status)}", file=sys.stderr)
-            return _USAGE_STATUS if status == _USAGE_STATUS else 1
-        print(f"penstock serve: the {child.name} died ({status}), starting it again in "
-              f"{back_off_s:g} s", file=sys.stderr)  # fmt: skip
+        if status == USAGE_STATUS or child.deaths >= _MAX_DEATHS:
+            _say(f"ends, as {_last_words(child, status)}")
+            return USAGE_STATUS if status == USAGE_STATUS else 1
+        _say(f"the {child.name} {_end_of(status)}, starting it again in {back_off_s:g} s")
         await asyncio.sleep(back_off_s)
         back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
 
 
 def _last_words(child: _Child, status: int) -> str:
     """Why a child is not started again."""
-    if status != _USAGE_STATUS:
-        return f"the {child.name} died {child.deaths} times in a row, at last with status {status}"
+    if status == USAGE_STATUS:
+        command = child.command[2].replace("_", " ")
+        return f"the {child.name} cannot start: the line above that begins `{command}:` says why"
     return (
-        f"the {child.name} could not start, for the reason above; flags before -- are for "
-        "shards, those after it for the router"
+        f"the {child.name} died {child.deaths} times in a row; the last time it {_end_of(status)}; "
+        "its lines above say more"
     )
+
+
+def _end_of(status: int) -> str:
+    """What became of a process."""
+    if status >= 0:
+        return f"ended with status {status}"
+    if -status == signal.SIGKILL:
+        return "was killed (by somebody, or by the system if memory ran out)"
+    return f"was ended by {signal.Signals(-status).name}"
 
 
 async def _end(child: _Child) -> None:
@@ -360,16 +402,19 @@ def _kill_all(children: list[_Child]) -> None:
                 child.process.kill()
 
 
-async def _greet(url: str) -> None:
+async def _greet(url: str, *, needs_key: bool = False) -> None:
     """Wait until the router is ready, then say how to use it."""
     while not await asyncio.to_thread(_answers, url + "/health"):
         await asyncio.sleep(_POLL_S)
     # Quoted, as brackets of an IPv6 address are special in some shells.
     chat = shlex.quote(url + "/v1/chat/completions")
     body = '{"stream": true, "messages": [{"role": "user", "content": "What is penstock?"}]}'
+    # Not the key itself: this may be a log.
+    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
+    first = ", with its key in PENSTOCK_API_KEY" if needs_key else ""
     print(
-        f"\npenstock is ready at {url} (Ctrl-C ends it). Try:\n\n"
-        f"  curl -N {chat} -H 'Content-Type: application/json' \\\n"
+        f"\npenstock is ready at {url} (Ctrl-C ends it). Try{first}:\n\n"
+        f"  curl -N {chat} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{body}'\n\n"
         f"or, in another terminal: penstock chat --url {shlex.quote(url)}\n",
         flush=True,

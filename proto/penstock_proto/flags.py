@@ -1,6 +1,6 @@
-"""What the command lines of routers, shards and tools share: error messages, the form of a key,
-silencing gRPC's logs, and the flags of metrics, logs and traces. Knows argparse; imports no gRPC,
-and knows nothing of what is logged or measured.
+"""What the command lines of routers, shards and tools share: error messages, a shard's port, the
+form of a key, silencing gRPC's logs, and the flags of metrics, logs and traces. Knows argparse;
+imports no gRPC, and knows nothing of what is logged or measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from penstock_proto.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_t
 
 # The keys of `metric_names.SETS`, which is not imported here: that takes too long for a --help.
 METRIC_NAMES = ("vllm", "tgi")
+
+# Where a shard listens unless it is told otherwise: below the ports that systems give to outgoing
+# connections (on Linux from 32768 on), any of which could be taken when a shard starts.
+SHARD_PORT = 20051
 
 
 class OneLineParser(argparse.ArgumentParser):

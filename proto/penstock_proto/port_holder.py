@@ -19,11 +19,11 @@ def why_not(error: OSError, port: int) -> str:
     """Why listening on the port failed, in the system's words, and who has it if that is known."""
     reason = error.strerror or str(error)
     holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
-    return f"{reason}: {holder} has it" if holder else reason
+    return f"{reason} by {holder}" if holder else reason
 
 
 def holder_of(port: int) -> str:
-    """Such as "python3 (process 4711)", also if it only has a connection from there; "" if that
+    """Such as "nginx (process 4711)", also if it only has a connection from there; "" if that
     cannot be known.
     """
     sockets = set(_sockets(port))
@@ -53,5 +53,11 @@ def _open_files(pid: str) -> Iterator[str]:
 
 
 def _name(pid: str) -> str:
+    """Its program, and of Python the module: other arguments may be secret."""
     with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-        return "".join(char for char in comm.read().strip() if char.isprintable())
+        name = comm.read().strip()
+    with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as command:
+        _, *arguments = command.read().split("\0")
+    if arguments[:1] == ["-m"]:
+        name = " ".join([name, *arguments[:2]])
+    return "".join(char for char in name if char.isprintable())

@@ -40,6 +40,7 @@ from penstock_client.audit import AuditLog
 from penstock_client.listening import BACKLOG, listen
 from penstock_client.membership import authority
 from penstock_proto.logs import set_up_logging
+from penstock_proto.port_holder import why_not
 from penstock_proto.tls import TlsFilesUnusable
 from penstock_proto.trace_export import open_sink
 from penstock_router.config import RouterConfig
@@ -83,8 +84,7 @@ def run(config: RouterConfig) -> int:
     try:
         listener = listen(config.host, config.port)
     except OSError as error:
-        reason = error.strerror or str(error)
-        where = authority(config.host, config.port)
+        where, reason = authority(config.host, config.port), why_not(error, config.port)
         return _refuse(f"cannot listen on {where}: {reason}; choose another --port or --host")
     try:
         with store_file(

@@ -9,7 +9,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import fields
 
-from penstock_proto.flags import OneLineParser, add_api_key, add_observing_flags, tracing_of
+from penstock_proto.flags import (
+    SHARD_PORT,
+    OneLineParser,
+    add_api_key,
+    add_observing_flags,
+    tracing_of,
+)
 from penstock_proto.tls import TlsFilesUnusable, check_server_files
 from penstock_shard.adapter_flags import add_adapter_flags, check_adapter_flags
 from penstock_shard.config import ShardConfig
@@ -137,7 +143,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
-    group.add_argument("--port", type=_port, default=50051, help="port (default: %(default)s)")
+    group.add_argument("--port", type=_port, default=SHARD_PORT, help="port (default: %(default)s)")
     add_api_key(group, "refuse calls without it")
     group.add_argument(
         "--tls-cert-file",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock_proto.flags import SHARD_PORT
 from penstock_proto.trace_export import TracingConfig
 from penstock_shard.request import ConstraintLimits
 
@@ -22,7 +23,7 @@ class ShardConfig:
     chat_template: str | None = None
 
     host: str = "127.0.0.1"
-    port: int = 50051
+    port: int = SHARD_PORT
     api_key: str | None = None
     # None: no TLS. With a client CA each client must present a certificate that it signed.
     tls_cert_file: str | None = None

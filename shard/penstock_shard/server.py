@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock_proto.port_holder import holder_of, why_not
 from penstock_proto.tls import TlsFilesUnusable
 from penstock_proto.trace_export import open_sink
 from penstock_proto.tracing import SpanSink
@@ -48,8 +49,11 @@ async def serve(config: ShardConfig) -> int:
         try:
             serve_metrics(engine.metrics, engine, config)
         except OSError as error:
-            where = f"{config.host}:{config.metrics_port}"
-            _complain(f"cannot listen on {where}: {error.strerror}; choose another --metrics-port")
+            where, reason = (
+                f"{config.host}:{config.metrics_port}",
+                why_not(error, config.metrics_port),
+            )
+            _complain(f"cannot listen on {where}: {reason}; choose another --metrics-port")
             return _USAGE_STATUS
     health_servicer = health.aio.HealthServicer()
     sink = None if config.tracing is None else open_sink(config.tracing, _SERVICE)
@@ -61,10 +65,7 @@ async def serve(config: ShardConfig) -> int:
         _complain(f"TLS: {error}")
         return _USAGE_STATUS
     except RuntimeError:
-        _complain(
-            f"cannot listen on {config.host}:{config.port}: the port is in use or the address is "
-            "not this machine's; choose another with --port or --host"
-        )
+        _complain(_why_not_listening(config))
         return _USAGE_STATUS
     await server.start()
     logger.info("listening on %s:%d, loading %s", config.host, port, config.model_name)
@@ -106,6 +107,14 @@ def _open_port(server: grpc.aio.Server, config: ShardConfig) -> int:
         config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
     )
     return server.add_secure_port(address, credentials)
+
+
+def _why_not_listening(config: ShardConfig) -> str:
+    """gRPC does not say it."""
+    holder = holder_of(config.port)
+    by = f" by {holder}" if holder else " or the address is not this machine's"
+    where = f"{config.host}:{config.port}"
+    return f"cannot listen on {where}: the port is in use{by}; choose another with --port or --host"
 
 
 def _build_server(

@@ -393,7 +393,9 @@ def test_a_port_in_use_is_one_clear_line(shard: Shard) -> None:
         timeout=30,
     )
     assert run.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in run.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in run.stderr
+    if sys.platform == "linux":
+        assert f"(process {shard.process.pid})" in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -255,6 +255,9 @@ async def test_a_fleet_tells_of_each_change_of_a_shard_and_not_of_one_that_stays
                 await told
 
 
+_REFUSED: tuple[list[LoadReport], str] = ([], CONNECTION_REFUSED)
+
+
 class _Reported:
     """The load reports of one connection after another; each ends in its error."""
 
@@ -288,9 +291,8 @@ async def test_a_shard_that_ends_after_its_drain_is_no_warning(
 ) -> None:
     caplog.set_level(logging.INFO)
     draining = LoadReport(draining=True)
-    refused = ([], CONNECTION_REFUSED)
     shard = await _watched(
-        _Reported(([draining], "Cancelling all calls"), refused, refused), monkeypatch
+        _Reported(([draining], "Cancelling all calls"), _REFUSED, _REFUSED), monkeypatch
     )
     assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
         ("INFO", "shard 127.0.0.1:1: shut down after its drain")
@@ -301,11 +303,9 @@ async def test_a_shard_that_ends_after_its_drain_is_no_warning(
 async def test_what_is_wrong_with_a_shard_that_did_not_drain_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    died, other = ([LoadReport()], "Socket closed"), ([], "TLS handshake failed")
-    refused = ([], CONNECTION_REFUSED)
-    await _watched(_Reported(died, refused), monkeypatch)
+    await _watched(_Reported(([LoadReport()], "Socket closed"), _REFUSED), monkeypatch)
     drained = ([LoadReport(draining=True)], "Cancelling all calls")
-    await _watched(_Reported(drained, other, refused), monkeypatch)
+    await _watched(_Reported(drained, ([], "TLS handshake failed"), _REFUSED), monkeypatch)
     assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
         *("Socket closed", CONNECTION_REFUSED, "TLS handshake failed", CONNECTION_REFUSED)
     ]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import sys
+from pathlib import Path
 
 import pytest
+from support.processes import free_port
 
 from penstock_client import serve
+from penstock_client.serve_flags import Unusable
+from penstock_proto.flags import SHARD_PORT
 
 
 def children(*flags: str, router: tuple[str, ...] = ()) -> list[serve._Child]:
     args, shard_flags = serve._parser().parse_known_args(flags)
-    return serve._children(args, shard_flags, router)
+    return serve._children(args, shard_flags, router, serve._usual_ports(args))
 
 
 def test_flags_after_two_dashes_are_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[serve._Child] = []
 
-    async def note(found: list[serve._Child], *_: object) -> int:
+    async def note(found: list[serve._Child], *_: object, **__: object) -> int:
         started.extend(found)
         return 0
 
@@ -39,15 +45,53 @@ def test_the_router_gets_the_time_that_requests_may_take_and_a_little_more() -> 
     assert shard.stop_timeout_s < 20
 
 
-def test_nothing_is_started_where_the_router_refuses_its_flags(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["m", "--", "--max-num-seqs", "5"],
+            "--max-num-seqs is a flag of the shard: put it before -- (see penstock shard --help)",
+        ),
+        (
+            ["m", "--max-concurrent-requests", "5"],
+            "--max-concurrent-requests is a flag of the router: put it after -- "
+            "(see penstock router --help)",
+        ),
+        (
+            ["--prot", "8001", "--runner", "fake"],
+            "unrecognized arguments: --prot 8001 "
+            "(see penstock serve --help and penstock shard --help)",
+        ),
+        (
+            ["--", "--prot", "8001"],
+            "unrecognized arguments: --prot 8001 after -- "
+            "(see penstock serve --help and penstock router --help)",
+        ),
+        (
+            ["--runner", "fake", "m"],
+            "unrecognized arguments: m (a MODEL comes first: penstock serve MODEL ...)",
+        ),
+        (
+            ["--step-ms", "quick"],
+            "argument --step-ms: quick: must be a number (see penstock shard --help)",
+        ),
+        (
+            ["--", "--queue-timeout-s", "long"],
+            "argument --queue-timeout-s: 'long' is not a number of seconds from 0.001 to 31536000 "
+            "(see penstock router --help)",
+        ),
+    ],
+)
+def test_nothing_is_started_where_a_flag_is_refused_and_it_is_said_of_what_was_typed(
+    flags: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(serve, "_first_taken", lambda *_, **__: "")
     monkeypatch.setattr(serve, "_serve", None)
-    assert serve.main(["m", "--", "--max-num-seqs", "5"]) == 2
-    reason, words = capfd.readouterr().err.splitlines()
-    assert reason.startswith("penstock router: unrecognized arguments: --max-num-seqs")
-    assert words.startswith("penstock serve: the router could not start")
+    assert serve.main(list(flags)) == 2
+    assert capfd.readouterr() == ("", f"penstock serve: {said}\n")
 
 
 def test_help_of_the_router_is_all_that_is_done(
@@ -134,12 +178,111 @@ def test_a_shortened_flag_is_none_of_ours_and_goes_to_the_shards_which_refuse_it
     assert router.command[router.command.index("--workers") + 1] == "1"
 
 
-async def test_a_child_that_refuses_its_flags_is_not_started_again_and_it_is_said_whose_they_are(
-    capsys: pytest.CaptureFixture[str],
+async def test_a_child_that_cannot_start_is_not_started_again_and_it_is_said_which_line_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = serve._Child("shard 127.0.0.1:1", [sys.executable, "-c", "raise SystemExit(2)"])
+    child = serve._Child("shard 127.0.0.1:1", [sys.executable, "-m", "penstock_shard"])
+    monkeypatch.setattr(serve, "with_parent", lambda _: ["sh", "-c", "exit 2"])
     assert await asyncio.wait_for(serve._serve([child], "http://127.0.0.1:1"), 20) == 2
-    line = capsys.readouterr().err
     assert child.deaths == 1
-    assert line.startswith("penstock serve: the shard 127.0.0.1:1 could not start")
-    assert "flags before -- are for shards, those after it for the router" in line
+    assert capsys.readouterr().err == (
+        "penstock serve: ends, as the shard 127.0.0.1:1 cannot start: the line above that begins "
+        "`penstock shard:` says why\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("exit 1", "ended with status 1"),
+        ("kill -9 $$", "was killed (by somebody, or by the system if memory ran out)"),
+        ("kill -SEGV $$", "was ended by SIGSEGV"),
+    ],
+)
+async def test_a_child_that_dies_again_and_again_is_told_with_how(
+    end: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_FIRST_BACK_OFF_S", 0.0)
+    monkeypatch.setattr(serve, "with_parent", lambda command: command)
+    child = serve._Child("router", ["sh", "-c", end])
+    assert await asyncio.wait_for(serve._serve([child], "http://127.0.0.1:1"), 20) == 1
+    *starts, last = capsys.readouterr().err.splitlines()
+    assert set(starts) == {f"penstock serve: the router {words}, starting it again in 0 s"}
+    assert last == (
+        f"penstock serve: ends, as the router died 5 times in a row; the last time it {words}; "
+        "its lines above say more"
+    )
+
+
+# ---- Ports -------------------------------------------------------------------------------------
+
+
+def listening(flags: list[str]) -> list[int]:
+    """The ports of the shards that would be started."""
+    return serve._shard_ports(serve._parser().parse_known_args(flags)[0])
+
+
+@pytest.fixture
+def usual(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A usual first port of shards, for tests that run beside other servers."""
+    port = free_port(in_a_row=4)
+    monkeypatch.setattr(serve, "SHARD_PORT", port)
+    return port
+
+
+def test_the_usual_ports_are_none_that_systems_give_to_outgoing_connections() -> None:
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(ports.read_text().split()[0]) if ports.exists() else 32768
+    # Below those that Kubernetes gives out, too.
+    assert 1024 < SHARD_PORT < SHARD_PORT + serve._MOST_PORTS < min(first, 30000)
+
+
+def test_where_the_usual_ports_are_free_nothing_is_said_of_them(
+    usual: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert listening(["--shards", "2"]) == [usual, usual + 1]
+    assert capsys.readouterr().err == ""
+
+
+def test_where_none_was_asked_for_a_taken_port_is_left_out_and_named(
+    usual: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", usual + 1)):
+        assert listening(["--shards", "3"]) == [usual, usual + 2, usual + 3]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"penstock serve: port {usual + 1} is taken")
+    assert line.endswith(f"; ports of the shards: {usual}, {usual + 2}, {usual + 3}")
+    if sys.platform == "linux":
+        assert f"(process {os.getpid()});" in line
+
+
+def test_a_taken_port_that_was_asked_for_is_refused_with_who_has_it(usual: int) -> None:
+    with (
+        socket.create_server(("127.0.0.1", usual + 1)),
+        pytest.raises(
+            Unusable, match=f"cannot listen on 127.0.0.1:{usual + 1}: Address"
+        ) as refused,
+    ):
+        listening(["--shards", "2", "--shard-port", str(usual)])
+    assert str(refused.value).endswith("; give another --shard-port")
+    if sys.platform == "linux":
+        assert f"(process {os.getpid()});" in str(refused.value)
+
+
+def test_ports_for_shards_are_not_sought_without_end(
+    usual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_MOST_PORTS", 2)
+    with pytest.raises(Unusable, match=r"fewer than 3 ports .* say with --shard-port"):
+        listening(["--shards", "3"])
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+async def test_what_to_try_first_has_the_key_where_one_is_needed_but_never_says_it(
+    needs_key: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_answers", lambda _: True)
+    await serve._greet("http://127.0.0.1:8000", needs_key=needs_key)
+    said = capsys.readouterr().out
+    assert ('-H "Authorization: Bearer $PENSTOCK_API_KEY"' in said) == needs_key
+    assert ("Try, with its key in PENSTOCK_API_KEY:" in said) == needs_key

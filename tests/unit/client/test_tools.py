@@ -467,7 +467,9 @@ def ipv6() -> None:
 def test_serve_looks_at_a_port_of_an_ipv6_host(ipv6) -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as held:
         port = held.getsockname()[1]
-        assert f"cannot listen on [::1]:{port}" in serve._first_taken("::1", port, "--port")
+        assert f"cannot listen on [::1]:{port}: Address already in use" in serve._first_taken(
+            "::1", port, "--port"
+        )
     assert serve._first_taken("::1", port, "--port") == ""
 
 

@@ -1,0 +1,88 @@
+"""Whether the router and the shards of `penstock serve` take the flags it has for them.
+
+Asked before anything starts, of their own parsers, which run in processes of their own. What they
+say is put in terms of the command that was typed. Knows argparse's words for an unknown flag.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+USAGE_STATUS = 2
+# The exit status of the check where the process would run; after --help it is 0.
+_WOULD_RUN_STATUS = 3
+_READ_FLAGS = (
+    "import sys; from {module}.command_line import parse_config; "
+    f"parse_config(sys.argv[1:]); sys.exit({_WOULD_RUN_STATUS})"
+)
+_UNKNOWN = "unrecognized arguments: "
+_ROUTER, _SHARD = "router", "shard"
+# Without these it complains of them before it does of an unknown flag.
+_NEEDED: dict[str, list[str]] = {_ROUTER: ["--shards", "127.0.0.1:1"], _SHARD: []}
+
+
+class Unusable(Exception):
+    """What is wrong with the flags, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What came of reading flags: the exit status and what was said."""
+
+    status: int
+    said: str
+
+    @property
+    def unknown(self) -> str:
+        """The arguments that no flag is known for, as they were typed; "" if there are none."""
+        return self.said.partition(_UNKNOWN)[2].partition(" (see ")[0]
+
+
+def check(
+    router_flags: Sequence[str], shard_flags: Sequence[str], environment: Mapping[str, str]
+) -> bool:
+    """True if both would run; False if one printed its help. Raises `Unusable`.
+
+    `environment` is added to ours, as for the processes themselves.
+    """
+    shard = _read(_SHARD, shard_flags, environment)
+    if shard.status == USAGE_STATUS:
+        raise Unusable(_told(shard, _SHARD))
+    router = _read(_ROUTER, router_flags, environment)
+    if router.status == USAGE_STATUS:
+        raise Unusable(_told(router, _ROUTER))
+    for reading in (shard, router):
+        print(reading.said, end="", file=sys.stderr)
+    return shard.status == router.status == _WOULD_RUN_STATUS
+
+
+def _read(process: str, flags: Sequence[str], environment: Mapping[str, str]) -> _Reading:
+    read = subprocess.run(
+        [sys.executable, "-c", _READ_FLAGS.format(module=f"penstock_{process}"), *flags],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    return _Reading(read.returncode, read.stderr)
+
+
+def _told(reading: _Reading, process: str) -> str:
+    """What the process said, as `penstock serve` says it."""
+    if not reading.unknown:
+        return reading.said.strip().removeprefix(f"penstock {process}: ")
+    flag = reading.unknown.split()[0]
+    if not flag.startswith("-"):
+        return f"{_UNKNOWN}{reading.unknown} (a MODEL comes first: penstock serve MODEL ...)"
+    other = _ROUTER if process == _SHARD else _SHARD
+    if not _read(other, [*_NEEDED[other], flag], {}).unknown:
+        side = "after" if other == _ROUTER else "before"
+        return f"{flag} is a flag of the {other}: put it {side} -- (see penstock {other} --help)"
+    where = "" if process == _SHARD else " after --"
+    helps = f"penstock serve --help and penstock {process} --help"
+    return f"{_UNKNOWN}{reading.unknown}{where} (see {helps})"
