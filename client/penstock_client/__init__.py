@@ -1,6 +1,6 @@
 """Speaks to penstock shards: token ids in, token ids out.
 
-    async with Fleet(["127.0.0.1:50051"]) as fleet:
+    async with Fleet(["127.0.0.1:20051"]) as fleet:
         await fleet.wait_ready()
         async with fleet.submit(GenerationRequest([1, 2, 3], max_tokens=16)) as stream:
             async for output in stream:

@@ -68,7 +68,7 @@ def parse_source(text: str, *, interval_s: float = 5.0, settle_s: float = 15.0) 
 
 
 def check_address(text: str) -> str:
-    """The one way to write an address `HOST:PORT`: in lower case, IPv6 short as in `[::1]:50051`.
+    """The one way to write an address `HOST:PORT`: in lower case, IPv6 short as in `[::1]:20051`.
 
     Raises `ValueError`, one line, for anything that is not an address.
     """
@@ -76,7 +76,7 @@ def check_address(text: str) -> str:
     host = _canonical_host(host)
     if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         raise ValueError(
-            f"{_quoted(text)} is not HOST:PORT with a port from 1 to 65535 (IPv6 as [::1]:50051)"
+            f"{_quoted(text)} is not HOST:PORT with a port from 1 to 65535 (IPv6 as [::1]:20051)"
         )
     return f"{host}:{int(port)}"
 

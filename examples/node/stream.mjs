@@ -25,7 +25,7 @@ const { values: flags, positionals } = parseArgs({
   },
 });
 
-const client = connect(positionals[0] ?? '127.0.0.1:50051', {
+const client = connect(positionals[0] ?? '127.0.0.1:20051', {
   caFile: flags['ca-file'],
   certFile: flags['cert-file'],
   keyFile: flags['key-file'],

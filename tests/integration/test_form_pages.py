@@ -9,12 +9,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.conftest import Pair
-from support.processes import ask
+from support.processes import Router, Shard, ask, running
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```sh\n(.*?)^```\n(?:\n```json\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
@@ -44,7 +45,7 @@ COMMANDS = [*_commands("structured-output.md"), *_commands("tools.md")]
 
 
 def test_there_is_a_command_for_each_form() -> None:
-    assert len(COMMANDS) >= 18
+    assert len(COMMANDS) >= 17
     for words in TEXTS:
         assert any(words in command for command, _ in COMMANDS), words
 
@@ -60,6 +61,41 @@ def test_a_command_of_the_pages_does_what_they_say(pair: Pair, command: str, sho
         _check_refusal(answer["error"], command, shown)
     elif wanted := next((text for words, text in TEXTS.items() if words in command), None):
         assert re.fullmatch(wanted, _text(answer)), answer
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """The built-in model, as `make serve` serves it."""
+    pytest.importorskip("torch")
+    logs = tmp_path_factory.mktemp("toy")
+    shard = Shard(logs / "shard", "--runner", "model", "--threads", "1")
+    router = Router(logs / "router", [shard.address])
+    with running(shard, router):
+        yield router
+
+
+def test_no_answer_of_the_built_in_model_to_the_pages_is_cut_off(toy: Router) -> None:
+    ends = []
+    for command, _ in COMMANDS:
+        script = (_PRELUDE + command).replace("http://127.0.0.1:8000", toy.url)
+        run = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=60)
+        ends += re.findall(r'"(?:finish_reason|stop_reason|status)":"(\w+)"', run.stdout)
+    assert set(ends) == {"stop", "tool_calls", "end_turn", "tool_use", "completed"}
+
+
+def test_the_class_of_the_page_is_parsed_with_the_built_in_model(toy: Router) -> None:
+    page = (DOCS / "structured-output.md").read_text("utf-8")
+    [(program, shown)] = re.findall(
+        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE
+    )
+    program = program.replace("http://127.0.0.1:8000", toy.url)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    # Which of them, with a temperature of 0, is a matter of the CPU.
+    for printed in (shown, run.stdout):
+        assert re.fullmatch(r"kind='(router|shard)' count=\d\n", printed)
 
 
 def _model(pair: Pair) -> str:

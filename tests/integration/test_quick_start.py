@@ -24,13 +24,11 @@ from integration.manifests import render
 from support.processes import free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(
-    r"^```(?:sh|python)\n(.*?)^```",
-    (ROOT / "docs/quick-start.md").read_text(),
-    re.DOTALL | re.MULTILINE,
-)
+PAGE = (ROOT / "docs/quick-start.md").read_text()
+BLOCKS = re.findall(r"^```(?:sh|python)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TIMEOUT_S = 60.0
-BREAK = "kill -9 $(pgrep -f penstock_shard.engine_main | head -1)"
+SHOWN = next(iter(re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)))
+BREAK = "pkill -9 -f engine_main -P $(pgrep -f 'penstock_shard --port 6000 ')"
 
 
 def block(words: str) -> str:
@@ -45,17 +43,28 @@ class Served:
 
     process: subprocess.Popen[bytes]
     port: int
+    shard_port: int
+    log_file: Path
 
-    def engines(self) -> list[int]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child.pid for child in children if "penstock_shard.engine_main" in child.cmdline()]
+    def engines(self) -> dict[int, int]:
+        """The engine of the shard on each port."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if "penstock_shard.engine_main" in child.cmdline():
+                flags = psutil.Process(child.ppid()).cmdline()
+                found[int(flags[flags.index("--port") + 1])] = child.pid
+        return found
 
     def run(self, code: str, folder: Path) -> str:
         """A block of the shell, to its end; what it printed."""
         code = code.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
+        code = code.replace("--port 6000", f"--port {self.shard_port}")
+        # A file: in the shell's own command line pgrep would find what it looks for.
+        script = folder / "script.sh"
+        script.write_text(code)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         ended = subprocess.run(
-            ["bash", "-ec", code],
+            ["bash", "-e", str(script)],
             cwd=folder,
             env={**os.environ, "PATH": path},
             stdin=subprocess.DEVNULL,
@@ -87,7 +96,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     port, shard_port = free_port(), free_port(in_a_row=2)
     arguments = made_by(block("--shards 2"))
     arguments[arguments.index("8000")] = str(port)
-    arguments += ["--shard-port", str(shard_port), "--step-ms", "10"]
+    arguments[arguments.index("6000")] = str(shard_port)
+    arguments += ["--step-ms", "10", "--", "--log-format", "text"]
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock_client.cli", *arguments],
@@ -103,7 +113,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             return "Try:" in log_file.read_text()
 
         wait_until(is_ready, timeout_s=TIMEOUT_S, what="penstock serve is ready")
-        yield Served(process, port)
+        yield Served(process, port, shard_port, log_file)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(20)
@@ -144,16 +154,28 @@ def test_a_page_is_there_for_a_browser(served) -> None:
 
 
 def test_answers_outlive_the_shard_that_is_broken(served, tmp_path) -> None:
-    code = block(BREAK)
     before = served.engines()
-    assert len(before) == 2
-    # The engine of a shard of this test, and of nobody else on this machine.
-    served.run(code.replace(BREAK, f"kill -9 {before[0]}"), tmp_path)
-    assert served.run(block("answers, {len"), tmp_path) == "4 answers, 1 text\n"
-    metrics = served.run("curl -s http://127.0.0.1:8000/metrics", tmp_path)
-    assert 'event="continued"' in metrics
+    first, second = served.shard_port, served.shard_port + 1
+    assert set(before) == {first, second}
+    served.run(block(BREAK), tmp_path)
+    printed = served.run(block("answers, {len"), tmp_path)
+    assert re.sub(r" [1-4]\.0$", " 2.0", printed, flags=re.MULTILINE) == SHOWN
+    assert f" shard 127.0.0.1:{second} after engine_died request " in served.log_file.read_text()
     wait_until(lambda: len(served.engines()) == 2, timeout_s=20, what="the engine is back")
-    assert before[0] not in served.engines()
+    # Of all engines on this machine it was that of the shard on the first port.
+    after = served.engines()
+    assert after[first] != before[first]
+    assert after[second] == before[second]
+
+
+def test_the_check_fails_where_nothing_was_broken(served, tmp_path) -> None:
+    """Before the test that breaks something, or beside it: of a router that saw no death."""
+    quiet = (
+        block("answers, {len").splitlines()[-1].replace("curl -s http://127.0.0.1:8000", "cat .")
+    )
+    (tmp_path / "metrics").write_text('penstock_router_fleet_events_total{event="sent"} 4.0\n')
+    script = f"set -o pipefail; {quiet}"
+    assert subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=False).returncode == 1
 
 
 def test_the_chart_renders_with_the_values_that_are_shown(served, tmp_path) -> None:

@@ -20,7 +20,7 @@ def test_the_snippets_are_as_short_as_they_should_be() -> None:
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["openai", "grpc"])
 def test_a_snippet_prints_an_answer(pair, snippet: str) -> None:
     code = snippet.replace("127.0.0.1:8000", pair.url.removeprefix("http://"))
-    code = code.replace("127.0.0.1:50051", pair.shard.address)
+    code = code.replace("127.0.0.1:20051", pair.shard.address)
     # The fake runner never ends a chat by itself.
     code = code.replace("stream=True", "stream=True, max_tokens=20")
     printed = io.StringIO()
