@@ -86,14 +86,19 @@ $(BIN)/python:
 		f"{v[0]}.{v[1]}; choose another with PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
 
+# Whether one of these was installed from pyproject.toml as it is; each has all of what asks for it.
+has = $(foreach marker,$(1),test $(VENV)/$(marker) -nt pyproject.toml ||)
+
 $(VENV)/.fake: pyproject.toml | $(BIN)/python
-	@echo "Installing penstock without torch into $(VENV): about 60 MB to download."
-	@$(PIP) install --quiet -e '.[router,fake]'
+	@$(call has,.shard .dev) { \
+		echo "Installing penstock without torch into $(VENV): about 60 MB to download."; \
+		$(PIP) install --quiet -e '.[router,fake]'; }
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
-	@echo "Installing what makes the documentation into $(VENV): about 80 MB to download."
-	@$(PIP) install --quiet -e '.[docs]'
+	@$(call has,.dev) { \
+		echo "Installing what makes the documentation into $(VENV): about 80 MB to download."; \
+		$(PIP) install --quiet -e '.[docs]'; }
 	@touch $@
 
 $(VENV)/.torch: | $(BIN)/python
@@ -103,8 +108,9 @@ $(VENV)/.torch: | $(BIN)/python
 	@touch $@
 
 $(VENV)/.shard: pyproject.toml $(VENV)/.torch
-	@echo "Installing penstock into $(VENV): about 100 MB more to download."
-	@$(PIP) install --quiet -e '.[router,shard]'
+	@$(call has,.dev) { \
+		echo "Installing penstock into $(VENV): about 100 MB more to download."; \
+		$(PIP) install --quiet -e '.[router,shard]'; }
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch

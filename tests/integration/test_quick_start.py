@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,6 +126,38 @@ def test_every_block_is_tried_here_or_is_named() -> None:
     by_hand = ["make serve\n", "penstock chat"]
     named = [block for block in BLOCKS if any(words in block for words in tried + by_hand)]
     assert named == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("target", "there", "installs"),
+    [
+        (["FAKE=1"], [], True),
+        (["FAKE=1"], [".shard", ".torch"], False),
+        (["FAKE=1"], [".dev", ".torch"], False),
+        ([], [".dev", ".torch"], False),
+        ([], [".fake", ".torch"], True),
+        ([], [".torch", ".shard"], False),
+    ],
+)
+def test_make_says_that_it_installs_only_where_it_does(
+    target: list[str], there: list[str], installs: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "penstock"):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    # Whatever the clock of the checkout: an older one is an older environment.
+    later_s = time.time() + 60
+    for marker in there:
+        (tmp_path / marker).touch()
+        os.utime(tmp_path / marker, (later_s, later_s))
+    command = ["make", "serve", f"VENV={tmp_path}", *target]
+    # Not those of a make that runs these tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    *before, served = made.stdout.splitlines()
+    assert served.startswith("penstock serve ")
+    assert [line.split()[0] for line in before] == (["Installing", "python"] if installs else [])
 
 
 def test_make_serves_the_fake_runner() -> None:
