@@ -52,7 +52,7 @@ def add_shard_tls(parser: argparse.ArgumentParser) -> None:
         "--tls-server-name",
         default=os.getenv("PENSTOCK_SHARD_TLS_SERVER_NAME") or None,
         metavar="NAME",
-        help="in the certificates of shards, if not their address "
+        help="name in the certificates of shards, if not their address "
         "(default: PENSTOCK_SHARD_TLS_SERVER_NAME)",
     )
 

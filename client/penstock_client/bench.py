@@ -118,13 +118,13 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=positive_int, metavar="N",
         help="tokens to generate, exactly (default: 64; 128 for sharegpt)")  # fmt: skip
     add("--seed", type=whole_number, default=0, metavar="N",
-        help="of prompts, lengths and arrivals (default: %(default)s)")  # fmt: skip
+        help="seed of prompts, lengths and arrivals (default: %(default)s)")  # fmt: skip
     add("--body", type=_fields, default={}, metavar="JSON",
         help="further fields of each request; null leaves one out that a server does not know, "
         'as in \'{"ignore_eos": null, "stream_options": null}\'')  # fmt: skip
     add("--chat", action="store_true", help="send chats of one message (/v1/chat/completions)")
     add("--no-done", action="store_true",
-        help="of a server that does not end its streams with [DONE]")  # fmt: skip
+        help="for a server that does not end its streams with [DONE]")  # fmt: skip
     add("--no-keepalive", action="store_true", help="a new connection for each request")
 
 

@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", metavar="NAME", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="of each answer")
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="most tokens of an answer"
+    )
     args = parser.parse_args(arguments)
     options = {
         "model": args.model,

@@ -41,7 +41,7 @@ class Loss(Enum):
 
     NONE = "nothing to do"
     LOST = "no counterpart"
-    # Answers would be others and nobody would notice: not served in its place.
+    # Answers would differ and nobody would notice: not served in its place.
     REFUSED = "refused"
 
 
@@ -112,7 +112,7 @@ def lost(text: str, why: str, harmless: str = "") -> Table:
 
 
 def refused(text: str, why: str, harmless: str = "") -> Table:
-    """Flags without which answers would be others, and nobody would notice."""
+    """Flags without which answers would differ, and nobody would notice."""
     return named(text, Rule(why=why, loss=Loss.REFUSED, harmless=frozenset(harmless.split())))
 
 

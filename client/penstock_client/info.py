@@ -88,7 +88,7 @@ def _adapters(info: ShardInfo) -> str:
     if "adapter" not in info.capabilities:
         return "not served"
     named = (f"{adapter.name} (rank {adapter.rank})" for adapter in info.adapters.values())
-    return ", ".join(named) or "none is loaded"
+    return ", ".join(named) or "none loaded"
 
 
 def _state(load: LoadReport) -> str:

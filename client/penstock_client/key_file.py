@@ -175,7 +175,7 @@ def _expires(where: str, given: object) -> datetime.datetime | None:
         return None
     if isinstance(given, datetime.datetime):
         if given.tzinfo is None:
-            _wrong(where, "expires", "says no time zone; add a Z for UTC")
+            _wrong(where, "expires", "has no time zone; add Z for UTC")
         return given
     if not isinstance(given, datetime.date):
         _wrong(where, "expires", "must be a date or a time, as 2027-01-01 or 2027-01-01T12:00:00Z")

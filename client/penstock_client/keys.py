@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scope",
         choices=key_file.SCOPES,
         default="user",
-        help="admin: all that user may, and /admin, /debug and the console (default: user)",
+        help="admin: what user may do, and /admin, /debug and the console (default: user)",
     )
     new.add_argument(
         "--expires",
@@ -108,7 +108,10 @@ def _new(args: argparse.Namespace) -> int:
         before = key_file.read_text(path) if os.path.exists(path) else ""
         key_file.replace(path, key_file.added(before, entry))
     print(key)
-    print(f"key {entry.name} is in {args.file}; it is not shown again", file=sys.stderr)
+    print(
+        f"added {entry.name} to {args.file}, which holds only the key's hash: copy the key now",
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -134,7 +137,7 @@ def _list(args: argparse.Namespace) -> int:
 def _revoke(args: argparse.Namespace) -> int:
     with key_file.locked(args.file) as path:
         key_file.replace(path, key_file.removed(key_file.read_text(path), args.name))
-    print(f"key {args.name} is out of {args.file}; routers refuse it within two seconds")
+    print(f"removed {args.name} from {args.file}; routers refuse its key within two seconds")
     return 0
 
 
@@ -176,8 +179,8 @@ def _expiry(text: str) -> datetime.datetime:
             ) from None
         if until.tzinfo is None:
             if len(text) > len("2027-01-01"):
-                raise argparse.ArgumentTypeError(f"{text[:40]!r} says no time zone; add a Z")
+                raise argparse.ArgumentTypeError(f"{text[:40]!r} has no time zone; add Z for UTC")
             until = until.replace(tzinfo=datetime.UTC)
     if until <= now:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is past")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is in the past")
     return until

@@ -92,7 +92,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_for("replay", _DESCRIPTION)
     parser.add_argument("files", metavar="FILE", nargs="+", help="an audit log, with its prompts")
     parser.add_argument(
-        "--shards", required=True, type=_addresses, metavar="HOST:PORT,...", help="where to do it"
+        "--shards",
+        required=True,
+        type=_addresses,
+        metavar="HOST:PORT,...",
+        help="shards to do it on",
     )
     add_api_key(parser, "API key to send")
     add_shard_tls(parser)

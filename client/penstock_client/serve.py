@@ -127,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         "--api-key",
         type=usable_key,
         metavar="KEY",
-        help="that callers of the router and of its shards must send (default: PENSTOCK_API_KEY, "
-        "or none)",
+        help="key that callers of the router and of its shards must send "
+        "(default: PENSTOCK_API_KEY, or none)",
     )
     _add_router_flags(parser.add_argument_group("router"))
     _add_shard_flags(parser.add_argument_group("shards"))
@@ -170,13 +170,13 @@ def _add_shard_flags(group: argparse._ArgumentGroup) -> None:
         default=1,
         type=positive_int,
         metavar="N",
-        help="GPUs of each, over which its model is split (default: %(default)s)",
+        help="GPUs of each shard, over which its model is split (default: %(default)s)",
     )
     add(
         "--shard-port",
         type=port_number,
         metavar="PORT",
-        help="of the first; the others have those after it "
+        help="port of the first shard; the others have those after it "
         f"(default: {SHARD_PORT}, and where one is taken the next)",
     )
 

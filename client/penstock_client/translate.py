@@ -43,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = parser_for("translate", "Turn a command line of vLLM or TGI into one of penstock.")
     parser.usage = "penstock translate [--run] [FLAGS OF penstock serve] -- COMMAND ..."
     parser.epilog = (
-        f"COMMAND is {_FORMS}. Exit status 1 says that a flag is left out without which answers "
-        "would be others. Other flags before `--` are added to those of penstock serve."
+        f"COMMAND is {_FORMS}. Exit status 1 says that a flag is left out that would change "
+        "answers. Other flags before `--` are added to those of penstock serve."
     )
     parser.add_argument(
         "--run", action="store_true", help="serve at once, also as variables of TGI or vLLM say"
@@ -147,7 +147,7 @@ def _run(result: Translation, folder: Path | None) -> int:
     """Become `penstock serve`; the exit status where that is not to be."""
     if result.refused:
         names = ", ".join(r.subject for r in result.remarks if r.loss is Loss.REFUSED)
-        print(f"penstock translate: not served, as answers would be others without {names}",
+        print(f"penstock translate: not served, as answers would differ without {names}",
               file=sys.stderr)  # fmt: skip
     elif folder is None or _drop_root(folder):
         _become(result)

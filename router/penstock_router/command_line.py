@@ -172,18 +172,19 @@ def _add_key_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--api-key",
         metavar="KEY",
-        help="that clients must send; probes need none (default: PENSTOCK_API_KEY)",
+        help="key that clients must send; probes need none (default: PENSTOCK_API_KEY)",
     )
     add(
         "--admin-key",
         metavar="KEY",
-        help="for /admin and /debug, which are closed without one (default: PENSTOCK_ADMIN_KEY)",
+        help="key for /admin and /debug, which are closed without one "
+        "(default: PENSTOCK_ADMIN_KEY)",
     )
     add(
         "--api-keys-file",
         metavar="FILE",
-        help="keys with names, scopes, limits and ends, which `penstock keys` makes; it is watched "
-        "(default: PENSTOCK_API_KEYS_FILE)",
+        help="keys with names, scopes, limits and expiry dates, as `penstock keys` makes them; "
+        "read again when it changes (default: PENSTOCK_API_KEYS_FILE)",
     )
     add(
         "--cors-origin",
@@ -193,7 +194,7 @@ def _add_key_flags(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="ORIGIN",
         help="let pages of this origin call the API from a browser, as https://chat.example.com; "
-        "* of all; may be given several times (default: none)",
+        "* for any origin; may be given several times (default: none)",
     )
 
 
@@ -210,7 +211,7 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--shard-api-key",
         metavar="KEY",
-        help="to send to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
+        help="key to send to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
     )
     add(
         "--shard-tls-ca-file",
@@ -222,7 +223,7 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--shard-tls-server-name",
         metavar="NAME",
-        help="in the certificates of shards, if not their address: dns:// gives IP addresses",
+        help="name in the certificates of shards, if not their address: dns:// gives IP addresses",
     )
     add(
         "--policy",
@@ -268,8 +269,8 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--audit-log",
         metavar="FILE",
-        help="record each sequence there, of several workers each in FILE-worker0 and so on; see "
-        "`penstock replay`",
+        help="record each sequence in this file, of several workers in FILE-worker0 and so on; "
+        "see `penstock replay`",
     )
     add("--audit-prompts", action="store_true", help="record prompts too, not only their hashes")
     add("--audit-key-file", metavar="FILE", help="holds a key for its hashes, 16 to 64 bytes")
@@ -381,7 +382,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add(
         "--keep-alive-s",
         default=15.0,
-        help=f"a comment on streams that are silent for so long {_DEFAULT}",
+        help=f"send a comment on streams that are silent for so long {_DEFAULT}",
         **values.SECONDS,
     )
     add(

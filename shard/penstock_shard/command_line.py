@@ -130,8 +130,8 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         "--embeddings",
         choices=("auto", "last", "mean"),
         default="auto",
-        help="serve embeddings, of the last token or the mean of all (default: as the model's "
-        "modules.json says, where there is one)",
+        help="serve embeddings, of the last token or the mean of all tokens "
+        "(default: as the model's modules.json says, where there is one)",
     )
     group.add_argument(
         "--load-format",

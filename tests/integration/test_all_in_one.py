@@ -158,7 +158,7 @@ def test_what_would_change_answers_silently_is_not_served(tmp_path: Path) -> Non
     started = Started("cpu", tmp_path, "--model-id", str(TOY), "--quantize", "eetq")
     assert started.process.wait(30) == 2
     assert "# --quantize: refused: " in started.log
-    assert "not served, as answers would be others without --quantize" in started.log
+    assert "not served, as answers would differ without --quantize" in started.log
 
 
 def test_each_target_stands_in_for_its_image() -> None:

@@ -81,7 +81,7 @@ def test_a_file_without_keys_is_a_file_with_no_keys() -> None:
         (_table(scopes='["root"]'), "key alice: scopes: must be a list"),
         (_table(scopes="[[]]"), "key alice: scopes: must be a list"),
         (_table(expires='"2027"'), "key alice: expires: must be a date or a time"),
-        (_table(expires="2027-01-01T00:00:00"), "key alice: expires: says no time zone"),
+        (_table(expires="2027-01-01T00:00:00"), "key alice: expires: has no time zone"),
         (_table(requests_per_minute="0"), "key alice: requests_per_minute: must be a whole"),
         (_table(tokens_per_minute="1.5"), "key alice: tokens_per_minute: must be a whole"),
         (_table(max_concurrent_requests="true"), "key alice: max_concurrent_requests: must be"),
@@ -240,7 +240,8 @@ def test_a_file_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:
 def test_keys_are_listed_and_revoked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["new", "alice", "--file", str(file), "--tokens-per-minute", "1000"])
     main(["new", "bob", "--file", str(file), "--scope", "admin", "--expires", "2999-01-01"])
-    capsys.readouterr()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"added bob to {file}, which holds only the key's hash: copy the key now"
     assert main(["list", "--file", str(file)]) == 0
     head, alice, bob = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head[:3] == ["NAME", "SCOPES", "EXPIRES"]
@@ -248,7 +249,8 @@ def test_keys_are_listed_and_revoked(file: Path, capsys: pytest.CaptureFixture[s
     assert bob[:3] == ["bob", "admin", "2999-01-01"]
     assert main(["revoke", "alice", "--file", str(file)]) == 0
     assert [entry.name for entry in key_file.read(str(file))] == ["bob"]
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    assert said == f"removed alice from {file}; routers refuse its key within two seconds\n"
     assert main(["revoke", "alice", "--file", str(file)]) == 2
     assert "there is no key 'alice'" in capsys.readouterr().err
 
@@ -295,7 +297,7 @@ def test_what_could_be_guessed_or_sent_by_nobody_is_not_hashed(
         ([], "COMMAND"),
         (["new"], "NAME"),
         (["new", "x", "--scope", "root"], "--scope"),
-        (["new", "x", "--expires", "2020-01-01"], "is past"),
+        (["new", "x", "--expires", "2020-01-01"], "is in the past"),
         (["new", "x", "--expires", "soon"], "must be as 90d"),
         (["new", "x", "--expires", "9999-12-31T23:59-14:00"], "must be as 90d"),
         (["new", "x", "--expires", "2999-01-01T10:00"], "no time zone"),

@@ -486,7 +486,7 @@ def test_a_refusal_is_told_by_the_exit_status_and_keeps_run_from_serving(
     assert "penstock serve m" in capsys.readouterr().out
     assert translate.main(["--run", "--", command]) == 2
     printed = capsys.readouterr()
-    assert (printed.out, "others without --hf-overrides" in printed.err) == ("", True)
+    assert (printed.out, "differ without --hf-overrides" in printed.err) == ("", True)
 
 
 def test_threads_and_sizes_are_read_as_vllm_reads_them() -> None:
