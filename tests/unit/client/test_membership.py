@@ -405,7 +405,7 @@ async def test_whatever_becomes_of_a_file_its_last_good_set_stays(
     keeping = "; keeping the last good set (size 2)"
     assert [w.removeprefix(f"file://{path}: ") for w in warnings(caplog)] == [
         "cannot be read: No such file or directory; no address is known yet",
-        f"line 2: 'b' is not HOST:PORT with a port from 1 to 65535 (IPv6 as [::1]:50051){keeping}",
+        f"line 2: 'b' is not HOST:PORT with a port from 1 to 65535 (IPv6 as [::1]:20051){keeping}",
         f"byte 1 is not UTF-8 text{keeping}",
         f"has no address in it{keeping}",
     ]
