@@ -25,8 +25,8 @@ ALLOWED_PACKAGES = {
 ALLOWED_MODULES = {
     "penstock_router": (
         *("penstock_proto.bounds", "penstock_proto.flags", "penstock_proto.logs"),
-        *("penstock_proto.metric_names", "penstock_proto.tls", "penstock_proto.trace_export"),
-        "penstock_proto.tracing",
+        *("penstock_proto.metric_names", "penstock_proto.port_holder", "penstock_proto.tls"),
+        *("penstock_proto.trace_export", "penstock_proto.tracing"),
     )
 }
 # Of the router, besides routes/.
