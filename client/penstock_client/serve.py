@@ -326,7 +326,13 @@ async def _serve(children: list[_Child], url: str, *, needs_key: bool = False) -
     # The router first: it lets its requests finish, and for that it needs the shards.
     for child in reversed(children):
         await _end(child)
-    return 0 if stopped in done else max(task.result() for task in keepers if task in done)
+    if stopped in done:
+        return 0
+    failures = [task.result() for task in keepers if task in done]
+    # Last, below whatever the others logged meanwhile.
+    for _, reason in failures:
+        _say(f"ended, as {reason}")
+    return max(status for status, _ in failures)
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -337,9 +343,9 @@ def _stop_signals() -> list[signal.Signals]:
     return signals
 
 
-async def _keep(child: _Child) -> int:
+async def _keep(child: _Child) -> tuple[int, str]:
     """Run a child, and restart it when it dies; when that is pointless, returns the exit status for
-    this command.
+    this command, and why.
     """
     back_off_s = _FIRST_BACK_OFF_S
     while True:
@@ -356,8 +362,7 @@ async def _keep(child: _Child) -> int:
             child.deaths, back_off_s = 0, _FIRST_BACK_OFF_S
         child.deaths += 1
         if status == USAGE_STATUS or child.deaths >= _MAX_DEATHS:
-            _say(f"ends, as {_last_words(child, status)}")
-            return USAGE_STATUS if status == USAGE_STATUS else 1
+            return USAGE_STATUS if status == USAGE_STATUS else 1, _last_words(child, status)
         _say(f"the {child.name} {_end_of(status)}, starting it again in {back_off_s:g} s")
         await asyncio.sleep(back_off_s)
         back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)

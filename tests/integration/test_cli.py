@@ -262,4 +262,6 @@ def test_serve_of_a_model_that_is_not_there_ends_with_its_reason(tmp_path: Path)
     assert run.returncode == 2
     assert run.stderr.count("penstock shard: ") == 1
     assert str(tmp_path / "nothing") in run.stderr
+    # Whatever the router logs until it is ended.
+    assert run.stderr.splitlines()[-1].endswith("begins `penstock shard:` says why")
     assert "Traceback" not in run.stderr

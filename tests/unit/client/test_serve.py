@@ -186,7 +186,7 @@ async def test_a_child_that_cannot_start_is_not_started_again_and_it_is_said_whi
     assert await asyncio.wait_for(serve._serve([child], "http://127.0.0.1:1"), 20) == 2
     assert child.deaths == 1
     assert capsys.readouterr().err == (
-        "penstock serve: ends, as the shard 127.0.0.1:1 cannot start: the line above that begins "
+        "penstock serve: ended, as the shard 127.0.0.1:1 cannot start: the line above that begins "
         "`penstock shard:` says why\n"
     )
 
@@ -209,7 +209,7 @@ async def test_a_child_that_dies_again_and_again_is_told_with_how(
     *starts, last = capsys.readouterr().err.splitlines()
     assert set(starts) == {f"penstock serve: the router {words}, starting it again in 0 s"}
     assert last == (
-        f"penstock serve: ends, as the router died 5 times in a row; the last time it {words}; "
+        f"penstock serve: ended, as the router died 5 times in a row; the last time it {words}; "
         "its lines above say more"
     )
 
