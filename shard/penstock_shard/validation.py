@@ -5,6 +5,7 @@ Pure: an incoming request, `RunnerInfo` and configuration in, a `Submit` or a `R
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -407,7 +408,7 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         values |= {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         top_k, seed = 0, 0
     else:
-        seed = incoming.seed or 0
+        seed = _seed_of(incoming.request_id) if incoming.seed is None else incoming.seed
     return SamplingParams(
         **values,
         top_k=max(0, top_k),
@@ -417,6 +418,11 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         bad_words=tuple(tuple(word.tolist()) for word in incoming.bad_words),
         allowed_token_ids=tuple(incoming.allowed_token_ids.tolist()),
     )
+
+
+def _seed_of(request_id: str) -> int:
+    """The seed of a request that brings none: each of its attempts draws the same tokens."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 
 def _objective(incoming: IncomingRequest) -> Objective:

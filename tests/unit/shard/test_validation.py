@@ -36,7 +36,8 @@ def _incoming(**fields: Any) -> IncomingRequest:
             fields[name] = np.array(fields[name], dtype="<u4")
     if "bad_words" in fields:
         fields["bad_words"] = [np.array(word, dtype="<u4") for word in fields["bad_words"]]
-    return IncomingRequest("id", 0, prompt, output, **fields)
+    request_id, attempt = fields.pop("request_id", "id"), fields.pop("attempt", 0)
+    return IncomingRequest(request_id, attempt, prompt, output, **fields)
 
 
 def _check(incoming: IncomingRequest, **defaults: float) -> Submit:
@@ -55,6 +56,20 @@ def test_absent_parameters_take_the_models_defaults_and_given_ones_do_not() -> N
 def test_a_given_zero_is_not_an_absent_value() -> None:
     assert _check(_incoming(temperature=0.0), temperature=0.7).sampling.temperature == 0.0
     assert _check(_incoming(top_k=0), top_k=20.0).sampling.top_k == 0
+
+
+def test_without_a_seed_every_attempt_of_a_request_draws_alike_and_other_requests_do_not() -> None:
+    def seed(request_id: str, **fields: object) -> int:
+        return _check(_incoming(request_id=request_id, **fields)).sampling.seed
+
+    seeds = {seed(f"request {number}") for number in range(100)}
+    assert len(seeds) == 100
+    assert max(seeds) > 2**60
+    assert seed("request 7", attempt=3, output=[4, 5]) in seeds
+    # Not 0, which is a seed like any other.
+    assert seed("request 7", seed=0) == 0
+    # Known from release to release: shards of both may have attempts of the same request.
+    assert seed("request 7") == 16_216_788_450_268_746_418
 
 
 def test_greedy_forgets_what_would_only_matter_for_drawing() -> None:
@@ -371,6 +386,7 @@ def test_neutral_values_need_no_capability() -> None:
         typical_p=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
         min_tokens=0, priority=0, latency_sensitive=False,
     )  # fmt: skip
+    neutral.seed = 0
     assert check(neutral, without, CONFIG).sampling == SamplingParams()
 
 
