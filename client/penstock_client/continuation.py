@@ -29,6 +29,7 @@ from penstock_client.errors import (
     NotServed,
     Overloaded,
     PenstockError,
+    ShardFailed,
     ShardUnavailable,
     Unauthenticated,
 )
@@ -48,6 +49,7 @@ from penstock_client.types import (
     Output,
     random_seed,
 )
+from penstock_proto.tasks import lasting
 from penstock_proto.tracing import SpanContext
 
 _MAX_BACK_OFF_S = 1.0
@@ -442,7 +444,8 @@ class Continuations:
         """Have the streams sent, or moved, in the next turns of the event loop."""
         self._due.update(dict.fromkeys(streams))
         if self._sender is None or self._sender.done():
-            self._sender = asyncio.get_running_loop().create_task(self._send_all_due())
+            sending = lasting(self._send_all_due, "sending a request on", pause_s=0.0)
+            self._sender = asyncio.get_running_loop().create_task(sending)
 
     async def _send_all_due(self) -> None:
         turn_ends_s = time.monotonic() + _TURN_S
@@ -455,6 +458,9 @@ class Continuations:
                     self._move(stream, stream.shard)
             except PenstockError as error:
                 self._end(stream, error)
+            except Exception as error:
+                self._end(stream, ShardFailed(f"it cannot be sent on: {type(error).__name__}"))
+                raise
             if time.monotonic() >= turn_ends_s:
                 await asyncio.sleep(0)
                 turn_ends_s = time.monotonic() + _TURN_S

@@ -27,6 +27,7 @@ from penstock_client.policies import make_policy
 from penstock_client.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
 from penstock_client.verification import Verification
+from penstock_proto.tasks import lasting
 from penstock_proto.tls import Tls
 from penstock_proto.transport import Connector
 
@@ -98,7 +99,8 @@ class Fleet:
         if isinstance(source, StaticSource):
             self._said = source.fixed
             self._update()
-        self._following = asyncio.get_running_loop().create_task(self._follow(source))
+        following = lasting(lambda: self._follow(source), "following the addresses of shards")
+        self._following = asyncio.get_running_loop().create_task(following)
 
     async def __aenter__(self) -> Self:
         return self

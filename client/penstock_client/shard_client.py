@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 import uuid
@@ -41,6 +42,8 @@ from penstock_client.types import (
 )
 from penstock_proto.tls import Tls
 from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
+
+logger = logging.getLogger(__name__)
 
 _counter = itertools.count()
 
@@ -351,6 +354,7 @@ class _SharedCall:
         self._call = stub.Generate(metadata=metadata)
         loop = asyncio.get_running_loop()
         self._writer = loop.create_task(self._write())
+        self._writer.add_done_callback(self._wrote)
         self._reader = loop.create_task(self._read())
 
     def submit(self, stream: GenerationStream, message: Any) -> None:
@@ -387,6 +391,13 @@ class _SharedCall:
         except (grpc.RpcError, asyncio.InvalidStateError):
             # The reader learns of the same end, with its status.
             return
+
+    def _wrote(self, writer: asyncio.Task[None]) -> None:
+        """The writer is done. If it failed, what is on the call would wait for ever."""
+        error = None if writer.cancelled() else writer.exception()
+        if error is not None:
+            logger.error("the call to shard %s ends: writing fails", self._address, exc_info=error)
+            self.end(ShardUnavailable(f"writing to shard {self._address} failed: {error}"))
 
     async def _read(self) -> None:
         error: PenstockError = ShardUnavailable(f"shard {self._address} ended the call")

@@ -23,6 +23,7 @@ from penstock_client.errors import (
 from penstock_client.policies import Candidate
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
+from penstock_proto.tasks import lasting
 from penstock_proto.transport import CONNECTION_REFUSED, Connector
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,8 @@ class ShardWatch:
         # The revision of adapters that `info` shows, and whether `changed` is still to be called.
         self._adapters_revision = 0
         self._has_new_adapters = False
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        watching = lasting(self._watch, f"the watch of shard {shard.address}")
+        self._task = asyncio.get_running_loop().create_task(watching)
 
     async def close(self) -> None:
         """Stop watching and end every stream and the connection."""
@@ -219,15 +221,21 @@ class ShardWatch:
     async def _watch(self) -> None:
         while True:
             started_s = time.monotonic()
+            problem: PenstockError | TimeoutError
+            problem = ShardUnavailable("watching it failed, as the log says")
             try:
                 await self._follow()
             except (PenstockError, TimeoutError) as error:
-                self._lost(error)
+                problem = error
             except asyncio.CancelledError:
                 if self._task.cancelling():
                     raise
                 # gRPC cancels a call whose channel was closed.
-                self._lost(ShardUnavailable("the connection was closed"))
+                problem = ShardUnavailable("the connection was closed")
+            finally:
+                # Whatever went wrong: a shard that nobody watches counts as down.
+                if not self._task.cancelling():
+                    self._lost(problem)
             # Retry a shard that refuses at once a few times a second, not thousands.
             await asyncio.sleep(max(0.0, _RETRY_S - (time.monotonic() - started_s)))
 

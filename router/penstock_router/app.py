@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion11, web
 
+from penstock_proto.tasks import lasting
 from penstock_proto.tracing import SpanSink
 from penstock_router import openapi
 from penstock_router.admission import Admission
@@ -126,11 +127,13 @@ def build_app(
         console.add_routes(app)
     app[console.CONSOLE] = _console(app[ROUTER])
     app[admin.CHANGES] = admin.Changes(fleet, config.changes_file)
-    app.cleanup_ctx.append(_meanwhile(lambda: watch_loop(metrics.loop_was_late)))
-    app.cleanup_ctx.append(_meanwhile(app[admin.CHANGES].follow))
-    app.cleanup_ctx.append(_meanwhile(app[ROUTER].keys.follow))
+    app.cleanup_ctx.append(
+        _meanwhile(lambda: watch_loop(metrics.loop_was_late), "watching the event loop")
+    )
+    app.cleanup_ctx.append(_meanwhile(app[admin.CHANGES].follow, "following /admin"))
+    app.cleanup_ctx.append(_meanwhile(app[ROUTER].keys.follow, "following the file of keys"))
     app.cleanup_ctx.append(_close_parts)
-    app.cleanup_ctx.append(_meanwhile(models.keep_loading))
+    app.cleanup_ctx.append(_meanwhile(models.keep_loading, "loading models"))
     app.cleanup_ctx.append(_store_responses)
     # The console's watchers first: their streams would never end by themselves.
     app.on_shutdown.append(_end_console)
@@ -169,12 +172,12 @@ async def _end_console(app: web.Application) -> None:
 
 
 def _meanwhile(
-    work: Callable[[], Coroutine[Any, Any, None]],
+    work: Callable[[], Coroutine[Any, Any, None]], what: str
 ) -> Callable[[web.Application], AsyncIterator[None]]:
     """A task that runs for as long as the application does."""
 
     async def context(app: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(work())
+        task = asyncio.create_task(lasting(work, what))
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 
+from penstock_proto.tasks import lasting
 from penstock_router.response_store import ResponseStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ class Background:
         keeping.add_done_callback(self._keeping.discard)
         making.add_done_callback(lambda _: self._making.pop(response_id))
         if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = asyncio.create_task(
+                lasting(self._watch, "watching for responses to cancel")
+            )
 
     def cancel(self, response_id: str) -> None:
         """Cancel the response at once, if this worker makes it."""

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock_client.types import AttemptRecord
+from penstock_proto.tasks import lasting
 from penstock_router.admission import Admission
 from penstock_router.backend import Fleet, ShardState, shown_shard
 from penstock_router.errors import TooManyRequests
@@ -78,7 +79,7 @@ class Console:
         if len(self._watchers) >= MAX_WATCHERS:
             raise TooManyRequests(f"the console has {MAX_WATCHERS} watchers, which is all it takes")
         if self._task is None:
-            self._task = asyncio.create_task(self._keep_looking())
+            self._task = asyncio.create_task(lasting(self._keep_looking, "the console"))
         frames: Frames = asyncio.Queue(_MAX_FRAMES_BEHIND)
         frames.put_nowait(self._everything())
         self._watchers.append(frames)

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncGenerator
-from typing import NoReturn
 
+from penstock_proto.tasks import lasting
 from penstock_proto.tls import Renewed, load_pair
 
 _LOOK_EVERY_S = 1.0
@@ -32,7 +32,7 @@ class HttpsFiles:
         load_pair(_server_context(), *self._files)
         load_pair(self.context, *self._files)
 
-    async def follow(self) -> NoReturn:
+    async def follow(self) -> None:
         """Reload the files whenever they change; runs until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -51,7 +51,7 @@ async def https_context(
         yield None
         return
     files = HttpsFiles(cert_file, key_file)
-    following = asyncio.create_task(files.follow())
+    following = asyncio.create_task(lasting(files.follow, "following the files of TLS"))
     try:
         yield files.context
     finally:

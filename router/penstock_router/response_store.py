@@ -28,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
+from penstock_proto.tasks import lasting
+
 logger = logging.getLogger(__name__)
 
 MIN_BYTES = 1024 * 1024
@@ -446,7 +448,9 @@ class ResponseStore:
         except StoreUnusable:
             self._thread.shutdown()
             raise
-        self._beating = asyncio.create_task(self._keep_beating())
+        self._beating = asyncio.create_task(
+            lasting(self._keep_beating, "beating in the response store")
+        )
 
     async def close(self) -> None:
         """Close the file; unfinished responses of this worker count as failed."""

@@ -18,6 +18,7 @@ MAX_MODULE_LINES = 600
 
 # Where an error of any kind is caught and goes no further, and why there.
 EDGES = {
+    "penstock_proto.tasks": "what lasts as long as the process outlives an error nobody foresaw",
     "penstock_router.tokenizer": "the tokenizers library raises bare Exception",
     "penstock_router.deltas": "what fails where deltas arrive is handed to who waits for them",
     "penstock_router.records": "a defect of who tells of requests must not cost one",

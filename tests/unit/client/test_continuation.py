@@ -93,7 +93,7 @@ class Double:
         self.address = address
         self.sent: list[Sent] = []
         self.detached: list[int] = []
-        self.refusal: PenstockError | None = None
+        self.refusal: Exception | None = None
         self.in_flight = 0
 
     def attach(
@@ -516,6 +516,24 @@ async def test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_token
     await settled()
     assert (world.where(stream), world.at("a").detached) == ("same", [0])
     assert list(world.last(stream).request.output_token_ids) == [10]
+
+
+async def test_a_defect_where_requests_are_sent_on_costs_the_one_it_shows_on(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make("a")
+    first, second = world.start(), world.start()
+    world.add("b")
+    failing = world.at("b")
+    failing.refusal = ZeroDivisionError("nobody foresaw this")
+    moving = world.shards["a"]
+    moving.load = LoadReport(serving=True, draining=True, handing_over=True)
+    world.continuations.shard_changed(moving)
+    async with asyncio.timeout(5):
+        for stream in (first, second):
+            with pytest.raises(ShardFailed, match="ZeroDivisionError"):
+                await anext(stream)
+    assert "nobody foresaw this" in caplog.text
 
 
 async def test_a_reader_that_leaves_is_heard_of_by_the_shard_that_has_its_request(

@@ -184,6 +184,63 @@ async def test_closing_a_fleet_waits_for_whoever_is_seen_off(
         fleet.submit(GenerationRequest([1]))
 
 
+async def test_a_shard_whose_watch_meets_an_error_nobody_foresaw_is_down_until_it_is_watched_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    instances = iter(["first", "odd", "third"])
+
+    async def reports() -> AsyncGenerator[LoadReport, None]:
+        while True:
+            yield LoadReport(serving=True, instance_id=next(instances))
+
+    async def info(timeout_s: float) -> Any:
+        return SimpleNamespace(instance_id="", adapters={})
+
+    def learned(shard: ShardState, info: Any) -> None:
+        info.instance_id = shard.load.instance_id
+        if shard.ready:
+            raise ZeroDivisionError("nobody foresaw this")
+        shard.learned(info)
+
+    seen: list[tuple[bool, str]] = []
+    changed = asyncio.Semaphore(0)
+
+    def note(shard: ShardState) -> None:
+        seen.append((shard.ready, shard.problem))
+        changed.release()
+
+    shard = ShardState("127.0.0.1:1")
+    monkeypatch.setattr(shard.client, "watch_load", reports)
+    monkeypatch.setattr(shard.client, "info", info)
+    watch = ShardWatch(shard, 5.0, learned, note)
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            await changed.acquire()
+    await watch.close()
+    assert seen[:3] == [(True, ""), (False, "watching it failed, as the log says"), (True, "")]
+    assert "the watch of shard 127.0.0.1:1 failed" in caplog.text
+    assert "nobody foresaw this" in caplog.text
+
+
+async def test_a_source_of_addresses_that_fails_is_followed_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Source:
+        asked = 0
+
+        async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
+            self.asked += 1
+            yield frozenset({f"127.0.0.1:{self.asked}"})
+            if self.asked == 1:
+                raise ZeroDivisionError("nobody foresaw this")
+            await asyncio.Event().wait()
+
+    async with Fleet(Source()) as fleet, asyncio.timeout(10):
+        while [shard.address for shard in fleet.shards] != ["127.0.0.1:2"]:
+            await asyncio.sleep(0.01)
+    assert "following the addresses of shards failed" in caplog.text
+
+
 async def test_a_shard_whose_reports_are_cancelled_from_below_is_watched_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

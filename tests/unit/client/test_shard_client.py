@@ -268,6 +268,24 @@ async def test_a_request_that_no_message_holds_is_refused_and_those_beside_it_go
             client.submit(request)
 
 
+async def test_when_writing_to_a_call_fails_its_streams_end_and_the_next_call_works(
+    scripted: tuple[_Scripted, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ShardClient(scripted[1]) as client:
+        waiting = client.submit(_request("silent"))
+        assert client._call is not None
+
+        async def write(message: object) -> None:
+            raise ZeroDivisionError("nobody foresaw this")
+
+        client._call._call.write = write
+        with pytest.raises(ShardUnavailable, match="writing to shard"):
+            async with asyncio.timeout(5):
+                await anext(waiting)
+        assert "nobody foresaw this" in caplog.text
+        assert [output.token_ids async for output in client.generate(_request(""))] == [[1]]
+
+
 @pytest.mark.parametrize(
     ("status", "error"),
     [

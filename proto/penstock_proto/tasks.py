@@ -1,0 +1,29 @@
+"""Tasks that last as long as their process: an error that nobody foresaw does not end them.
+
+Knows nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+# Long enough that an error that comes each time does not fill the log.
+_PAUSE_S = 1.0
+
+
+async def lasting(
+    work: Callable[[], Awaitable[None]], what: str, pause_s: float = _PAUSE_S
+) -> None:
+    """Run `work` until it returns or this task is cancelled. Whenever it fails, log that under the
+    name `what`, and run it again after a pause.
+    """
+    while True:
+        try:
+            return await work()
+        except Exception:
+            logger.exception("%s failed; it goes on in %g s", what, pause_s)
+        await asyncio.sleep(pause_s)
