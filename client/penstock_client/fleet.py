@@ -23,6 +23,7 @@ from penstock_client.embeddings import Embeddings
 from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
 from penstock_client.fleet_stream import FleetStream
 from penstock_client.membership import Source, StaticSource, check_address, parse_source
+from penstock_client.networks import Ip, is_loopback
 from penstock_client.policies import make_policy
 from penstock_client.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
@@ -72,6 +73,7 @@ class Fleet:
         self._api_key = api_key
         # Shared: a shard that joins while TLS files are being replaced uses their former content.
         self._connector = Connector(tls)
+        self._warned_of_key = False
         self._stall_timeout_s = stall_timeout_s
         self._shards: dict[str, ShardState] = {}
         self._watches: dict[str, ShardWatch] = {}
@@ -279,9 +281,13 @@ class Fleet:
 
     # ---- membership ----
 
-    def add(self, address: str) -> None:
-        """Add a shard. Raises `ValueError` for a malformed address."""
+    def add(self, address: str, ips: Sequence[Ip] = ()) -> None:
+        """Add a shard, which is at `ips` whatever its name resolves to later; without them gRPC
+        resolves it. Raises `ValueError` for a malformed address.
+        """
         address = check_address(address)
+        if ips and address not in self._shards:
+            self._connector.pin(address, ips)
         self._removed.discard(address)
         self._added.add(address)
         self._update()
@@ -317,11 +323,22 @@ class Fleet:
             self._shard_changed(self._shards[address])
 
     def _join(self, address: str) -> None:
+        if self._api_key and not self._connector.uses_tls and not is_loopback(address):
+            self._warn_of_key(address)
         shard = ShardState(address, self._api_key, self._connector)
         self._shards[address] = shard
         self._watches[address] = ShardWatch(
             shard, self._stall_timeout_s, self._learned, self._shard_changed
         )
+
+    def _warn_of_key(self, address: str) -> None:
+        if not self._warned_of_key:
+            self._warned_of_key = True
+            logger.warning(
+                "the key for shards goes to %s in the clear, whoever that is: use TLS "
+                "(--tls-cert-file at shards, --shard-tls-ca-file at routers)",
+                address,
+            )
 
     def _leave(self, shard: ShardState) -> None:
         if shard.leaving:
@@ -342,6 +359,7 @@ class Fleet:
         self._parting.add(task)
         task.add_done_callback(self._parting.discard)
         del self._shards[shard.address]
+        self._connector.unpin(shard.address)
         await self._watches.pop(shard.address).close()
 
     def _learned(self, shard: ShardState, info: ShardInfo) -> None:

@@ -11,14 +11,15 @@ import asyncio
 import logging
 import os
 import re
-import socket
 import stat
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from ipaddress import IPv4Address, IPv6Address
-from typing import Any, Protocol
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Protocol
+
+from penstock_client.networks import Resolve, check_unicast, system_resolve
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,6 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[object]]
-# One getaddrinfo answer: family, type, protocol, canonical name, (IP, port, ...).
-AddressInfo = tuple[int, int, int, str, tuple[Any, ...]]
-Resolve = Callable[[str, int], Awaitable[Sequence[AddressInfo]]]
 
 
 class Source(Protocol):
@@ -100,12 +98,6 @@ class StaticSource:
         await asyncio.Event().wait()  # for ever
 
 
-async def system_resolve(name: str, port: int) -> Sequence[AddressInfo]:
-    """A and AAAA, as the machine resolves names; in a thread. Raises `OSError`."""
-    loop = asyncio.get_running_loop()
-    return await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-
-
 @dataclass(frozen=True, slots=True)
 class DnsSource:
     """Every address that a name has, such as that of a Kubernetes headless service."""
@@ -135,6 +127,8 @@ class DnsSource:
         )
         if not found:
             raise ValueError("the answer has no address")
+        for *_, sockaddr in answers:
+            check_unicast(ip_address(sockaddr[0]))
         _check_count(len(found))
         return found
 

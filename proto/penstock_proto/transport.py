@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
 import grpc
@@ -77,12 +79,26 @@ class Connector:
 
     def __init__(self, tls: Tls | None) -> None:
         """Raises `TlsFilesUnusable`."""
-        self._options = channel_options()
+        self._server_name = None if tls is None else tls.server_name
         self._certificates: Renewed[grpc.ChannelCredentials] | None = None
         if tls is not None:
             self._certificates = Renewed(tls.files, lambda: _channel_credentials(tls))
-            if tls.server_name is not None:
-                self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        # gRPC's targets for addresses that are not to be resolved.
+        self._targets: dict[str, str] = {}
+
+    @property
+    def uses_tls(self) -> bool:
+        return self._certificates is not None
+
+    def pin(self, address: str, ips: Sequence[IPv4Address | IPv6Address]) -> None:
+        """Connect to these for HOST:PORT, whatever its host name resolves to; `unpin` it later."""
+        port = address.rpartition(":")[2]
+        # All as IPv6, since a target has one family; gRPC opens IPv4 sockets for mapped ones.
+        hosts = (f"::ffff:{ip}" if ip.version == 4 else f"{ip}" for ip in ips)
+        self._targets[address] = "ipv6:" + ",".join(f"[{host}]:{port}" for host in hosts)
+
+    def unpin(self, address: str) -> None:
+        self._targets.pop(address, None)
 
     def credentials(self) -> Credentials:
         """The credentials to open the next channel with: a new object once the files have changed.
@@ -96,15 +112,30 @@ class Connector:
 
     def open(self, address: str, credentials: Credentials) -> grpc.Channel:
         """A channel for threads."""
+        target, options = self._where(address)
         if credentials is None:
-            return grpc.insecure_channel(address, options=self._options)
-        return grpc.secure_channel(address, credentials, options=self._options)
+            return grpc.insecure_channel(target, options=options)
+        return grpc.secure_channel(target, credentials, options=options)
 
     def open_aio(self, address: str, credentials: Credentials) -> grpc.aio.Channel:
         """A channel for the running event loop."""
+        target, options = self._where(address)
         if credentials is None:
-            return grpc.aio.insecure_channel(address, options=self._options)
-        return grpc.aio.secure_channel(address, credentials, options=self._options)
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, credentials, options=options)
+
+    def _where(self, address: str) -> tuple[str, Options]:
+        """gRPC's target and options: a shard's certificate is for the host name that was asked for,
+        wherever that is.
+        """
+        options, name = channel_options(), self._server_name
+        target = self._targets.get(address)
+        if target is not None:
+            options.append(("grpc.default_authority", address))
+            name = name or address.rpartition(":")[0]
+        if name is not None and self.uses_tls:
+            options.append(("grpc.ssl_target_name_override", name))
+        return target or address, options
 
 
 def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from penstock_client.networks import Ip
 from penstock_client.types import (
     AttemptRecord,
     EmbeddingRequest,
@@ -123,6 +124,6 @@ class Fleet(Protocol):
 
     async def unload_adapter(self, name: str, model: str = "") -> None: ...
 
-    def add(self, address: str) -> None: ...
+    def add(self, address: str, ips: Sequence[Ip] = ()) -> None: ...
 
     def remove(self, address: str) -> None: ...

@@ -12,6 +12,7 @@ from penstock_client import key_file
 from penstock_client.audit import read_key
 from penstock_client.key_file import KeyFileError
 from penstock_client.membership import parse_source
+from penstock_client.networks import PRIVATE_NETWORKS
 from penstock_client.policies import DEFAULT_POLICY, POLICIES
 from penstock_proto.flags import OneLineParser, add_observing_flags, tracing_of, usable_key
 from penstock_proto.tls import Tls, TlsFilesUnusable
@@ -224,6 +225,14 @@ def _add_fleet_flags(group: argparse._ArgumentGroup) -> None:
         "--shard-tls-server-name",
         metavar="NAME",
         help="name in the certificates of shards, if not their address: dns:// gives IP addresses",
+    )
+    add(
+        "--shard-networks",
+        type=values.networks,
+        default=PRIVATE_NETWORKS,
+        metavar="NETWORK[,...]",
+        help="where shards may be that are added over /admin, as in 10.0.0.0/8,fd00::/8 (default: "
+        "this machine and private networks); link-local addresses never",
     )
     add(
         "--policy",

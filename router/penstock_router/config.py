@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock_client.networks import PRIVATE_NETWORKS, Network
 from penstock_client.policies import DEFAULT_POLICY
 from penstock_proto.tls import Tls
 from penstock_proto.trace_export import TracingConfig
@@ -36,6 +37,8 @@ class RouterConfig:
     shard_api_key: str | None = field(default=None, repr=False)
     # TLS towards the shards; None: plaintext.
     shard_tls: Tls | None = None
+    # Where shards may be that are added over /admin.
+    shard_networks: tuple[Network, ...] = PRIVATE_NETWORKS
     # The key for /admin, which changes the fleet; None: /admin is closed, but to admin keys of
     # `api_keys_file`.
     admin_key: str | None = field(default=None, repr=False)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from penstock_client.networks import Network, parse_network
 from penstock_router.reasoning import AUTO, NONE, STYLES
 from penstock_router.request import MAX_TIMEOUT_S
 from penstock_router.response_store import MIN_BYTES
@@ -45,6 +46,13 @@ def origin(text: str) -> str:
             f"{_short(text)} is no origin: http:// or https://, a host in lower case and its port"
         )
     return text
+
+
+def networks(text: str) -> tuple[Network, ...]:
+    try:
+        return tuple(parse_network(part.strip()) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def tool_call_parser(text: str) -> str:

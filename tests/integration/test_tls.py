@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 import grpc
@@ -80,6 +81,42 @@ def _server(pair: Pair | None, client_ca: Path | None = None, port: int = 0) -> 
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(None).wait()
+
+
+class _Listener:
+    """A stranger on 127.0.0.1 that keeps all it is sent, after a TLS handshake if it has a pair;
+    `async with` gives its address.
+    """
+
+    def __init__(self, pair: Pair | None = None) -> None:
+        self.received = b""
+        self.connected = asyncio.Semaphore(0)
+        self._tls: ssl.SSLContext | None = None
+        if pair is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(pair.cert, pair.key)
+            self._tls.set_alpn_protocols(["h2"])
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._server.close()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connected.release()
+        try:
+            if self._tls is not None:
+                await writer.start_tls(self._tls)
+            # HTTP/2's first frame of a server: an empty SETTINGS.
+            writer.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+            while piece := await reader.read(65_536):
+                self.received += piece
+        except OSError:
+            pass
+        finally:
+            writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +329,55 @@ async def test_a_shard_reached_by_address_may_be_known_by_a_name(
         async with ShardClient(shard.address, tls=authority.tls()) as client:
             with pytest.raises(ShardUnavailable, match="for another name"):
                 await client.info()
+
+
+async def test_a_shard_at_a_pinned_address_is_known_by_the_name_it_was_added_with(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """A name that no resolver here knows leads where it was seen to lead when it was checked."""
+    shard = Shard(
+        tmp_path / "log",
+        *authority.issue(SERVER_NAME).server_flags,
+        tls=authority.tls(server_name=SERVER_NAME),
+    )
+    port = shard.address.rpartition(":")[2]
+    here = [ip_address("::1"), ip_address("127.0.0.1")]
+    with running(shard):
+        async with Fleet(["127.0.0.1:1"], tls=authority.tls()) as fleet:
+            fleet.add(f"{SERVER_NAME}:{port}", here)
+            await fleet.wait_ready(10)
+        async with Fleet(["127.0.0.1:1"], tls=authority.tls()) as fleet:
+            fleet.add(f"else.example:{port}", here)
+            with pytest.raises(NoShardAvailable, match="for another name"):
+                await fleet.wait_ready(1)
+
+
+async def test_with_tls_no_stranger_is_sent_the_key_for_shards(
+    authority: Authority, stranger: Authority
+) -> None:
+    """Whoever listens at an address that is added gets nothing before it has shown a certificate of
+    the shards' authority; in the clear it gets the key at once.
+    """
+    plain, masked = _Listener(), _Listener(stranger.issue("127.0.0.1"))
+    async with (
+        plain as plain_address,
+        masked as masked_address,
+        Fleet(["127.0.0.1:1"], api_key="secret-of-shards", tls=authority.tls()) as fleet,
+    ):
+        fleet.add(plain_address)
+        fleet.add(masked_address)
+        async with asyncio.timeout(10):
+            for listener in (plain, masked):
+                for _ in range(2):
+                    await listener.connected.acquire()
+            while any(shard.problem == "not connected yet" for shard in fleet.shards):
+                await asyncio.sleep(0.01)
+    assert b"secret" not in plain.received + masked.received
+    in_the_clear = _Listener()
+    async with in_the_clear as address, Fleet([address], api_key="secret-of-shards"):
+        async with asyncio.timeout(10):
+            while b"secret-of-shards" not in in_the_clear.received:
+                await asyncio.sleep(0.01)
 
 
 # ---- Rotation between clients and shards ---------------------------------------------------------

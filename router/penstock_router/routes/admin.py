@@ -1,13 +1,16 @@
 """/admin: the fleet as an operator sees it, and changes to it. Closed without --admin-key.
 
 A change applies to all workers of the router: it is a line in a file that each of them follows. It
-does not outlive the router; lasting shards belong in --shards.
+does not outlive the router; lasting shards belong in --shards. A shard that is added must be in the
+networks of --shard-networks; its name is resolved once, and it is connected to nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from aiohttp import web
 
 from penstock_client.errors import PenstockError
 from penstock_client.membership import check_address
+from penstock_client.networks import Ip, locate
 from penstock_router.backend import Fleet, ShardState, shown_shard
 from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.routes.base import ROUTER, check_admin, json_response, read_object
@@ -34,14 +38,16 @@ class Changes:
         # shard.
         self._removed_early: set[str] = set()
 
-    def say(self, verb: str, address: str) -> None:
-        """Make a change in all workers; `verb` is "add" or "remove"."""
+    def say(self, verb: str, address: str, ips: Sequence[Ip] = ()) -> None:
+        """Make a change in all workers; `verb` is "add" or "remove". A shard that is added is at
+        `ips`; without them its address says where.
+        """
         if self._path is None:
-            self._apply(verb, address)
+            self._apply(verb, address, ips)
             return
         # A single append of a whole line: other workers may write too.
         with self._path.open("ab", buffering=0) as file:
-            file.write(f"{verb} {address}\n".encode())
+            file.write(f"{verb} {' '.join([address, *map(str, ips)])}\n".encode())
         self._take()
 
     async def follow(self) -> None:
@@ -63,13 +69,13 @@ class Changes:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.decode().splitlines():
-            verb, _, address = line.partition(" ")
-            self._apply(verb, address)
+            verb, address, *ips = line.split()
+            self._apply(verb, address, [ip_address(ip) for ip in ips])
 
-    def _apply(self, verb: str, address: str) -> None:
+    def _apply(self, verb: str, address: str, ips: Sequence[Ip] = ()) -> None:
         self._removed_early.discard(address)
         if verb == "add":
-            self._fleet.add(address)
+            self._fleet.add(address, ips)
         elif address in self._present():
             self._fleet.remove(address)
         else:
@@ -108,7 +114,11 @@ async def add_shard(request: web.Request) -> web.Response:
     if not isinstance(given, str):
         raise BadRequest("address: must be a string, HOST:PORT", param="address")
     address = _checked(given)
-    request.app[CHANGES].say("add", address)
+    try:
+        ips = await locate(address, request.app[ROUTER].config.shard_networks)
+    except ValueError as error:
+        raise BadRequest(f"address: {error}", param="address") from None
+    request.app[CHANGES].say("add", address, ips)
     return json_response({"address": address, "status": "added"}, status=202)
 
 

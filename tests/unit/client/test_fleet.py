@@ -184,6 +184,31 @@ async def test_closing_a_fleet_waits_for_whoever_is_seen_off(
         fleet.submit(GenerationRequest([1]))
 
 
+@pytest.mark.parametrize(
+    ("api_key", "address", "warned"),
+    [
+        *((None, "10.0.0.1:1", 0), ("key", "127.0.0.1:1", 0), ("key", "localhost:1", 0)),
+        *(("key", "10.0.0.1:1", 1), ("key", "shard.example:1", 1)),
+    ],
+)
+async def test_a_key_that_leaves_the_machine_in_the_clear_is_warned_of_once_with_the_remedy(
+    api_key: str | None,
+    address: str,
+    warned: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def connects_to_nobody(self: ShardWatch) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ShardWatch, "_watch", connects_to_nobody)
+    async with Fleet([address, "127.0.0.1:2"], api_key=api_key) as fleet:
+        fleet.add("10.0.0.2:2" if warned else "127.0.0.1:3")
+    warnings = [record.message for record in caplog.records if "in the clear" in record.message]
+    assert len(warnings) == warned
+    assert all(address in text and "--shard-tls-ca-file" in text for text in warnings)
+
+
 async def test_a_shard_whose_watch_meets_an_error_nobody_foresaw_is_down_until_it_is_watched_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

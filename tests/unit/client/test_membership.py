@@ -17,7 +17,6 @@ import pytest
 from penstock_client.membership import (
     MAX_ADDRESSES,
     MAX_FILE_BYTES,
-    AddressInfo,
     DnsSource,
     FileSource,
     Settling,
@@ -28,6 +27,7 @@ from penstock_client.membership import (
     parse_source,
     read_addresses,
 )
+from penstock_client.networks import AddressInfo
 
 Answer = Sequence[str] | Exception
 
@@ -307,6 +307,14 @@ async def test_an_answer_of_too_many_addresses_changes_nothing(
     assert [(r, len(found)) for r, found in sets] == [(0, 1), (2, MAX_ADDRESSES + 1)]
     (warning,) = warnings(caplog)
     assert "1001 addresses are more than the 1000" in warning
+
+
+async def test_an_answer_that_leads_to_where_no_shard_is_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(["10.0.0.1"], ["10.0.0.2", "169.254.169.254"], ["10.0.0.1"])
+    assert await seen(world.dns(settle_s=0.0), world) == [(0, {"10.0.0.1:7"})]
+    assert "169.254.169.254 is link-local: no shard is there" in caplog.text
 
 
 async def test_the_machines_own_resolver_answers() -> None:

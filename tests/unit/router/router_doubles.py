@@ -26,6 +26,7 @@ from tokenizers import (
 )
 
 from penstock_client.errors import NoShardAvailable, NotServed, PenstockError
+from penstock_client.networks import Ip
 from penstock_client.stream import GenerationStream
 from penstock_client.types import (
     EmbeddingDefaults,
@@ -240,6 +241,8 @@ class FakeFleet:
     bundle: Callable[[], int] = lambda: 1
     step_s: float = 0.0
     requests: list[GenerationRequest] = field(default_factory=list)
+    # What `add` was told of where shards are.
+    located: dict[str, list[Ip]] = field(default_factory=dict)
     embedded: list[EmbeddingRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     refusal: PenstockError | None = None
@@ -265,7 +268,8 @@ class FakeFleet:
     async def tokenizer_files(self, model: str = "", tokenizer_hash: str = "") -> dict[str, bytes]:
         return dict(self.files)
 
-    def add(self, address: str) -> None:
+    def add(self, address: str, ips: Sequence[Ip] = ()) -> None:
+        self.located[address] = list(ips)
         self.shards.append(FakeShard(address=address))
 
     def remove(self, address: str) -> None:

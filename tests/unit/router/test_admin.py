@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
 from unit.router.router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
 
+from penstock_client import networks
+from penstock_client.networks import AddressInfo
 from penstock_router.routes.admin import Changes
 
 KEY = {"Authorization": "Bearer operator"}
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Where names lead: nothing here asks the network."""
+    ips: dict[str, str] = {}
+
+    async def resolve(name: str, port: int) -> list[AddressInfo]:
+        return [(socket.AF_INET, 1, 6, "", (ips.get(name, "10.0.0.2"), port))]
+
+    monkeypatch.setattr(networks, "system_resolve", resolve)
+    return ips
 
 
 def _shards(fleet: FakeFleet) -> list[str]:
@@ -71,6 +87,51 @@ async def test_a_bad_address_is_one_line(body: object, words: str) -> None:
     async with memory_router(FakeFleet({}), admin_key="operator") as router:
         answer = await router.post("/admin/shards", body, **KEY)
         assert (answer.status, words in answer.error["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("169.254.169.254:80", "169.254.169.254 is link-local: no shard is there"),
+        ("[fe80::1]:50051", "fe80::1 is link-local"),
+        ("0.0.0.0:50051", "0.0.0.0 is unspecified"),
+        ("8.8.8.8:50051", "8.8.8.8, which is outside of --shard-networks (127.0.0.0/8, "),
+        ("rebound.example:50051", "169.254.169.254 is link-local"),
+        ("stranger.example:50051", "leads to 203.0.113.7, which is outside of --shard-networks"),
+    ],
+)
+async def test_a_shard_is_added_only_where_shards_may_be(
+    address: str, words: str, names: dict[str, str]
+) -> None:
+    names |= {"rebound.example": "169.254.169.254", "stranger.example": "203.0.113.7"}
+    async with memory_router(FakeFleet({}), admin_key="operator") as router:
+        answer = await router.post("/admin/shards", {"address": address}, **KEY)
+        assert (answer.status, answer.error["param"]) == (400, "address")
+        assert words in answer.error["message"]
+        assert _shards(router.fleet) == ["fake:1"]
+
+
+async def test_networks_that_the_operator_lists_are_allowed(names: dict[str, str]) -> None:
+    listed = (ip_network("203.0.113.0/24"),)
+    names["far.example"] = "203.0.113.7"
+    fleet = FakeFleet({})
+    async with memory_router(fleet, admin_key="operator", shard_networks=listed) as router:
+        for address, status in (("far.example:1", 202), ("203.0.113.8:1", 202), ("b:1", 400)):
+            answer = await router.post("/admin/shards", {"address": address}, **KEY)
+            assert answer.status == status
+
+
+async def test_where_a_name_led_when_it_was_checked_is_where_every_worker_connects(
+    tmp_path: Path, names: dict[str, str]
+) -> None:
+    changes, here, elsewhere = str(tmp_path / "changes"), FakeFleet({}), FakeFleet({})
+    async with memory_router(here, admin_key="operator", changes_file=changes) as router:
+        await router.post("/admin/shards", {"address": "b:2"}, **KEY)
+        await router.post("/admin/shards", {"address": "10.0.0.3:3"}, **KEY)
+    names["b"] = "169.254.169.254"
+    Changes(elsewhere, changes).say("remove", "fake:1")
+    for fleet in (here, elsewhere):
+        assert fleet.located == {"b:2": [ip_address("10.0.0.2")], "10.0.0.3:3": []}
 
 
 async def _missing(router: MemoryRouter, method: str, path: str) -> str:
