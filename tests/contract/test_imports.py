@@ -25,7 +25,8 @@ ALLOWED_PACKAGES = {
 ALLOWED_MODULES = {
     "penstock_router": (
         *("penstock_proto.bounds", "penstock_proto.flags", "penstock_proto.logs"),
-        *("penstock_proto.metric_names", "penstock_proto.port_holder", "penstock_proto.tls"),
+        *("penstock_proto.metric_names", "penstock_proto.port_holder", "penstock_proto.tasks"),
+        "penstock_proto.tls",
         *("penstock_proto.trace_export", "penstock_proto.tracing"),
     )
 }

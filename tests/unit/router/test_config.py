@@ -88,6 +88,10 @@ def test_parsers_are_named_as_other_servers_name_them() -> None:
             ["--shards", "a:1", "--max-queued-tokens-per-key", "1000001"],
             "--max-queued-tokens-per-key 1000001: more than --max-queued-tokens (1000000)",
         ),
+        (
+            ["--shards", "a:1", "--shard-networks", "10.0.0.0/8,10.1"],
+            "--shard-networks: '10.1' is no network such as 10.0.0.0/8",
+        ),
         (["--shards", "a:1", "--resume-key", "a b "], "--resume-key: a key is printable ASCII"),
         (["--shards", "a:1", "--admin-key", ""], "--admin-key: a key is printable ASCII"),
         (["--shards", "a:1", "--stall-timeout-s", "1"], "--stall-timeout-s 1: must be above 1"),
