@@ -7,6 +7,7 @@ requests by their adapters' indices only.
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +16,10 @@ from functools import partial
 
 from penstock_shard.codes import Code
 from penstock_shard.link import AdapterChange, AdapterChanged, Error
-from penstock_shard.models.errors import ModelError
+from penstock_shard.models.errors import AdapterNotFound, ModelError
 from penstock_shard.runner.base import Adapter, AdapterStore, ReadAdapter
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,11 @@ class EngineAdapters:
             if refused is not None:
                 return AdapterChanged(change.number, error=refused)
             return AdapterChanged(change.number, self._place(change.name, change.source, read))
-        if isinstance(error, ModelError):
+        if isinstance(error, AdapterNotFound):
+            logger.warning("adapter %s was asked for: %s", change.name, error)
+            text = f"{change.source[:80]}: no adapter can be read there; the shard's log says why"
+            failed = Error(Code.INVALID_ARGUMENT, text, "source", change.source[:80])
+        elif isinstance(error, ModelError):
             failed = Error(Code.INVALID_ARGUMENT, str(error), "source", change.source[:80])
         else:
             text = f"{change.source}: the adapter cannot be read: {type(error).__name__}: {error}"

@@ -124,7 +124,7 @@ def test_a_running_request_keeps_an_adapter_that_is_unloaded(
 @pytest.mark.parametrize(
     ("name", "source", "error", "words"),
     [
-        ("x", "nowhere/at/all", InvalidRequest, "there is no such directory"),
+        ("x", "nowhere/at/all", InvalidRequest, "no adapter can be read there"),
         ("x", "broken", InvalidRequest, "use_dora: 'True' is not served"),
         ("one", "two", InvalidRequest, "another adapter has this name"),
         ("penstock-toy", "two", InvalidRequest, "the model itself has this name"),
@@ -358,7 +358,7 @@ def test_adapters_are_loaded_and_unloaded_at_every_shard(pair: Pair, adapters: P
     [
         ("load", {"lora_name": "x"}, 400, "lora_path: required"),
         ("load", {"lora_path": "/x"}, 400, "lora_name: required"),
-        ("load", {"lora_name": "x", "lora_path": "/nowhere"}, 400, "no such directory"),
+        ("load", {"lora_name": "x", "lora_path": "/nowhere"}, 400, "no adapter can be read"),
         ("load", {"lora_name": "base", "lora_path": "/x"}, 400, "base is a model's name"),
         ("load", {"lora_name": "x", "lora_path": "/x", "load_inplace": True}, 400, "load_inplace"),
         ("unload", {"lora_name": "x"}, 404, "'x' cannot be found"),
@@ -371,6 +371,22 @@ def test_a_change_that_cannot_be_made_is_refused(
     found, answer = pair.ask(f"/v1/{path}_lora_adapter", body)
     assert found == status
     assert words in answer["error"]["message"]
+
+
+def test_a_path_without_an_adapter_tells_callers_nothing_of_what_is_there(
+    pair: Pair, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("{}")
+    odd = tmp_path / "odd" / "adapter_config.json"
+    odd.mkdir(parents=True)
+    there = [str(tmp_path / name) for name in ("empty", "file", "odd", "file/below")]
+    answers = set()
+    for path in (*there, str(tmp_path / "nowhere"), "/proc/1", "~nobody-has-this-name", "~root"):
+        body = {"lora_name": "x", "lora_path": path}
+        status, answer = pair.ask("/v1/load_lora_adapter", body)
+        answers.add((status, answer["error"]["message"].replace(path, "PATH")))
+    assert len(answers) == 1, answers
 
 
 def test_a_refusal_blames_the_field_at_fault_and_no_other(pair: Pair, adapters: Path) -> None:

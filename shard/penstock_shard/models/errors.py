@@ -26,6 +26,12 @@ class ModelError(Exception):
         super().__init__(" ".join(message.split()))
 
 
+class AdapterNotFound(ModelError):
+    """There is no adapter at a path, or none that can be read. The message says what is there, so
+    callers must not get it: they may name any path.
+    """
+
+
 def cannot_hold(names: str, error: ValueError, weights: str) -> ModelError:
     """The error for tensors with a value that this kind of weights cannot represent."""
     advice = "; use --dtype float32" if weights == "float16" else ""

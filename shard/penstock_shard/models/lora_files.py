@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock_shard.models.errors import ModelError, first_line
+from penstock_shard.models.errors import AdapterNotFound, ModelError, first_line
 from penstock_shard.models.weight_files import read_object, stored_tensors
 
 CONFIG = "adapter_config.json"
@@ -100,7 +100,7 @@ class AdapterFiles:
 
 def read_adapter_files(path: Path) -> AdapterFiles:
     """Check the adapter of a directory. Raises ModelError, with one line, if it is not whole, or of
-    a kind that is not served.
+    a kind that is not served; AdapterNotFound if there is none.
     """
     config, weights = path / CONFIG, path / WEIGHTS
     try:
@@ -112,7 +112,7 @@ def read_adapter_files(path: Path) -> AdapterFiles:
         pairs = _pairs(config, weights, told, shapes)
         base_model = str(told.get("base_model_name_or_path") or "")
     except OSError as error:
-        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        raise AdapterNotFound(f"{error.filename}: cannot be read: {error.strerror}") from error
     except RecursionError as error:
         raise ModelError(f"{path}: what its files say is nested too deeply") from error
     return AdapterFiles(path, content_hash, base_model, pairs)
@@ -120,9 +120,9 @@ def read_adapter_files(path: Path) -> AdapterFiles:
 
 def _check_there(path: Path) -> None:
     if not path.is_dir():
-        raise ModelError(f"{path}: there is no such directory")
-    if not (path / CONFIG).exists():
-        raise ModelError(f"{path}: there is no {CONFIG}, so this is no adapter of peft's")
+        raise AdapterNotFound(f"{path}: there is no such directory")
+    if not (path / CONFIG).is_file():
+        raise AdapterNotFound(f"{path}: there is no {CONFIG}, so this is no adapter of peft's")
     if not (path / WEIGHTS).exists():
         pickled = (path / "adapter_model.bin").exists()
         why = "has its weights only as pickle, which can run code when it is read; " * pickled

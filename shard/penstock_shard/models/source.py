@@ -8,6 +8,7 @@ pickles runs what is in them.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.models.errors import ModelError
+from penstock_shard.models.errors import AdapterNotFound, ModelError
 from penstock_shard.models.lora_files import CONFIG as ADAPTER_CONFIG
 from penstock_shard.models.lora_files import WEIGHTS as ADAPTER_WEIGHTS
 from penstock_shard.models.weight_files import (
@@ -68,11 +69,12 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
 
 def resolve_adapter(source: str, config: ShardConfig) -> Path:
     """The directory of an adapter, downloaded if it is a hub id. Raises ModelError."""
-    if _is_local(source):
+    # A directory that is no adapter must not hide a hub id, or show by its error that it exists.
+    if _looks_local(source) or os.path.isfile(Path(source) / ADAPTER_CONFIG):
         try:
             return Path(source).expanduser()
         except RuntimeError as error:
-            raise ModelError(f"{source}: there is no such user") from error
+            raise AdapterNotFound(f"{source}: there is no such user") from error
     # Here and not above: takes half a second, and local adapters do not need it.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -88,8 +90,11 @@ def resolve_adapter(source: str, config: ShardConfig) -> Path:
 
 
 def _is_local(model: str) -> bool:
-    looks_local = model.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(model)
-    return looks_local or Path(model).exists()
+    return _looks_local(model) or Path(model).exists()
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(name)
 
 
 def check_directory(directory: Path, *, needs_weights: bool = True) -> None:

@@ -174,7 +174,7 @@ TOO_SMALL = ("0", "-0.0", "1e-320", "0.0000001")
 
 def _is_a_number(action: argparse.Action) -> bool:
     others = ["model_aliases", "cors_origins", "metrics_names"]
-    others += ["tool_call_parser", "reasoning_parser"]
+    others += ["tool_call_parser", "reasoning_parser", "shard_networks"]
     return action.type is not None and action.dest not in others
 
 
