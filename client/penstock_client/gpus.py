@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 
+from penstock_proto.child_environment import child_environment
+
 _TIMEOUT_S = 10.0
 
 
@@ -17,7 +19,12 @@ def visible_gpus() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
         found = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+            env=child_environment(),
         )
     except (OSError, subprocess.SubprocessError):
         return []

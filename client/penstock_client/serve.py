@@ -13,7 +13,6 @@ import errno
 import functools
 import http.client
 import itertools
-import os
 import shlex
 import signal
 import socket
@@ -34,8 +33,9 @@ from penstock_client.arguments import (
 from penstock_client.gpus import visible_gpus
 from penstock_client.listening import listen
 from penstock_client.membership import authority
-from penstock_client.serve_flags import USAGE_STATUS, Unusable, check
+from penstock_client.serve_flags import USAGE_STATUS, Typed, Unusable, check
 from penstock_client.with_parent import with_parent
+from penstock_proto.child_environment import HUB, TRACES, child_environment
 from penstock_proto.flags import SHARD_PORT, usable_key
 from penstock_proto.port_holder import holder_of, why_not
 
@@ -53,18 +53,31 @@ _MOST_PORTS = 1000
 _LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
+# The variables that each reads, beyond those that every process gets.
+_SHARD_VARIABLES = ("PENSTOCK_API_KEY", *HUB, *TRACES)
+_ROUTER_VARIABLES = (
+    *("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE", "PENSTOCK_ADMIN_KEY", "PENSTOCK_RESUME_KEY"),
+    *("PENSTOCK_SHARD_", *TRACES),
+)
+
 
 @dataclass(slots=True)
 class _Child:
     name: str
     command: list[str]
-    # Added to our own; holds secrets, which lists of processes would show among arguments.
+    # What it gets of our variables; and others, with secrets that lists of processes would show
+    # among arguments.
+    variables: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     # How long it may take to end.
     stop_timeout_s: float = _STOP_TIMEOUT_S
     process: asyncio.subprocess.Process | None = None
     deaths: int = 0
     started_s: float = field(default=0.0)
+
+    @property
+    def whole_environment(self) -> dict[str, str]:
+        return {**child_environment(*self.variables), **self.environment}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -210,6 +223,7 @@ def _children(
         _Child(
             name=f"shard {address}",
             command=_python("penstock_shard", "--port", port, *shard_flags),
+            variables=_SHARD_VARIABLES,
             environment={**next(gpus, {}), **key},
         )
         for address, port in zip(addresses, ports, strict=True)
@@ -219,6 +233,7 @@ def _children(
         _Child(
             "router",
             [*router, *router_flags],
+            variables=_ROUTER_VARIABLES,
             environment=key,
             stop_timeout_s=args.shutdown_timeout_s + _STOP_TIMEOUT_S,
         ),
@@ -299,8 +314,12 @@ def _take_their_flags(children: list[_Child]) -> bool:
     load. Raises `Unusable`.
     """
     shard, router = children[0], children[-1]
+    return check(_typed(router), _typed(shard))
+
+
+def _typed(child: _Child) -> Typed:
     # Each command is a Python, -m and a module, and then its flags.
-    return check(router.command[3:], shard.command[3:], router.environment)
+    return Typed(child.command[3:], child.whole_environment)
 
 
 def _python(module: str, *arguments: str) -> list[str]:
@@ -354,7 +373,7 @@ async def _keep(child: _Child) -> tuple[int, str]:
             *with_parent(child.command),
             start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL,
-            env={**os.environ, **child.environment},
+            env=child.whole_environment,
         )
         child.started_s = time.monotonic()
         status = await child.process.wait()

@@ -6,7 +6,6 @@ say is put in terms of the command that was typed. Knows argparse's words for an
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,14 @@ _UNKNOWN = "unrecognized arguments: "
 _ROUTER, _SHARD = "router", "shard"
 # Without these it complains of them before it does of an unknown flag.
 _NEEDED: dict[str, list[str]] = {_ROUTER: ["--shards", "127.0.0.1:1"], _SHARD: []}
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """What a process is to be started with: its flags and all of its environment."""
+
+    flags: Sequence[str]
+    environment: Mapping[str, str]
 
 
 class Unusable(Exception):
@@ -42,22 +49,17 @@ class _Reading:
         return self.said.partition(_UNKNOWN)[2].partition(" (see ")[0]
 
 
-def check(
-    router_flags: Sequence[str], shard_flags: Sequence[str], environment: Mapping[str, str]
-) -> bool:
-    """True if both would run; False if one printed its help. Raises `Unusable`.
-
-    `environment` is added to ours, as for the processes themselves.
-    """
-    shard = _read(_SHARD, shard_flags, environment)
-    if shard.status == USAGE_STATUS:
-        raise Unusable(_told(shard, _SHARD))
-    router = _read(_ROUTER, router_flags, environment)
-    if router.status == USAGE_STATUS:
-        raise Unusable(_told(router, _ROUTER))
-    for reading in (shard, router):
+def check(router: Typed, shard: Typed) -> bool:
+    """True if both would run; False if one printed its help. Raises `Unusable`."""
+    of_shard = _read(_SHARD, shard.flags, shard.environment)
+    if of_shard.status == USAGE_STATUS:
+        raise Unusable(_told(of_shard, _SHARD, router))
+    of_router = _read(_ROUTER, router.flags, router.environment)
+    if of_router.status == USAGE_STATUS:
+        raise Unusable(_told(of_router, _ROUTER, shard))
+    for reading in (of_shard, of_router):
         print(reading.said, end="", file=sys.stderr)
-    return shard.status == router.status == _WOULD_RUN_STATUS
+    return of_shard.status == of_router.status == _WOULD_RUN_STATUS
 
 
 def _read(process: str, flags: Sequence[str], environment: Mapping[str, str]) -> _Reading:
@@ -66,13 +68,13 @@ def _read(process: str, flags: Sequence[str], environment: Mapping[str, str]) ->
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **environment},
+        env=environment,
         check=False,
     )
     return _Reading(read.returncode, read.stderr)
 
 
-def _told(reading: _Reading, process: str) -> str:
+def _told(reading: _Reading, process: str, other_typed: Typed) -> str:
     """What the process said, as `penstock serve` says it."""
     if not reading.unknown:
         return reading.said.strip().removeprefix(f"penstock {process}: ")
@@ -80,7 +82,7 @@ def _told(reading: _Reading, process: str) -> str:
     if not flag.startswith("-"):
         return f"{_UNKNOWN}{reading.unknown} (a MODEL comes first: penstock serve MODEL ...)"
     other = _ROUTER if process == _SHARD else _SHARD
-    if not _read(other, [*_NEEDED[other], flag], {}).unknown:
+    if not _read(other, [*_NEEDED[other], flag], other_typed.environment).unknown:
         side = "after" if other == _ROUTER else "before"
         return f"{flag} is a flag of the {other}: put it {side} -- (see penstock {other} --help)"
     where = "" if process == _SHARD else " after --"

@@ -16,9 +16,12 @@ import msgspec
 from prometheus_client import CollectorRegistry, multiprocess
 from prometheus_client.core import Metric
 
+from penstock_proto.child_environment import child_environment
 from penstock_router.errors import Unavailable
 
 _LENGTH = struct.Struct("<I")
+# Where the metrics of all workers are.
+_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class _Family(msgspec.Struct, array_like=True):
@@ -82,6 +85,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
             stdout=theirs.fileno(),
             # Signals that a terminal sends to its process group are for the router.
             start_new_session=True,
+            env=child_environment(_FOLDER_VARIABLE),
         )
     ours.setblocking(False)
     return process, ours

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from penstock_proto.child_environment import child_environment
 from penstock_router.errors import Unavailable
 from penstock_router.text_messages import HEADER, Report, Task, decode_report, framed
 
@@ -110,7 +111,7 @@ class TextProcess:
 def _started(log_level: str, log_format: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process, and our end of the socket to it. Raises `OSError`."""
     # It imports from the same paths as this process, and nothing from its working directory.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-m", "penstock_router.text_process"]
     ours, theirs = socket.socketpair()
     with theirs:

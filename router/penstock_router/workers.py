@@ -39,6 +39,7 @@ from penstock_client import Fleet, Patience
 from penstock_client.audit import AuditLog
 from penstock_client.listening import BACKLOG, listen
 from penstock_client.membership import authority
+from penstock_proto.child_environment import TRACES, reduce_environment
 from penstock_proto.logs import set_up_logging
 from penstock_proto.port_holder import why_not
 from penstock_proto.tls import TlsFilesUnusable
@@ -113,6 +114,7 @@ def _serve_all(config: RouterConfig, listener: socket.socket) -> int:
     listener.close()
     config = dataclasses.replace(config, port=port)
     with listen(config.host, port, shared=True), tempfile.TemporaryDirectory() as folder:
+        reduce_environment(*TRACES)
         # Read when the children import prometheus_client.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         config = dataclasses.replace(config, changes_file=os.path.join(folder, "changes"))

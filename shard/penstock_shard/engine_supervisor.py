@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from penstock_proto.child_environment import HUB, child_environment
 from penstock_shard import link
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
@@ -568,18 +568,9 @@ async def _engine_process(its_end: socket.socket) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.DEVNULL,
         # A terminal's signals must reach the server only, which drains.
         start_new_session=True,
-        env=_engine_environment(),
+        # OpenMP threads that spin while they wait would take the processor from other threads.
+        env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment(*HUB)},
     )
-
-
-def _engine_environment() -> dict[str, str]:
-    """Our environment without the API key, which the engine does not need and must not leak.
-
-    OpenMP threads that spin while they wait would take the processor from other threads.
-    """
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    environment.pop("PENSTOCK_API_KEY", None)
-    return environment
 
 
 def _manner_of(status: int | None) -> str:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import socket
 import sys
 from collections import OrderedDict
@@ -22,6 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock_proto.child_environment import child_environment
 from penstock_shard.constraints.check_link import (
     LENGTH,
     Start,
@@ -41,7 +41,6 @@ _MAX_VERDICTS = 8192
 _START_S = 120.0
 # Added to the time after which the process itself gives up on a constraint.
 _GRACE_S = 5.0
-_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 _started_decoder = msgspec.msgpack.Decoder(Started)
 _verdict_decoder = msgspec.msgpack.Decoder(Verdict)
@@ -277,7 +276,7 @@ async def _new_process(its_end: socket.socket) -> asyncio.subprocess.Process:
         stderr=asyncio.subprocess.DEVNULL,
         # As with the engine, a terminal's signals must reach the server only.
         start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name != _KEY_VARIABLE},
+        env=child_environment(),
     )
 
 

@@ -238,13 +238,6 @@ async def test_the_load_counts_what_the_engine_has_not_looked_at() -> None:
     assert (supervisor.num_waiting, supervisor.queued_tokens) == (5, 15)
 
 
-async def test_the_engine_does_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock_shard.engine_supervisor import _engine_environment
-
-    monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
-    assert "PENSTOCK_API_KEY" not in _engine_environment()
-
-
 # ---- engines that do not start, are gone, or talk nonsense ----
 
 

@@ -24,6 +24,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from penstock_proto.child_environment import child_environment
+
 # The first file is compiled; it includes the others.
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "threads.h", "vectors.h"))
 # Best first. A machine that runs one level runs those after it too.
@@ -168,7 +170,9 @@ def _macos_features() -> set[str]:
     if sys.platform != "darwin":
         return set()
     names = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
-    found = subprocess.run(["sysctl", "-n", *names], capture_output=True, text=True)
+    found = subprocess.run(
+        ["sysctl", "-n", *names], capture_output=True, text=True, env=child_environment()
+    )
     return set(found.stdout.lower().split())
 
 
@@ -209,7 +213,13 @@ def _compiler() -> list[str]:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_LIMIT_S,
+            env=child_environment(),
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"the C compiler {command[0]} does not run: {error}") from error
 

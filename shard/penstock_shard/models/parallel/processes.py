@@ -4,12 +4,12 @@ torch.
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 
+from penstock_proto.child_environment import HUB, child_environment
 from penstock_shard.config import ShardConfig
 
 
@@ -49,11 +49,10 @@ def listen(config: ShardConfig) -> socket.socket:
 def start_rank(place: RankPlace, address: str, port: int) -> subprocess.Popen[bytes]:
     """Start the process of a rank other than 0; it connects to rank 0 at `address`:`port`."""
     numbers = (port, place.rank, place.size, place.device_index, place.num_beside)
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    # Ranks do not need the key, and a secret should not be where it is not needed.
-    environment.pop("PENSTOCK_API_KEY", None)
+    # A rank on another machine downloads the model there.
+    needed = HUB if place.is_elsewhere else ()
     return subprocess.Popen(
         [sys.executable, "-m", "penstock_shard.rank_main", address, *map(str, numbers)],
         stdin=subprocess.DEVNULL,
-        env=environment,
+        env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment(*needed)},
     )

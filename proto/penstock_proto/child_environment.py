@@ -1,0 +1,54 @@
+"""What a child process gets of our environment: what Python, its libraries and the devices need,
+and no other variable, as some are secrets. Whoever starts a child names what that one needs beyond.
+Knows names of variables, and nothing of the processes.
+"""
+
+from __future__ import annotations
+
+import os
+
+_NAMES = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TMP", "TEMP"),
+        *("LANG", "LANGUAGE", "TZ", "TERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR"),
+        *("VIRTUAL_ENV", "CONDA_PREFIX", "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+        *("HF_HOME", "DO_NOT_TRACK", "DISABLE_TELEMETRY"),
+        *("PENSTOCK_CACHE", "PENSTOCK_CPU_LEVEL"),
+    )
+)
+_PREFIXES = (
+    *("LC_", "LD_", "DYLD_", "MALLOC_", "XDG_", "PYTHON", "RUST_", "RAYON_", "TOKENIZERS_"),
+    *("CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "TORCH", "PYTORCH_"),
+    *("TRITON_", "FLASH_ATTENTION_", "TRANSFORMERS_", "SAFETENSORS_", "HF_HUB_", "HF_XET_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "VECLIB_", "GRPC_"),
+    # Networks between ranks.
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "MLX5_", "NVSHMEM_"),
+)
+
+# What a child needs beyond that: of it, a name that ends with "_" stands for all that begin so.
+_PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "grpc_proxy", "no_grpc_proxy")
+# Connections to other hosts. Addresses of proxies may have passwords in them.
+PROXIES = (*_PROXY_NAMES, *map(str.upper, _PROXY_NAMES))
+# Downloads from a hub.
+HUB = (*PROXIES, "HF_ENDPOINT", "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_")
+# Traces, whose headers may have a collector's key.
+TRACES = (*PROXIES, "OTEL_")
+
+
+def child_environment(*needed: str) -> dict[str, str]:
+    """The variables for a child that needs those `needed` beyond what all get."""
+    names = _NAMES.union(needed)
+    prefixes = (*_PREFIXES, *(name for name in needed if name.endswith("_")))
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name.startswith(prefixes)
+    }
+
+
+def reduce_environment(*needed: str) -> None:
+    """Reduce this process's own to that: for children of `multiprocessing`, which get all of it."""
+    kept = child_environment(*needed)
+    for name in set(os.environ) - set(kept):
+        del os.environ[name]
