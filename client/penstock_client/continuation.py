@@ -39,7 +39,6 @@ from penstock_client.shard_state import ShardState, check_served, known_infos, s
 from penstock_client.stream import GenerationStream
 from penstock_client.suspects import (
     POISON_DEATHS,
-    TRIAL_TOKENS,
     RefusedRequests,
 )
 from penstock_client.types import (
@@ -49,6 +48,7 @@ from penstock_client.types import (
     Output,
     random_seed,
 )
+from penstock_proto.bounds import TRIAL_TOKENS
 from penstock_proto.tasks import lasting
 from penstock_proto.tracing import SpanContext
 

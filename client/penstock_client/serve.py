@@ -13,6 +13,7 @@ import errno
 import functools
 import http.client
 import itertools
+import os
 import shlex
 import signal
 import socket

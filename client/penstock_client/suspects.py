@@ -17,10 +17,6 @@ from penstock_client.types import GenerationRequest
 SUSPECT_DEATHS = 2
 # ... and after this many it is refused.
 POISON_DEATHS = 3
-# A request that gives this many tokens in an engine did not crash the earlier ones: it would have
-# crashed this one at the same position, and fewer tokens than this are computed but not yet sent
-# when an engine dies. The shard uses the same number.
-TRIAL_TOKENS = 8
 
 _MAX_REFUSED = 10_000
 

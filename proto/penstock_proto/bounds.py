@@ -9,5 +9,9 @@ MAX_ADAPTER_SOURCE_CHARACTERS = 4096
 MAX_BAD_WORD_TOKENS = 64
 # Texts of which an output must be one.
 MAX_CHOICE_OPTIONS = 1024
+# A request that gives this many tokens in an engine did not crash the earlier ones: it would have
+# crashed this one at the same position, and fewer tokens than this are computed but not yet sent
+# when an engine dies.
+TRIAL_TOKENS = 8
 # Below this temperature nothing is drawn.
 GREEDY_TEMPERATURE = 1e-5

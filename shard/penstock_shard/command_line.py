@@ -357,6 +357,12 @@ def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-memory", type=_bytes, metavar="BYTES", help="memory for KV blocks, as 512M or 2G"
     )
+    group.add_argument(
+        "--check-integrity",
+        action="store_true",
+        help="whenever the engine is idle, count again which request has which KV block; an engine "
+        "whose counts differ logs the difference, ends and is started again",
+    )
 
 
 def _add_constraint_flags(group: argparse._ArgumentGroup) -> None:

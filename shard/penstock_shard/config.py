@@ -75,6 +75,8 @@ class ShardConfig:
     kv_blocks: int | None = None
     kv_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    # Whether the engine checks its records of requests and blocks whenever it is idle.
+    check_integrity: bool = False
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     max_logprobs: int = 20

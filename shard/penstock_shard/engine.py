@@ -180,12 +180,12 @@ class Engine:
         worst_s = self._runner.info.worst_step_s
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
-    def _give_back(self, lacking: str = "KV blocks") -> None:
+    def _give_back(self) -> None:
         """End preempted requests that ask to go to another shard rather than wait."""
-        for request in self._scheduler.take_preempted():
+        for request, reason in self._scheduler.take_preempted():
             if request.hand_back and request.state is RequestState.WAITING:
-                reason = f"the shard is out of {lacking}; the request is given back"
-                self._end(request, error=Error(Code.UNAVAILABLE, reason))
+                message = f"{reason}; the request is given back"
+                self._end(request, error=Error(Code.UNAVAILABLE, message))
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and handle its results."""
@@ -224,7 +224,7 @@ class Engine:
             self._end(request, error=Error(Code.RESOURCE_EXHAUSTED, message))
         for request in self._scheduler.lost(plans):
             self._runner.release(request)
-        self._give_back("memory")
+        self._give_back()
         logger.warning(
             "out of memory in a step of %d tokens of %d requests, which are preempted: %s; steps "
             "have at most %d of %d for a while",

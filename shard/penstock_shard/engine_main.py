@@ -114,7 +114,8 @@ def main() -> int:
     # The server may be gone at any time; then there is nobody to report to.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
-        return _run_or_say(link, engine, inbox, adapters)
+        checks = start.config.check_integrity
+        return _run_or_say(link, engine, inbox, adapters, checks=checks)
     return 0
 
 
@@ -181,22 +182,36 @@ def _build_engine(
 
 
 def _run_or_say(
-    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters
+    link: EngineEnd,
+    engine: Engine,
+    inbox: queue.SimpleQueue[Inbox],
+    adapters: EngineAdapters,
+    *,
+    checks: bool = False,
 ) -> int:
     """`_run`; if the model fails for good, the last line of the log is its error."""
     try:
-        _run(link, engine, inbox, adapters)
+        _run(link, engine, inbox, adapters, checks=checks)
     except ModelError as error:
         logger.critical("%s", error)
         return 1
 
 
 def _run(
-    link: EngineEnd, engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters
+    link: EngineEnd,
+    engine: Engine,
+    inbox: queue.SimpleQueue[Inbox],
+    adapters: EngineAdapters,
+    *,
+    checks: bool,
 ) -> NoReturn:
+    """Step for ever. With `checks`, the records are checked whenever the last request has ended."""
     sent = Load()
     while True:
-        _take_inbox(engine, inbox, adapters, wait=not engine.has_work)
+        is_idle = not engine.has_work
+        if is_idle and checks:
+            engine.check_integrity()
+        _take_inbox(engine, inbox, adapters, wait=is_idle)
         for answer in adapters.settle(engine.adapter_indices):
             link.send(answer)
         outputs = engine.step()

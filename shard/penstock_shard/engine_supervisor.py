@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from penstock_proto.bounds import TRIAL_TOKENS
 from penstock_proto.child_environment import HUB, child_environment
 from penstock_shard import link
 from penstock_shard.codes import Code
@@ -40,8 +41,6 @@ _WATCHDOG_S = 0.1
 _STOPPED_S = 0.5
 # A step that takes this many times the expected duration hangs.
 _HUNG_STEPS = 10
-# A suspect that has given this many tokens is cleared; the client's fleet uses the same number.
-_TRIAL_TOKENS = 8
 
 Deliver = Callable[[link.Output], None]
 
@@ -528,7 +527,7 @@ class EngineSupervisor:
             if route.queue_s is not None:
                 output.queue_s, route.queue_s = route.queue_s, None
             if route.suspect:
-                route.suspect = route.num_given < _TRIAL_TOKENS
+                route.suspect = route.num_given < TRIAL_TOKENS
             route.deliver(output)
         self.metrics.stepped(self.load, step.load, num_tokens)
         if step.load != self.load:

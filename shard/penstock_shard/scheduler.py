@@ -90,7 +90,7 @@ class Scheduler:
         self._by_age = True
         # What `take_started` and `take_preempted` return next.
         self._started: list[Request] = []
-        self._preempted: list[Request] = []
+        self._preempted: list[tuple[Request, str]] = []
         # `arrival` of the request that last lacked blocks, and how many free ones it needs.
         self._turned_away = (-1, 0)
         self.preemptions_total = 0
@@ -243,7 +243,7 @@ class Scheduler:
         parts = dict.fromkeys(row.request for row in rows)
         # In reverse: each goes to the front of the queue, so they end up in the order they ran in.
         for request in [request for request in self._running if request in parts][::-1]:
-            self._preempt(request)
+            self._preempt(request, "the shard is out of memory")
         return self._gone(parts)
 
     def _gone(self, requests: Iterable[Request]) -> list[Request]:
@@ -266,8 +266,8 @@ class Scheduler:
         started, self._started = self._started, []
         return started
 
-    def take_preempted(self) -> list[Request]:
-        """Requests that were preempted since the last call."""
+    def take_preempted(self) -> list[tuple[Request, str]]:
+        """Requests that were preempted since the last call, and why."""
         put_down, self._preempted = self._preempted, []
         return put_down
 
@@ -372,7 +372,7 @@ class Scheduler:
             if self._leaving:
                 return False
             victim = max(self._running, key=expendable)
-            self._preempt(victim)
+            self._preempt(victim, "the shard is out of KV blocks")
             if victim is request:
                 return False
         return True
@@ -514,13 +514,14 @@ class Scheduler:
             return
         # Preempt only if preempting all of them would free enough blocks.
         if sum(len(request.block_ids) for request in lower) >= missing:
-            self._preempt(max(lower, key=expendable))
+            reason = "a request of a higher priority took its place"
+            self._preempt(max(lower, key=expendable), reason)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, reason: str) -> None:
         self._running.remove(request)
         request.preemptions += 1
         self.preemptions_total += 1
-        self._preempted.append(request)
+        self._preempted.append((request, reason))
         self._leave(request, RequestState.WAITING)
         self._waiting.add(request, first=True)
 

@@ -299,11 +299,11 @@ def test_a_cache_that_cannot_be_allocated_names_what_fits(
 
 
 def test_blocks_leave_room_for_the_largest_step() -> None:
-    shape = KVShape(block_size=16, block_bytes=2**20, max_model_len=64, max_num_seqs=4)
+    shape = KVShape(block_size=16, block_bytes=2**20, max_model_len=64)
     config = ShardConfig()
-    # On a GPU all that is free, but no more than requests can use.
+    # On a GPU all that is free.
     assert choose_num_blocks(shape, config, 10 * 2**20, on_cpu=False) == 10
-    assert choose_num_blocks(shape, config, 100 * 2**20, on_cpu=False) == 16
+    assert choose_num_blocks(shape, config, 100 * 2**20, on_cpu=False) == 100
     # On cpu half of it at most.
     assert choose_num_blocks(shape, config, 20 * 2**20, on_cpu=True) == 10
     with pytest.raises(ModelError, match="lower --max-model-len to 48"):

@@ -11,6 +11,8 @@ from penstock_shard.models.errors import ModelError
 # length, and never more than this share of free memory.
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
+# More are only taken to hold one sequence: the records of a block take half a kilobyte of the host.
+_MOST_BLOCKS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,6 @@ class KVShape:
     block_size: int
     block_bytes: int
     max_model_len: int
-    max_num_seqs: int
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -28,7 +29,8 @@ class KVShape:
 
 
 def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> int:
-    """Number of KV blocks: what the flags say, else what memory allows and requests can use.
+    """Number of KV blocks: what the flags say, else what memory allows. Blocks that no request
+    needs keep prefixes.
 
     `free_bytes` is the most that KV blocks may take. Raises ModelError if not even one sequence of
     max_model_len fits, or on cpu if the flags ask for more than is free: the system gives memory
@@ -44,8 +46,7 @@ def choose_num_blocks(shape: KVShape, config: ShardConfig, free_bytes: int, on_c
         if on_cpu:
             one = needed * shape.block_bytes
             budget = min(max(_CPU_KV_BYTES, one), int(free_bytes * _CPU_SHARE))
-        useful = needed * shape.max_num_seqs
-        blocks = min(budget // shape.block_bytes, useful)
+        blocks = min(budget // shape.block_bytes, max(_MOST_BLOCKS, needed))
         flag = "--kv-memory" if on_cpu else "--gpu-memory-utilization"
     if blocks < 1:
         raise ModelError(f"KV cache: not one block of {shape.block_size} tokens fits; raise {flag}")
@@ -68,3 +69,13 @@ def no_room(shape: KVShape, blocks: int, free_bytes: int, flag: str) -> str:
         f"KV cache: no room for {blocks} blocks ({blocks * shape.block_bytes >> 20} MiB): "
         f"{most} fit; lower {flag}"
     )
+
+
+def described(shape: KVShape, blocks: int, config: ShardConfig, on_cpu: bool) -> str:
+    """One line for the log: how much there is, and on cpu how to get more than the default."""
+    size = f"{blocks} blocks of {shape.block_size} tokens ({blocks * shape.block_bytes >> 20} MiB)"
+    is_default = config.kv_blocks is None and config.kv_memory_bytes is None
+    more = (
+        "; the default on cpu is small, --kv-memory gives it more" if on_cpu and is_default else ""
+    )
+    return f"KV cache: {size}{more}"

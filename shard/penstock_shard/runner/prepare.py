@@ -58,8 +58,7 @@ def prepare(config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], 
     graphs = _graph_preparation(loaded, progress, is_exact=is_invariant)
     # Measured before KV blocks are allocated, so that memory for graphs is left.
     graph_bytes = graphs.measure(block_size) if graphs else None
-    num_blocks = MemoryPreparation(config, loaded, block_size).allocate(graph_bytes)
-    progress(f"KV cache: {num_blocks} blocks of {block_size} tokens")
+    num_blocks = MemoryPreparation(config, loaded, block_size).allocate(graph_bytes, progress)
     has_graphs = False
     if graphs is not None and graph_bytes is not None:
         has_graphs = graphs.capture(block_size, num_blocks)

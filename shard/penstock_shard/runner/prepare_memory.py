@@ -7,6 +7,7 @@ is measured nor how many blocks are useful.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from penstock_shard.models.errors import ModelError, is_out_of_memory
 from penstock_shard.models.loaded_model import LoadedModel
 from penstock_shard.models.parallel.mirrored import MirroredModel
 from penstock_shard.request import SamplingParams
-from penstock_shard.runner.block_count import KVShape, choose_num_blocks, no_room
+from penstock_shard.runner.block_count import KVShape, choose_num_blocks, described, no_room
 from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
 from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.runner.trial import Row, TrialSteps, trial_steps
@@ -36,9 +37,9 @@ class MemoryPreparation:
     loaded: LoadedModel
     block_size: int
 
-    def allocate(self, graph_bytes: int | None) -> int:
+    def allocate(self, graph_bytes: int | None, progress: Callable[[str], None]) -> int:
         """Allocate what the largest step leaves, less `graph_bytes` and a padding block if there
-        are graphs. Returns the number of blocks.
+        are graphs. Returns the number of blocks, and `progress` gets a line with their size.
 
         Raises ModelError if there is too little memory.
         """
@@ -48,7 +49,6 @@ class MemoryPreparation:
             block_size=self.block_size,
             block_bytes=self.block_size * bytes_per_token * self.loaded.kv_dtype.itemsize,
             max_model_len=self.loaded.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
         )
         num_spare = 0 if graph_bytes is None else 1
         free = self._least_free_bytes() - (graph_bytes or 0) - num_spare * shape.block_bytes
@@ -60,6 +60,7 @@ class MemoryPreparation:
                 raise
             flag = "--kv-blocks, --kv-memory or --gpu-memory-utilization"
             raise ModelError(no_room(shape, num_blocks, free, flag)) from error
+        progress(described(shape, num_blocks, self.config, self._on_cpu))
         return num_blocks
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
+import pytest
 from support.budget import budget, seeded
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 
 from penstock_shard.engine import Engine
 from penstock_shard.link import Output
-from penstock_shard.request import FinishReason
+from penstock_shard.request import FinishReason, Objective
 from penstock_shard.runner.base import Logprobs, RowResult, StepPlan
 
 
@@ -210,7 +212,7 @@ def test_an_error_after_a_preemption_leaves_no_queued_token_behind() -> None:
     under_test.engine.submit(make_request("bad", max_tokens=50))
     under_test.engine.step()
     (bad,) = under_test.scheduler.requests
-    under_test.scheduler._preempt(bad)
+    under_test.scheduler._preempt(bad, "a reason")
     under_test.run()
     assert bad.num_steps_in_flight == 0
     assert under_test.scheduler.num_queued_tokens == 0
@@ -248,3 +250,29 @@ def test_eos_comes_only_at_its_rate() -> None:
     under_test.engine.submit(make_request(max_tokens=8))
     under_test.run()
     assert under_test.tokens("r") == [EOS_ID]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "priority", "reason"),
+    [
+        # It takes the place of one that ran.
+        (64, -1, "a request of a higher priority took its place"),
+        # Each needs more blocks than half of them.
+        (6, 0, "the shard is out of KV blocks"),
+    ],
+)
+def test_who_is_given_back_is_told_what_it_was_preempted_for(
+    num_blocks: int, priority: int, reason: str
+) -> None:
+    max_num_seqs = 1 if priority else 2
+    under_test = make_engine(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_model_len=96)
+    leaves = make_request("leaves", range(20), max_tokens=60)
+    under_test.engine.submit(dataclasses.replace(leaves, hand_back=True))
+    under_test.step()
+    comes = make_request("comes", range(40, 60), max_tokens=60)
+    comes = dataclasses.replace(comes, objective=Objective(priority=priority), hand_back=True)
+    under_test.engine.submit(comes)
+    under_test.run()
+    errors = [output.error for name in ("leaves", "comes") for output in under_test.endings(name)]
+    (error,) = [error for error in errors if error is not None]
+    assert error.message == f"{reason}; the request is given back"

@@ -1,7 +1,8 @@
-"""The engine process: what it says while it loads, of its step in progress, and when it ends."""
+"""The engine process: what it says while it loads, its beats and ends, and its checks when idle."""
 
 from __future__ import annotations
 
+import queue
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support.engines import make_engine, make_request
 
 from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
@@ -50,7 +52,7 @@ def _beats(
 def test_a_model_that_cannot_go_on_ends_the_engine_with_a_line_and_no_stack(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ModelError("rank 0 could not compute a step; lower --max-num-batched-tokens")
 
     monkeypatch.setattr(engine_main, "_run", fail)
@@ -149,3 +151,40 @@ def test_the_seconds_that_torch_takes_to_import_are_announced(
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     with pytest.raises(ModelError, match="importing torch"):
         load_runner(ShardConfig(), said.append)
+
+
+class _Idle(Exception):
+    """The engine waits for a message."""
+
+
+def _run_until_idle(damage: bool, checks: bool) -> None:
+    under_test = make_engine()
+    messages = iter([engine_main.Inbox([], [])])
+    under_test.engine.submit(make_request())
+
+    def get(block: bool) -> Any:
+        if not block:
+            raise queue.Empty
+        if damage:
+            under_test.blocks._references[3] += 1
+        if message := next(messages, None):
+            return message
+        raise _Idle
+
+    link: Any = SimpleNamespace(send=lambda message: None)
+    inbox: Any = SimpleNamespace(get=get)
+    adapters: Any = SimpleNamespace(settle=lambda indices: [])
+    engine_main._run(link, under_test.engine, inbox, adapters, checks=checks)
+
+
+@pytest.mark.parametrize(("damage", "checks"), [(False, True), (False, False), (True, False)])
+def test_an_idle_engine_whose_counts_agree_or_that_is_not_to_check_waits_for_requests(
+    damage: bool, checks: bool
+) -> None:
+    with pytest.raises(_Idle):
+        _run_until_idle(damage, checks)
+
+
+def test_an_idle_engine_that_checks_ends_with_the_difference_where_its_counts_disagree() -> None:
+    with pytest.raises(AssertionError, match=r"blocks \[3\]: counted \[0\] .* kept \[1\]"):
+        _run_until_idle(damage=True, checks=True)

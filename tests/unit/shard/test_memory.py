@@ -11,12 +11,12 @@ import pytest
 from penstock_shard.config import ShardConfig
 from penstock_shard.models.errors import ModelError
 from penstock_shard.runner import cgroup, host_memory
-from penstock_shard.runner.block_count import KVShape, choose_num_blocks
+from penstock_shard.runner.block_count import KVShape, choose_num_blocks, described
 from penstock_shard.runner.host_memory import extra_host_bytes, free_host_bytes
 
 MIB = 2**20
 # One sequence: 128 blocks of half a MiB.
-SHAPE = KVShape(block_size=16, block_bytes=MIB // 2, max_model_len=2048, max_num_seqs=64)
+SHAPE = KVShape(block_size=16, block_bytes=MIB // 2, max_model_len=2048)
 
 
 def blocks(
@@ -35,7 +35,7 @@ def test_cpu_default_is_modest() -> None:
 
 
 def test_cpu_default_holds_one_sequence_of_full_length() -> None:
-    long = KVShape(16, MIB // 2, max_model_len=16_384, max_num_seqs=64)
+    long = KVShape(16, MIB // 2, max_model_len=16_384)
     assert blocks(ShardConfig(), shape=long) == 1024
 
 
@@ -43,10 +43,25 @@ def test_cpu_default_leaves_half_of_what_is_free() -> None:
     assert blocks(ShardConfig(), free=200 * MIB) == 200
 
 
-def test_no_more_blocks_than_requests_can_use() -> None:
-    small = KVShape(16, 1024, max_model_len=32, max_num_seqs=4)
-    assert blocks(ShardConfig(), shape=small) == 8
-    assert blocks(ShardConfig(), shape=small, on_cpu=False) == 8
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_few_sequences_leave_the_memory_to_the_prefix_cache(on_cpu: bool) -> None:
+    one = ShardConfig(max_num_seqs=1)
+    assert blocks(one, on_cpu=on_cpu) == blocks(ShardConfig(), on_cpu=on_cpu) > 128
+
+
+def test_blocks_of_a_tiny_model_are_bounded_in_number() -> None:
+    tiny = KVShape(16, 1024, max_model_len=2048)
+    assert blocks(ShardConfig(), shape=tiny, free=100_000 * MIB, on_cpu=False) == 2**20
+    long = KVShape(1, 64, max_model_len=2**21)
+    assert blocks(ShardConfig(), shape=long, free=100_000 * MIB, on_cpu=False) == 2**21
+
+
+def test_the_log_says_how_much_memory_and_how_to_give_it_more() -> None:
+    text = described(SHAPE, 512, ShardConfig(), on_cpu=True)
+    assert text.startswith("KV cache: 512 blocks of 16 tokens (256 MiB); ")
+    assert "--kv-memory" in text
+    for config, on_cpu in ((ShardConfig(kv_blocks=512), True), (ShardConfig(), False)):
+        assert "--kv" not in described(SHAPE, 512, config, on_cpu)
 
 
 def test_gpu_takes_what_is_free() -> None:

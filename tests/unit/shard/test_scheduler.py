@@ -97,7 +97,7 @@ def test_whoever_is_preempted_runs_before_new_ones_of_its_class_whatever_these_w
     hurried.objective = Objective(time_to_first_token_s=0.1)
     for request in (make_request("plain", range(100, 120)), hurried):
         scheduler.add(request, now_s=1.5)
-    scheduler._preempt(old)
+    scheduler._preempt(old, "a reason")
     assert [row[0] for row in _rows(scheduler.schedule(now_s=2.0))] == ["old"]
 
 
