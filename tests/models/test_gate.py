@@ -48,6 +48,37 @@ def test_layer_types_that_are_not_attention_are_refused() -> None:
         gate.check_config(config, 128)
 
 
+_SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration", "of images and text"),
+        ("mistral3", "Mistral3ForConditionalGeneration", "of images and text"),
+        ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "differ in head_dim"),
+        ("gemma4", "Gemma4ForConditionalGeneration", "differ in head_dim"),
+        ("vit", "ViTForImageClassification", "no class that generates text"),
+    ],
+)
+def test_models_of_images_are_refused_in_a_line_that_says_what_to_serve(
+    model_type: str, architecture: str, reason: str, tmp_path: Path
+) -> None:
+    text = {} if model_type == "vit" else {"text_config": _SMALL}
+    config = {"model_type": model_type, "architectures": [architecture], **text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"^{architecture} .*{reason}.*; serve a ") as caught:
+        load(tmp_path, load_format="dummy", max_model_len=64)
+    assert "\n" not in str(caught.value)
+
+
 def test_rope_that_depends_on_the_batch_is_refused_past_its_context() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = make_config("llama", rope_parameters=rope, max_position_embeddings=256)

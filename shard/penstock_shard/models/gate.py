@@ -14,8 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from penstock_shard.models.attention.base import LayerSpec
 from penstock_shard.models.errors import ModelError
@@ -42,6 +48,13 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder; only decoder-only models are served")
+    _check_purpose(name, config)
+    # Reading such an attribute raises an error: this comes before all that reads any.
+    if differing := sorted(getattr(text, "per_layer_attributes", None) or ()):
+        raise ModelError(
+            f"{name} has layers that differ in {', '.join(differing)}, which is not served; "
+            "serve a model whose layers are alike"
+        )
     if getattr(text, "attention_chunk_size", None):
         raise ModelError(
             f"{name} attends within chunks, which it says only in the attention mask; "
@@ -54,6 +67,22 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
         raise ModelError(f"{name} uses ALiBi position biases, which are not served")
     _check_heads(name, text)
     _check_rope(name, text, max_model_len)
+
+
+def _check_purpose(name: str, config: PreTrainedConfig) -> None:
+    """Checked here because transformers itself answers with a list of all classes it has."""
+    own_code = getattr(config, "auto_map", None) or {}
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code:
+        return
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ModelError(
+            f"{name} is a model of images and text, whose text is not served either so far; "
+            "serve a model of text alone"
+        )
+    raise ModelError(
+        f"{name} ({config.model_type}) has no class that generates text in transformers "
+        f"{transformers.__version__}; serve a causal language model"
+    )
 
 
 def _check_heads(name: str, text: PreTrainedConfig) -> None:
