@@ -13,8 +13,9 @@ from models.sampling_reference import KINDS, sampling_request
 from support.budget import budget, seeded
 
 from penstock_shard.request import Request
+from penstock_shard.runner import draw as drawing
 from penstock_shard.runner.base import RowResult
-from penstock_shard.runner.draw import Columns, _Rows, _weigh
+from penstock_shard.runner.draw import Columns, _Rows, _weigh, ordered_topk
 from penstock_shard.runner.sampler import Sampler, SampleRow
 
 SIZES = (1, 2, 3, 7, 64)
@@ -67,6 +68,67 @@ def test_a_row_is_the_same_alone_and_beside_any_others(vocabulary: int) -> None:
             chosen = rng.sample(range(64), size)
             together = _sample(logits[chosen], [requests[i] for i in chosen])
             assert together == [alone[i] for i in chosen]
+
+
+@pytest.mark.parametrize("typical_p", [1.0, 0.9])
+def test_a_row_with_top_k_is_the_same_however_many_tokens_others_need(
+    typical_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are ranked: as many as it needs itself, as the largest k needs, or all."""
+    rng = seeded("ranks")
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    vocabulary, ks = 5003, [1, 2, 3, 50, 64, 1000, 1024, 1025, 3000, 5003]
+    # Few distinct values: at nearly every k some beside it are equal.
+    logits = torch.round(torch.randn(2 * len(ks), vocabulary, generator=generator) * 4)
+    requests = [
+        sampling_request(
+            (),
+            (),
+            top_k=k,
+            top_p=rng.choice([1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.01]),
+            typical_p=typical_p,
+            seed=rng.getrandbits(64),
+        )
+        for k in ks + ks
+    ]
+    alone = [_sample(logits[i : i + 1], requests[i : i + 1])[0] for i in range(len(requests))]
+    for _ in range(budget(10, 100)):
+        chosen = rng.sample(range(len(requests)), rng.randint(2, len(requests)))
+        together = _sample(logits[chosen], [requests[i] for i in chosen])
+        assert together == [alone[i] for i in chosen]
+    monkeypatch.setattr(
+        drawing,
+        "ordered_topk",
+        lambda values, k: ordered_topk(values, values.shape[1])[:, : max(k, vocabulary - 7)],
+    )
+    assert _sample(logits, requests) == alone
+
+
+@pytest.mark.parametrize(
+    ("ks", "ranked"),
+    [
+        ([1], [1]),
+        ([20, 50, 7], [50]),
+        # One that needs very many does not make the others rank them.
+        ([20, 3000, 50], [50, 3000]),
+        # Without top-k nobody knows how many are enough.
+        ([0, 20], [20, 1024]),
+    ],
+)
+def test_a_step_ranks_as_many_tokens_as_its_largest_top_k(
+    ks: list[int], ranked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+
+    def noted(values: torch.Tensor, k: int) -> torch.Tensor:
+        widths.append(k)
+        return ordered_topk(values, k)
+
+    monkeypatch.setattr(drawing, "ordered_topk", noted)
+    logits = torch.randn(len(ks), 5003, generator=torch.Generator().manual_seed(1)) * 9
+    _sample(logits, [sampling_request((), (), top_k=k, top_p=0.9) for k in ks])
+    assert sorted(widths) == ranked
 
 
 @pytest.mark.parametrize("vocabulary", [13, 999, 32_001, 150_001])

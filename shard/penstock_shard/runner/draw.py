@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,7 +34,8 @@ Floats: TypeAlias = NDArray[np.float64]
 # The weight of the most likely token: a million of them fit into 63 bits. A token that is less
 # likely than that one by this factor is never drawn.
 _ONE = 2.0**42
-# Filters are tried on a row's first this many tokens in its order, then on all.
+# Filters other than top-k are tried on a row's first this many tokens in its order, then on all.
+# Rows with top-k need as many as the largest k of a step; a k above this widens no smaller one's.
 _WINDOW = 1024
 # Smaller temperatures divide to infinity in float32; at this one the largest logit always wins
 # unless two differ by less than 3e-5.
@@ -319,30 +322,30 @@ def _widen(
     keep: _Keep,
     to_index: Callable[[Sequence[int]], Tensor],
 ) -> Iterator[_Kept]:
-    """What `keep` keeps of each row of keys [N, V], largest key first: tried on the first window,
-    then, where that is too small, on all.
+    """What `keep` keeps of each row of keys [N, V], largest key first.
 
-    `first` maps the wanted rows to the least width of their window. A width other than 0 is known
-    to be enough.
+    `first` maps the wanted rows to how many keys are known to be enough. For a row of 0 that is not
+    known: it is tried on the first window, then, where that is too small, on all.
     """
+
+    def kept(rows: Sequence[int], window: int) -> tuple[_Kept, Tensor]:
+        index = to_index(rows)
+        return keep(index, ordered_topk(keys if len(rows) == len(keys) else keys[index], window))
+
+    few = [i for i, width in first.items() if 0 < width <= _WINDOW]
+    many = [i for i, width in first.items() if width > _WINDOW]
+    for rows in filter(None, (few, many)):
+        yield kept(rows, max(first[i] for i in rows))[0]
+    if not (unsure := [i for i, width in first.items() if not width]):
+        return
     vocabulary = keys.shape[1]
-    pending = list(first)
-    for window in (min(_WINDOW, vocabulary), vocabulary):
-        now = [i for i in pending if first[i] <= window]
-        if not now:
-            continue
-        index = to_index(now)
-        ids = ordered_topk(keys if len(now) == len(keys) else keys[index], window)
-        kept, settled = keep(index, ids)
-        if window == vocabulary or all(first[i] for i in now):
-            yield kept
-            found = [True] * len(now)
-        else:
-            # This waits for the device.
-            found = settled.squeeze(1).tolist()
-            yield kept if all(found) else _only(kept, settled.squeeze(1))
-        settled_rows = {i for i, is_settled in zip(now, found, strict=True) if is_settled}
-        pending = [i for i in pending if i not in settled_rows]
+    window = min(_WINDOW, vocabulary)
+    found, settled = kept(unsure, window)
+    # Reading whether it is enough waits for the device.
+    is_enough = [True] if window == vocabulary else settled.squeeze(1).tolist()
+    yield found if all(is_enough) else _only(found, settled.squeeze(1))
+    if not all(is_enough):
+        yield kept(list(compress(unsure, map(not_, is_enough))), vocabulary)[0]
 
 
 def _only(kept: _Kept, chosen: Tensor) -> _Kept:
