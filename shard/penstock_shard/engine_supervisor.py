@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -168,10 +168,12 @@ class EngineSupervisor:
         *,
         deadline_s: float | None = None,
         suspect: bool = False,
+        caller: Hashable = None,
     ) -> None:
         """Hand a request to the engine. `deliver` gets its outputs, of which exactly one is last.
 
-        A suspect was running in engines that died; only one is accepted at a time.
+        A suspect was running in engines that died; only one is accepted at a time. Callers take
+        turns with their constraints.
         """
         key = (submit.request_id, submit.attempt)
         if self._early_aborts.include(*key):
@@ -194,7 +196,7 @@ class EngineSupervisor:
         if submit.constraint is None:
             self._hand_over(submit)
         else:
-            self._check(route, submit, submit.constraint)
+            self._check(route, submit, submit.constraint, caller)
 
     def _hand_over(self, submit: link.Submit) -> None:
         self._submits.append(submit)
@@ -207,19 +209,22 @@ class EngineSupervisor:
             self._abort_in_engine(present)
         self._end_route(present, finish=FinishReason.ABORTED)
 
-    def _check(self, route: _Route, submit: link.Submit, constraint: Constraint) -> None:
+    def _check(
+        self, route: _Route, submit: link.Submit, constraint: Constraint, caller: Hashable
+    ) -> None:
         """Hand the request to the engine once its constraint is known to be valid."""
         verdict = self._checker.known(constraint)
         if verdict is None:
-            route.checking = asyncio.create_task(self._await_verdict(route, submit, constraint))
+            waiting = self._await_verdict(route, submit, constraint, caller)
+            route.checking = asyncio.create_task(waiting)
         else:
             self._judge(route, submit, constraint, verdict)
 
     async def _await_verdict(
-        self, route: _Route, submit: link.Submit, constraint: Constraint
+        self, route: _Route, submit: link.Submit, constraint: Constraint, caller: Hashable
     ) -> None:
         try:
-            verdict = await self._checker.check(constraint)
+            verdict = await self._checker.check(constraint, caller)
         except NotChecked as error:
             route.checking = None
             self._end_route(route, error=link.Error(Code.RESOURCE_EXHAUSTED, str(error)))

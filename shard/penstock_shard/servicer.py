@@ -205,7 +205,9 @@ class ShardServicer(wire.Servicer):
             outbox.numbers[request_id, attempt] = incoming.number
         deadline_ms = incoming.deadline_ms
         deadline_s = None if deadline_ms is None else deadline_ms / 1000
-        self._engine.submit(submit, outlet, deadline_s=deadline_s, suspect=incoming.suspect)
+        self._engine.submit(
+            submit, outlet, deadline_s=deadline_s, suspect=incoming.suspect, caller=outbox
+        )
 
     async def Abort(self, request: Any, context: Context) -> Any:
         count = len(request.request_ids)

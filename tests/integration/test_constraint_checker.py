@@ -18,6 +18,7 @@ import pytest
 from support.processes import is_alive, wait_until
 
 from penstock_shard.config import ShardConfig
+from penstock_shard.constraints import check_queue
 from penstock_shard.constraints import checker as checker_module
 from penstock_shard.constraints.check_link import Verdict
 from penstock_shard.constraints.checker import (
@@ -93,9 +94,9 @@ async def test_equal_constraints_share_one_check() -> None:
     async with _checker() as checker:
         waiting = [asyncio.create_task(checker.check(LARGE)) for _ in range(400)]
         await asyncio.sleep(0)
-        assert len(checker._pending) == 1
+        assert len(checker._queue) == 1
         assert set(await asyncio.gather(*waiting)) == {""}
-        assert checker._pending == {}
+        assert len(checker._queue) == 0
 
 
 async def test_verdicts_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ async def test_a_queue_that_is_full_takes_nothing_more() -> None:
     async with _checker() as checker:
         waiting = [
             asyncio.create_task(checker.check(_regex(f"a{number}")))
-            for number in range(checker_module.MAX_PENDING)
+            for number in range(check_queue.MAX_PENDING // 2)
         ]
         await asyncio.sleep(0)
         with pytest.raises(NotChecked, match="256 constraints wait"):
@@ -122,16 +123,19 @@ async def test_a_queue_that_is_full_takes_nothing_more() -> None:
 
 async def test_what_nobody_waits_for_any_more_leaves_the_queue() -> None:
     async with _checker() as checker:
-        first = asyncio.create_task(checker.check(LARGE))
+        running = [
+            asyncio.create_task(checker.check(_regex(LARGE.value + str(number))))
+            for number in range(checker_module._MAX_AT_ONCE)
+        ]
         others = [asyncio.create_task(checker.check(_regex("a"))) for _ in range(2)]
         await asyncio.sleep(0)
         others[0].cancel()
         await asyncio.sleep(0)
-        assert len(checker._pending) == 2
+        assert len(checker._queue) == len(running) + 1
         others[1].cancel()
         await asyncio.sleep(0)
-        assert len(checker._pending) == 1
-        assert await first == ""
+        assert len(checker._queue) == len(running)
+        assert await asyncio.gather(*running) == [""] * len(running)
 
 
 async def _patient_check(checker: ConstraintChecker, constraint: Constraint) -> str:
@@ -148,6 +152,89 @@ async def test_one_that_takes_too_long_is_refused_and_that_is_remembered() -> No
         assert await _patient_check(checker, LARGE) == reason
         assert checker.known(LARGE) == reason
         assert await checker.check(_regex("a")) == ""
+
+
+@contextlib.asynccontextmanager
+async def _slow_checker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ConstraintChecker]:
+    """One for which `_slow` are slow."""
+    monkeypatch.setattr(checker_module, "_FIRST_S", 0.01)
+    async with _checker(constraint_timeout_s=5.0) as checker:
+        await checker.check(_regex("a"))
+        yield checker
+
+
+def _slow(number: int) -> Constraint:
+    """Takes a fifth of a second of processor time."""
+    return _regex("|".join(f"word{n}of{number}" for n in range(80_000)))
+
+
+async def test_slow_constraints_of_one_call_delay_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _slow_checker(monkeypatch) as checker:
+        slow = [asyncio.create_task(checker.check(_slow(n), "slow")) for n in range(24)]
+        await asyncio.sleep(0)
+        for number in range(10):
+            assert await checker.check(_regex(f"b{number}"), "other") == ""
+        assert sum(task.done() for task in slow) < 12
+        for task in slow:
+            task.cancel()
+
+
+async def test_nor_those_of_the_same_call_but_for_the_first_time_that_each_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _slow_checker(monkeypatch) as checker:
+        slow = [asyncio.create_task(checker.check(_slow(n))) for n in range(12)]
+        await asyncio.sleep(0)
+        for number in range(10):
+            assert await checker.check(_regex(f"b{number}")) == ""
+        assert sum(task.done() for task in slow) < 6
+        for task in slow:
+            task.cancel()
+
+
+async def test_who_has_one_slow_constraint_does_not_wait_for_all_of_anothers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _slow_checker(monkeypatch) as checker:
+        many = [asyncio.create_task(checker.check(_slow(n), "many")) for n in range(12)]
+        await asyncio.sleep(0)
+        assert await checker.check(_slow(99), "one") == ""
+        assert sum(task.done() for task in many) < 6
+        for task in many:
+            task.cancel()
+
+
+async def test_checks_at_once_are_bounded_and_so_is_the_memory_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _slow_checker(monkeypatch) as checker:
+        [process] = _processes()
+        tasks = [asyncio.create_task(checker.check(_slow(n), n)) for n in range(4)]
+        most, limits, own_bytes = 0, set(), 0
+        while not all(task.done() for task in tasks):
+            forks = [fork for fork in process.children() if is_alive(fork)]
+            most = max(most, len(forks))
+            own_bytes = max(own_bytes, process.memory_info().vms)
+            for fork in forks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    limits.add(fork.rlimit(psutil.RLIMIT_AS)[0])
+            await asyncio.sleep(0.002)
+        assert most == checker_module._MAX_AT_ONCE
+        memory_bytes = ShardConfig().constraint_memory_bytes
+        # Each is seen before it is bounded, too.
+        assert any(memory_bytes < bound <= own_bytes + memory_bytes for bound in limits)
+        assert all(bound <= own_bytes + memory_bytes for bound in limits)
+
+
+async def test_one_that_needs_more_than_the_first_time_gets_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checker_module, "_FIRST_S", 0.005)
+    async with _checker() as checker:
+        assert await _patient_check(checker, LARGE) == ""
+        assert checker.known(LARGE) == ""
 
 
 async def test_one_that_takes_too_much_memory_is_refused() -> None:
@@ -174,7 +261,11 @@ async def test_one_that_overflows_a_small_stack_costs_no_process_and_is_logged(
         assert _processes() == [process]
 
 
-async def test_one_that_gets_no_time_on_the_processor_is_not_judged() -> None:
+async def test_one_that_gets_no_time_on_the_processor_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It gets all of its time at once.
+    monkeypatch.setattr(checker_module, "_FIRST_S", 0.5)
     async with _checker(constraint_timeout_s=0.5) as checker:
         await checker.check(_regex("a"))
         [process] = _processes()
@@ -231,7 +322,7 @@ async def test_one_that_makes_no_sense_is_replaced(monkeypatch: pytest.MonkeyPat
         assert await checker.check(_regex("b")) == ""
 
 
-async def test_one_whose_check_fails_ends_at_once_and_those_behind_it_are_checked(
+async def test_one_whose_check_fails_ends_at_once_and_others_are_checked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _checker() as checker:
@@ -255,8 +346,7 @@ async def test_one_whose_check_fails_ends_at_once_and_those_behind_it_are_checke
         )
         assert isinstance(failed, CheckFailed)
         assert checked == ""
-        # It may answer yet.
-        assert not is_alive(process)
+        assert _processes() == [process]
         assert "as nobody foresaw" in caplog.text
 
 

@@ -1,7 +1,7 @@
 """Messages between the server and its check process, and their framing.
 
-A length, then msgpack of one of the types below. The server sends first; each constraint gets one
-verdict. Knows neither of the two processes.
+A length, then msgpack of one of the types below. The server sends first; each check gets one
+verdict, in any order. Knows neither of the two processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_shard.request import ConstraintLimits
+from penstock_shard.request import Constraint, ConstraintLimits
 
 LENGTH = struct.Struct("<I")
 
@@ -33,14 +33,25 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     problem: str
 
 
+class Check(msgspec.Struct, array_like=True, frozen=True):
+    """A constraint to be tried out, for so much processor time; the verdict has the same number."""
+
+    number: int
+    constraint: Constraint
+    timeout_s: float
+
+
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
     """Why a constraint is refused; "" if it is not."""
 
     reason: str
+    number: int = 0
     # Whether the same constraint would get the same verdict at any other time.
     is_lasting: bool = True
     # For the log: how the process that compiled it ended, if not as it should.
     ending: str = ""
+    # Whether it took all of its time.
+    is_overdue: bool = False
 
 
 def patience_s(timeout_s: float) -> float:

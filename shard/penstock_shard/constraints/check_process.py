@@ -2,8 +2,8 @@
 why not. Started by `checker` with one end of a socket pair; ends itself when the server is gone.
 
 Each constraint is compiled in a fork of this process, so that one that uses up its memory, time or
-stack does not affect the next. Its time limit counts the fork's processor time: the verdict must
-not depend on how busy the machine was. Never imports torch or grpc.
+stack affects no other; the server says how many at once. The time limit counts the fork's processor
+time: the verdict must not depend on how busy the machine was. Never imports torch or grpc.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import select
 import signal
 import socket
 import sys
+import time
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import msgspec
 
 from penstock_shard.constraints.check_link import (
     LENGTH,
+    Check,
     Start,
     Started,
     Verdict,
@@ -44,7 +47,7 @@ _DONE = b"+"
 _Message = TypeVar("_Message")
 
 _start_decoder = msgspec.msgpack.Decoder(Start)
-_constraint_decoder = msgspec.msgpack.Decoder(Constraint)
+_check_decoder = msgspec.msgpack.Decoder(Check)
 
 
 class ServerGone(Exception):
@@ -76,63 +79,103 @@ def _serve(connection: socket.socket) -> None:
     # Keep the garbage collector from writing to objects, whose pages forks share until written to.
     gc.freeze()
     connection.sendall(encode_frame(Started("")))
-    while True:
-        constraint = _receive(connection, _constraint_decoder)
-        verdict = _check(compiler, constraint, start.limits, connection)
-        connection.sendall(encode_frame(verdict))
-
-
-def _check(
-    compiler: Compiler, constraint: Constraint, limits: ConstraintLimits, connection: socket.socket
-) -> Verdict:
-    reading, writing = os.pipe()
-    process_id = os.fork()
-    if not process_id:
-        connection.close()
-        os.close(reading)
-        _try_out(compiler, constraint, limits, writing)
-    os.close(writing)
-    said = None
+    trials = _Trials(compiler, start.limits, connection)
     try:
-        said = _wait_for_word(reading, connection, patience_s(limits.timeout_s))
+        while True:
+            trials.handle_next()
     finally:
-        os.close(reading)
-        if said is None:
-            os.kill(process_id, signal.SIGKILL)
-        _, status = os.waitpid(process_id, 0)
-    if said is None:
-        return Verdict("constraints take too long to check just now", is_lasting=False)
-    if said:
-        return Verdict(said[len(_DONE) :].decode())
-    return _verdict_on_the_dead(constraint.kind, status, limits)
+        trials.kill()
 
 
-def _wait_for_word(reading: int, connection: socket.socket, longest_s: float) -> bytes | None:
-    """The fork's answer: empty if it died, None if it took too long.
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A constraint in its fork, and the end of the pipe that its answer comes from."""
 
-    Raises:
-        ServerGone: its socket is readable. It sends nothing before the verdict, so it hung up.
-    """
-    hung_up = connection.fileno()
-    readable, _, _ = select.select([reading, hung_up], [], [], longest_s)
-    if hung_up in readable:
-        raise ServerGone
-    return os.read(reading, select.PIPE_BUF) if readable else None
+    check: Check
+    process_id: int
+    reading: int
+    # By the clock, after which it is given up.
+    until_s: float
 
 
-def _verdict_on_the_dead(kind: str, status: int, limits: ConstraintLimits) -> Verdict:
-    """The verdict on a constraint whose fork died: how it ended tells which limit was exceeded."""
-    ending = f"exit status {os.waitstatus_to_exitcode(status)}"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number == signal.SIGPROF:
-            bound = f"{limits.timeout_s:g} s to compile (--constraint-timeout-s)"
-            return Verdict(f"{kind}: needs more than {bound}")
-        if number in (signal.SIGABRT, signal.SIGKILL):
-            # Without memory the library aborts, and the kernel kills.
-            return Verdict(_too_large(kind, limits))
-        ending = signal.strsignal(number) or f"signal {number}"
-    return Verdict(f"{kind}: cannot be compiled", ending=ending)
+class _Trials:
+    """The forks that run, and the connection that checks come from and verdicts go to."""
+
+    def __init__(
+        self, compiler: Compiler, limits: ConstraintLimits, connection: socket.socket
+    ) -> None:
+        self._compiler = compiler
+        self._limits = limits
+        self._connection = connection
+        self._running: dict[int, _Trial] = {}
+
+    def handle_next(self) -> None:
+        """Wait until a check comes, or one ends or is overdue. Raises `ServerGone`."""
+        connection = self._connection.fileno()
+        readable, _, _ = select.select([connection, *self._running], [], [], self._left_s())
+        for trial in list(self._running.values()):
+            if trial.reading in readable or trial.until_s <= time.monotonic():
+                self._end(trial, has_word=trial.reading in readable)
+        if connection in readable:
+            self._begin(_receive(self._connection, _check_decoder))
+
+    def _left_s(self) -> float | None:
+        """How long the oldest trial may still take; None without one."""
+        if not self._running:
+            return None
+        return max(0.0, min(trial.until_s for trial in self._running.values()) - time.monotonic())
+
+    def _begin(self, check: Check) -> None:
+        reading, writing = os.pipe()
+        process_id = os.fork()
+        if not process_id:
+            self._connection.close()
+            for other in (reading, *self._running):
+                os.close(other)
+            limits = ConstraintLimits(check.timeout_s, self._limits.memory_bytes)
+            _try_out(self._compiler, check.constraint, limits, writing)
+        os.close(writing)
+        until_s = time.monotonic() + patience_s(check.timeout_s)
+        self._running[reading] = _Trial(check, process_id, reading, until_s)
+
+    def _end(self, trial: _Trial, *, has_word: bool) -> None:
+        """Send the verdict on a trial. The fork's word is empty if it died."""
+        del self._running[trial.reading]
+        word = os.read(trial.reading, select.PIPE_BUF) if has_word else b""
+        os.close(trial.reading)
+        if not has_word:
+            os.kill(trial.process_id, signal.SIGKILL)
+        _, status = os.waitpid(trial.process_id, 0)
+        number = trial.check.number
+        if word:
+            verdict = Verdict(word[len(_DONE) :].decode(), number)
+        elif has_word:
+            verdict = self._verdict_on_the_dead(trial.check, status)
+        else:
+            reason = "constraints take too long to check just now"
+            verdict = Verdict(reason, number, is_lasting=False, is_overdue=True)
+        self._connection.sendall(encode_frame(verdict))
+
+    def _verdict_on_the_dead(self, check: Check, status: int) -> Verdict:
+        """The verdict on a constraint whose fork died: its end tells which limit was exceeded."""
+        kind, number = check.constraint.kind, check.number
+        ending = f"exit status {os.waitstatus_to_exitcode(status)}"
+        if os.WIFSIGNALED(status):
+            signum = os.WTERMSIG(status)
+            if signum == signal.SIGPROF:
+                bound = f"{check.timeout_s:g} s to compile (--constraint-timeout-s)"
+                return Verdict(f"{kind}: needs more than {bound}", number, is_overdue=True)
+            if signum in (signal.SIGABRT, signal.SIGKILL):
+                # Without memory the library aborts, and the kernel kills.
+                return Verdict(_too_large(kind, self._limits), number)
+            ending = signal.strsignal(signum) or f"signal {signum}"
+        return Verdict(f"{kind}: cannot be compiled", number, ending=ending)
+
+    def kill(self) -> None:
+        """End all forks."""
+        for trial in self._running.values():
+            os.kill(trial.process_id, signal.SIGKILL)
+            os.waitpid(trial.process_id, 0)
 
 
 def _too_large(kind: str, limits: ConstraintLimits) -> str:

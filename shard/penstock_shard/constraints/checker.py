@@ -1,10 +1,11 @@
 """Checks in the server whether constraints can be honoured, by asking a process of its own.
 
-Knows nothing of requests. One check runs at a time; equal constraints share one, and verdicts are
-cached by content. The process is started as soon as the tokenizer is known: reading a large one
-takes seconds, and neither the first constraint nor one continued from another shard should wait
-for that. A constraint that crashes costs a fork of that process only; if the process itself fails,
-the next check starts another.
+Knows nothing of requests. A few checks run at once; equal constraints share one, and verdicts are
+cached by content. Each constraint gets a short time first: those that need more are checked again
+where they hold up only each other. The process is started as soon as the tokenizer is known:
+reading a large one takes seconds, and neither the first constraint nor one continued from another
+shard should wait for that. A constraint that crashes costs a fork of that process only; if the
+process itself fails, the next check starts another.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import logging
 import socket
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Coroutine, Hashable
 from typing import TypeVar
 
 import msgspec
@@ -24,18 +26,22 @@ import msgspec
 from penstock_proto.child_environment import child_environment
 from penstock_shard.constraints.check_link import (
     LENGTH,
+    Check,
     Start,
     Started,
     Verdict,
     encode_frame,
     patience_s,
 )
+from penstock_shard.constraints.check_queue import CheckQueue, Pending, QueueFull
 from penstock_shard.request import Constraint, ConstraintLimits
 
 logger = logging.getLogger(__name__)
 
-# Most different constraints that wait for their check.
-MAX_PENDING = 256
+# Checks at once, each in a fork of its own with its own bound on memory.
+_MAX_AT_ONCE = 2
+# Processor time that a constraint gets first; ordinary ones take a tenth of it.
+_FIRST_S = 0.1
 _MAX_VERDICTS = 8192
 # Enough to read the largest tokenizers on a busy machine.
 _START_S = 120.0
@@ -60,17 +66,6 @@ class _ProcessLost(Exception):
     """The check process failed; the text says how."""
 
 
-@dataclass(eq=False, slots=True)
-class _Pending:
-    """A constraint that waits for its verdict, and how many callers wait for it."""
-
-    constraint: Constraint
-    # None: the check failed.
-    verdict: asyncio.Future[Verdict | None]
-    num_waiting: int = 0
-    is_running: bool = False
-
-
 class ConstraintChecker:
     """Owns the check process and asks it. Runs on the server's event loop."""
 
@@ -78,19 +73,24 @@ class ConstraintChecker:
         self._limits = limits
         self._start: Start | None = None
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        # By content, in order of arrival.
-        self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
-        self._worker: asyncio.Task[None] | None = None
+        self._queue = CheckQueue()
+        # A task for each check that runs, and one that starts a process ahead of the first.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_running = self._num_slow = 0
+        self._is_closed = False
         self._process: _CheckProcess | None = None
+        # Held while a process is started or ended.
+        self._lock = asyncio.Lock()
 
     def use(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Check constraints for this tokenizer from now on, and start a process for it."""
         start = Start(tokenizer_json, vocab_size, eos_token_ids, self._limits)
         if start != self._start:
-            # A process for another tokenizer is replaced before the next check.
+            # A process for another tokenizer is replaced once the checks that run have ended.
             self._start = start
             self._verdicts.clear()
-            self._go_to_work()
+            if not self._num_running:
+                self._spawn(self._prepare())
 
     def known(self, constraint: Constraint) -> str | None:
         """The cached verdict (see `check`); None if there is none."""
@@ -99,28 +99,27 @@ class ConstraintChecker:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
-    async def check(self, constraint: Constraint) -> str:
-        """Why the constraint is refused; "" if it is not.
+    async def check(self, constraint: Constraint, caller: Hashable = None) -> str:
+        """Why the constraint is refused; "" if it is not. Callers take turns.
 
         Raises:
             NotChecked: too many constraints wait, or the machine is too busy.
             CheckFailed: there will be no verdict.
         """
-        key = _key(constraint)
-        pending = self._pending.get(key)
-        if pending is None:
-            if len(self._pending) >= MAX_PENDING:
-                raise NotChecked(f"{MAX_PENDING} constraints wait to be checked, and no more may")
-            pending = _Pending(constraint, asyncio.get_running_loop().create_future())
-            self._pending[key] = pending
-            self._go_to_work()
+        if self._is_closed:
+            raise NotChecked("the shard is shutting down")
+        try:
+            pending = self._queue.join(_key(constraint), constraint, caller)
+        except QueueFull as error:
+            raise NotChecked(str(error)) from None
+        self._go_to_work()
         pending.num_waiting += 1
         try:
             verdict = await asyncio.shield(pending.verdict)
         finally:
             pending.num_waiting -= 1
             if not pending.num_waiting and not pending.is_running:
-                self._pending.pop(key, None)
+                self._queue.remove(pending)
         if verdict is None:
             raise CheckFailed("the shard failed to check a constraint")
         if not verdict.is_lasting:
@@ -129,75 +128,104 @@ class ConstraintChecker:
 
     async def close(self) -> None:
         """End the process. Pending checks are cancelled."""
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.wait([self._worker])
-        for pending in self._pending.values():
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for pending in list(self._queue):
             pending.verdict.cancel()
-        self._pending.clear()
+            self._queue.remove(pending)
         await self._end_process()
 
-    def _go_to_work(self) -> None:
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
+    # ---- checks ----
 
-    async def _work(self) -> None:
-        """Start a process if there is none, and make one check after another until none waits."""
+    def _go_to_work(self) -> None:
+        """Begin as many checks as may run. One is always left to those that do not take long."""
+        is_old = self._process is not None and self._process.start is not self._start
+        while self._num_running < _MAX_AT_ONCE and not (is_old and self._num_running):
+            pending = self._queue.take(slow=self._num_slow < _MAX_AT_ONCE - 1)
+            if pending is None:
+                return
+            self._num_running += 1
+            self._num_slow += pending.is_slow
+            self._spawn(self._run(pending, is_slow=pending.is_slow))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, pending: Pending, *, is_slow: bool) -> None:
+        """Make one check, then let the next begin."""
+        start = self._start
         try:
-            await self._prepare()
-            while self._pending:
-                key, pending = next(iter(self._pending.items()))
-                pending.is_running = True
-                start = self._start
-                verdict = await self._verdict_on(pending.constraint)
-                if verdict is not None and verdict.is_lasting and start is self._start:
-                    self._keep(key, verdict.reason)
-                del self._pending[key]
-                pending.verdict.set_result(verdict)
+            verdict = await self._verdict_on(pending, is_slow=is_slow)
         finally:
-            self._worker = None
+            self._num_running -= 1
+            self._num_slow -= is_slow
+        if verdict is not None and verdict.is_overdue and self._may_take_longer(is_slow=is_slow):
+            self._queue.put_back(pending)
+            if not pending.num_waiting:
+                self._queue.remove(pending)
+        else:
+            if verdict is not None and verdict.is_lasting and start is self._start:
+                self._keep(pending.key, verdict.reason)
+            self._queue.remove(pending)
+            pending.verdict.set_result(verdict)
+        self._go_to_work()
+
+    def _may_take_longer(self, *, is_slow: bool) -> bool:
+        return not is_slow and self._limits.timeout_s > _FIRST_S
+
+    async def _verdict_on(self, pending: Pending, *, is_slow: bool) -> Verdict | None:
+        """The verdict; None if the check failed."""
+        kind, timeout_s = pending.constraint.kind, self._limits.timeout_s
+        process = None
+        try:
+            process = await self._running_process()
+            verdict = await process.verdict_on(
+                pending.constraint, timeout_s if is_slow else min(_FIRST_S, timeout_s)
+            )
+        except (_ProcessLost, OSError) as error:
+            self._log(error)
+            # Another check may have ended it already, and started the next.
+            if process is not None and process is self._process:
+                await self._end_process()
+            return Verdict("constraints cannot be checked just now", is_lasting=False)
+        except Exception as error:  # noqa: BLE001 - a defect costs the constraint it shows on
+            self._log(error)
+            return None
+        if verdict.ending:
+            logger.warning("a constraint (%s) ended its check: %s", kind, verdict.ending)
+        return verdict
+
+    # ---- the process ----
 
     async def _prepare(self) -> None:
         try:
             await self._running_process()
         except Exception as error:  # noqa: BLE001 - whatever it is, the next check tries again
-            await self._lose_process(error)
-
-    async def _verdict_on(self, constraint: Constraint) -> Verdict | None:
-        """The verdict; None if the check failed."""
-        longest_s = patience_s(self._limits.timeout_s) + _GRACE_S
-        try:
-            process = await self._running_process()
-            verdict = await process.verdict_on(constraint, longest_s)
-        except (_ProcessLost, OSError) as error:
-            await self._lose_process(error)
-            return Verdict("constraints cannot be checked just now", is_lasting=False)
-        except Exception as error:  # noqa: BLE001 - a defect costs the constraint it shows on
-            # A late answer would be taken for the next constraint's verdict.
-            await self._lose_process(error)
-            return None
-        if verdict.ending:
-            logger.warning("a constraint (%s) ended its check: %s", constraint.kind, verdict.ending)
-        return verdict
+            self._log(error)
 
     async def _running_process(self) -> _CheckProcess:
         assert self._start is not None  # no engine, no request
-        if self._process is not None and self._process.start is not self._start:
-            await self._end_process()
-        if self._process is None:
-            self._process = await _CheckProcess.started(self._start)
-        return self._process
+        async with self._lock:
+            if self._process is not None and not self._process.serves(self._start):
+                await self._end_process()
+            if self._process is None:
+                self._process = await _CheckProcess.started(self._start)
+            return self._process
 
     def _keep(self, key: bytes, reason: str) -> None:
         self._verdicts[key] = reason
         if len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    async def _lose_process(self, error: Exception) -> None:
+    def _log(self, error: Exception) -> None:
         foreseen = isinstance(error, _ProcessLost | OSError)
-        stack = None if foreseen else error
-        logger.error("the process that checks constraints is lost: %s", error, exc_info=stack)
-        await self._end_process()
+        what = "the process that checks constraints is lost" if foreseen else "a check failed"
+        logger.error("%s: %s", what, error, exc_info=None if foreseen else error)
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -219,6 +247,10 @@ class _CheckProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._numbers = itertools.count()
+        # Checks without a verdict, by number; and the task that reads verdicts.
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._reading: asyncio.Task[None] | None = None
 
     @classmethod
     async def started(cls, start: Start) -> _CheckProcess:
@@ -232,33 +264,77 @@ class _CheckProcess:
             raise
         one = cls(start, process, *await asyncio.open_connection(sock=ours))
         try:
-            problem = _decoded(_started_decoder, await one._ask(start, _START_S)).problem
-            if problem:
-                raise _ProcessLost(problem)
+            await one._become_ready()
         except BaseException:
             await one.end()
             raise
         return one
 
-    async def verdict_on(self, constraint: Constraint, longest_s: float) -> Verdict:
-        """Raises `_ProcessLost`, also if the answer takes longer than `longest_s`."""
-        return _decoded(_verdict_decoder, await self._ask(constraint, longest_s))
+    async def _become_ready(self) -> None:
+        self._writer.write(encode_frame(self.start))
+        try:
+            async with asyncio.timeout(_START_S):
+                problem = _decoded(_started_decoder, await self._receive()).problem
+        except TimeoutError:
+            raise _ProcessLost(f"no answer in {_START_S:g} s") from None
+        if problem:
+            raise _ProcessLost(problem)
+        self._reading = asyncio.create_task(self._read())
+
+    def serves(self, start: Start) -> bool:
+        """Whether it lives, and checks constraints for this vocabulary."""
+        return start is self.start and self._reading is not None and not self._reading.done()
+
+    async def verdict_on(self, constraint: Constraint, timeout_s: float) -> Verdict:
+        """The verdict after at most so much processor time. Raises `_ProcessLost`, also where none
+        comes.
+        """
+        if not self.serves(self.start):
+            raise _ProcessLost("it has ended")
+        number, verdict = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = verdict
+        self._writer.write(encode_frame(Check(number, constraint, timeout_s)))
+        longest_s = patience_s(timeout_s) + _GRACE_S
+        try:
+            async with asyncio.timeout(longest_s):
+                answer: Verdict = await verdict
+                return answer
+        except TimeoutError:
+            raise _ProcessLost(f"no answer in {longest_s:g} s") from None
+        finally:
+            del self._waiting[number]
 
     async def end(self) -> None:
-        """Kill the process, whatever it is doing."""
+        """Kill the process, whatever it is doing. Checks without a verdict have lost it."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._fail(_ProcessLost("it was ended"))
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
 
-    async def _ask(self, message: Start | Constraint, longest_s: float) -> bytes:
+    async def _read(self) -> None:
+        """Hand each verdict to the check that waits for it, until the process ends."""
         try:
-            async with asyncio.timeout(longest_s):
-                self._writer.write(encode_frame(message))
-                header = await self._reader.readexactly(LENGTH.size)
-                return await self._reader.readexactly(LENGTH.unpack(header)[0])
-        except TimeoutError:
-            raise _ProcessLost(f"no answer in {longest_s:g} s") from None
+            while True:
+                body = await self._receive()
+                verdict = _decoded(_verdict_decoder, body)
+                waiting = self._waiting.get(verdict.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(verdict)
+        except _ProcessLost as error:
+            self._fail(error)
+
+    def _fail(self, error: _ProcessLost) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    async def _receive(self) -> bytes:
+        try:
+            header = await self._reader.readexactly(LENGTH.size)
+            return await self._reader.readexactly(LENGTH.unpack(header)[0])
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _ProcessLost("it ended without a word") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from typing import Any, cast
 
 import pytest
@@ -36,7 +36,7 @@ class _Checker(ConstraintChecker):
     def known(self, constraint: Constraint) -> str | None:
         return self.verdicts.get(constraint)
 
-    async def check(self, constraint: Constraint) -> str:
+    async def check(self, constraint: Constraint, caller: Hashable = None) -> str:
         if constraint not in self.answers:
             self.answers[constraint] = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self.answers[constraint])
