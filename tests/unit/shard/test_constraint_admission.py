@@ -32,11 +32,13 @@ class _Checker(ConstraintChecker):
         super().__init__(ShardConfig().constraint_limits)
         self.verdicts: dict[Constraint, str] = {}
         self.answers: dict[Constraint, asyncio.Future[str]] = {}
+        self.callers: list[Hashable] = []
 
     def known(self, constraint: Constraint) -> str | None:
         return self.verdicts.get(constraint)
 
     async def check(self, constraint: Constraint, caller: Hashable = None) -> str:
+        self.callers.append(caller)
         if constraint not in self.answers:
             self.answers[constraint] = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self.answers[constraint])
@@ -305,3 +307,26 @@ async def test_a_call_that_ends_takes_requests_with_it_whose_constraints_are_tri
     # The engine says when it has ended the one that it has.
     assert supervisor.aborted == [("1", 0)]
     assert supervisor.num_live == 1
+
+
+async def test_each_call_is_a_caller_of_its_own_that_takes_turns_with_others() -> None:
+    supervisor = _Supervisor()
+    servicer = ShardServicer(supervisor, ShardConfig())
+
+    async def messages(call: str) -> AsyncIterator[pb.GenerateRequest]:
+        for number in range(2):
+            constraint = pb.Constraint(regex=f"{call}{number}")
+            yield pb.GenerateRequest(
+                request_id=f"{call}{number}", prompt_token_ids=[7], constraint=constraint
+            )
+        await asyncio.Event().wait()
+
+    reading = [
+        asyncio.ensure_future(anext(servicer.Generate(messages(call), cast("Any", None))))
+        for call in "ab"
+    ]
+    await _settled()
+    assert sorted(Counter(supervisor.checker.callers).values()) == [2, 2]
+    for task in reading:
+        task.cancel()
+    await asyncio.wait(reading)
