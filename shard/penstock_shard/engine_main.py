@@ -203,7 +203,7 @@ def _run(
     inbox: queue.SimpleQueue[Inbox],
     adapters: EngineAdapters,
     *,
-    checks: bool,
+    checks: bool = False,
 ) -> NoReturn:
     """Step for ever. With `checks`, the records are checked whenever the last request has ended."""
     sent = Load()

@@ -24,7 +24,7 @@ READERS = 24
 # So few KV blocks that requests are put down and given back.
 FLAGS = (
     *("--step-ms", "4", "--max-num-batched-tokens", "512", "--stall-timeout-s", "1"),
-    *("--kv-blocks", "50", "--max-model-len", "600"),
+    *("--kv-blocks", "50", "--max-model-len", "600", "--check-integrity"),
 )
 
 
@@ -171,6 +171,7 @@ async def test_streams_outlive_whatever_goes_wrong_at_once_and_leave_nothing(
                 assert readers.num_whole > READERS
                 await _all_ready(fleet, len(shards))
                 await _nothing_left(fleet)
+                assert not any("AssertionError" in shard.log for shard in shards)
             finally:
                 storm.calm()
                 for shard in shards:

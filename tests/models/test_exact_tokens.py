@@ -143,7 +143,7 @@ def _serve(
         if put_downs is not None:
             running = [r for r in requests if r.state is RequestState.RUNNING and r.preemptions < 3]
             if running and put_downs.random() < 0.3:
-                scheduler._preempt(put_downs.choice(running))
+                scheduler._preempt(put_downs.choice(running), "a reason")
     if put_downs is not None:
         assert sum(request.preemptions for request in requests) > len(requests) // 4
     return answers

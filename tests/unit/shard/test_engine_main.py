@@ -17,6 +17,7 @@ from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Beat
 from penstock_shard.loading import load_runner
+from penstock_shard.link import Beat, Inbox
 from penstock_shard.models.errors import ModelError
 
 
@@ -159,7 +160,7 @@ class _Idle(Exception):
 
 def _run_until_idle(damage: bool, checks: bool) -> None:
     under_test = make_engine()
-    messages = iter([engine_main.Inbox([], [])])
+    messages = iter([Inbox([], [])])
     under_test.engine.submit(make_request())
 
     def get(block: bool) -> Any:
