@@ -38,7 +38,7 @@ BUILTIN = Path(__file__).parents[2] / "shard" / "penstock_shard" / "builtin_mode
 def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
     log_file = tmp_path_factory.mktemp("shard") / "log"
     flags = ("--step-ms", "5", "--max-num-seqs", "64", "--max-num-batched-tokens", "256")
-    # Between the tests the engine counts again who has which block, and would end where that differs.
+    # Between tests the engine counts again who has which block, and ends where that differs.
     service = Shard(log_file, *flags, "--check-integrity")
     with running(service):
         yield service
