@@ -15,9 +15,8 @@ from support.engines import make_engine, make_request
 
 from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Beat
-from penstock_shard.loading import load_runner
 from penstock_shard.link import Beat, Inbox
+from penstock_shard.loading import load_runner
 from penstock_shard.models.errors import ModelError
 
 
