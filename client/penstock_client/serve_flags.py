@@ -51,15 +51,17 @@ class _Reading:
 
 def check(router: Typed, shard: Typed) -> bool:
     """True if both would run; False if one printed its help. Raises `Unusable`."""
-    of_shard = _read(_SHARD, shard.flags, shard.environment)
-    if of_shard.status == USAGE_STATUS:
-        raise Unusable(_told(of_shard, _SHARD, router))
-    of_router = _read(_ROUTER, router.flags, router.environment)
-    if of_router.status == USAGE_STATUS:
-        raise Unusable(_told(of_router, _ROUTER, shard))
-    for reading in (of_shard, of_router):
-        print(reading.said, end="", file=sys.stderr)
-    return of_shard.status == of_router.status == _WOULD_RUN_STATUS
+    would_run = True
+    for process, typed, other in ((_SHARD, shard, router), (_ROUTER, router, shard)):
+        reading = _read(process, typed.flags, typed.environment)
+        if reading.status == USAGE_STATUS:
+            raise Unusable(_told(reading, process, other))
+        if reading.status not in (0, _WOULD_RUN_STATUS):
+            # Something that it imports is missing, mostly.
+            lines = reading.said.strip().splitlines() or [f"status {reading.status}"]
+            raise Unusable(f"the {process} cannot start: {lines[-1]}")
+        would_run = would_run and reading.status == _WOULD_RUN_STATUS
+    return would_run
 
 
 def _read(process: str, flags: Sequence[str], environment: Mapping[str, str]) -> _Reading:
@@ -74,7 +76,7 @@ def _read(process: str, flags: Sequence[str], environment: Mapping[str, str]) ->
     return _Reading(read.returncode, read.stderr)
 
 
-def _told(reading: _Reading, process: str, other_typed: Typed) -> str:
+def _told(reading: _Reading, process: str, other_process: Typed) -> str:
     """What the process said, as `penstock serve` says it."""
     if not reading.unknown:
         return reading.said.strip().removeprefix(f"penstock {process}: ")
@@ -82,7 +84,7 @@ def _told(reading: _Reading, process: str, other_typed: Typed) -> str:
     if not flag.startswith("-"):
         return f"{_UNKNOWN}{reading.unknown} (a MODEL comes first: penstock serve MODEL ...)"
     other = _ROUTER if process == _SHARD else _SHARD
-    if not _read(other, [*_NEEDED[other], flag], other_typed.environment).unknown:
+    if not _read(other, [*_NEEDED[other], flag], other_process.environment).unknown:
         side = "after" if other == _ROUTER else "before"
         return f"{flag} is a flag of the {other}: put it {side} -- (see penstock {other} --help)"
     where = "" if process == _SHARD else " after --"

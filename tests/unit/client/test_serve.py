@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes import free_port
 
-from penstock_client import serve
+from penstock_client import serve, serve_flags
 from penstock_client.serve_flags import Unusable
 from penstock_proto.flags import SHARD_PORT
 
@@ -92,6 +92,17 @@ def test_nothing_is_started_where_a_flag_is_refused_and_it_is_said_of_what_was_t
     monkeypatch.setattr(serve, "_serve", None)
     assert serve.main(list(flags)) == 2
     assert capfd.readouterr() == ("", f"penstock serve: {said}\n")
+
+
+def test_what_is_not_installed_is_one_line_and_no_success(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve_flags, "_READ_FLAGS", "import of_{module}_there_is_none")
+    assert serve.main(["m"]) == 2
+    assert capfd.readouterr().err == (
+        "penstock serve: the shard cannot start: "
+        "ModuleNotFoundError: No module named 'of_penstock_shard_there_is_none'\n"
+    )
 
 
 def test_help_of_the_router_is_all_that_is_done(
