@@ -21,6 +21,7 @@ from penstock_router.apis.base import ERRORS
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.bodies import Bodies
+from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.config import RouterConfig
 from penstock_router.console import Console
 from penstock_router.errors import (
@@ -100,12 +101,14 @@ def build_app(
     threads = Threads(executor, max_pending)
     models = Models(fleet, threads, config, metrics.held)
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
+    memory = ByteBudget(MAX_BYTES)
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
         models=models,
         threads=threads,
-        bodies=Bodies(models, threads, pool, metrics),
+        bodies=Bodies(models, threads, pool, memory, metrics),
+        memory=memory,
         admission=Admission(config, metrics),
         metrics=metrics,
         exposition=Exposition(metrics, FleetCollector(fleet), names=config.metrics_names),

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock_router.apis.responses_stored import Page, shown
+from penstock_router.byte_budget import ByteBudget
 from penstock_router.errors import ApiError, TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
@@ -47,80 +48,70 @@ LONG_BYTES = 64 * 1024
 # How many connections with long bodies are read from in one turn of the event loop: some 256 kB
 # each, which take a fifth of a millisecond.
 _CONNECTIONS_A_TURN = 4
-# How many long bodies may wait or be worked on: enough for a burst.
+# How many bodies may wait for text processes or be worked on there: enough for a burst.
 MAX_BODIES = 64
-# The size of all long bodies, those still arriving too: little beside a router's memory.
-MAX_BYTES = 256 * 1024 * 1024
 
 
 class Room:
-    """Counts the long bodies in this process, each until its text is worked on."""
+    """What bodies in this process take, by client, until their texts are worked on."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, memory: ByteBudget, metrics: Metrics) -> None:
+        self.memory = memory
+        # Shared as memory is, with 1 for each body.
+        self.queue = ByteBudget(MAX_BODIES)
         self.metrics = metrics
-        self.num_bodies = 0
-        self.num_bytes = 0
 
 
 class Incoming:
     """A body as it arrives, kept in pieces: joining those of a long one takes milliseconds."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, client: str) -> None:
         self.pieces: list[bytes] = []
         self.num_bytes = 0
         self._room = room
-        # How much of the room it takes.
-        self._is_queued = False
-        self._counted_bytes = 0
+        self._memory = room.memory.hold(client)
+        self._place = room.queue.hold(client)
 
     @property
     def is_long(self) -> bool:
         return self.num_bytes > LONG_BYTES
 
     def add(self, piece: bytes) -> None:
-        """Add a piece. Raises `TooManyRequests` if long bodies take too much memory already."""
+        """Add a piece. Raises `TooManyRequests` if the client holds its share of memory already."""
+        self._memory.grow(len(piece), self._out_of_memory)
         self.pieces.append(piece)
         self.num_bytes += len(piece)
-        if self.is_long:
-            self._count(self.num_bytes)
 
     def enqueue(self, more_bytes: int = 0) -> None:
         """Queue it for a text process, together with `more_bytes` of other data.
 
-        Raises `TooManyRequests` if too many bodies are queued, or take too much memory.
+        Raises `TooManyRequests` if the client has its share of the queue, or of memory, already.
         """
-        self._count(self.num_bytes + more_bytes)
-        if not self._is_queued:
-            if self._room.num_bodies >= MAX_BODIES:
-                raise self._refusal()
-            self._is_queued = True
-            self._room.num_bodies += 1
+        if more_bytes:
+            self._memory.grow(more_bytes, self._out_of_memory)
+        if not self._place.num_bytes:
+            self._place.grow(1, self._queue_full)
 
-    def _count(self, num_bytes: int) -> None:
-        more = num_bytes - self._counted_bytes
-        others = self._room.num_bytes - self._counted_bytes
-        # A single body is always accepted, however long it is.
-        if more > 0 and others and others + num_bytes > MAX_BYTES:
-            raise self._refusal()
-        self._room.num_bytes += max(0, more)
-        self._counted_bytes += max(0, more)
+    def _out_of_memory(self, held_bytes: int, max_bytes: int) -> TooManyRequests:
+        return self._refusal(f"{held_bytes} bytes of yours are in memory, of {max_bytes}")
 
-    def _refusal(self) -> TooManyRequests:
-        room = self._room
-        room.metrics.refused.labels("long_bodies").inc()
+    def _queue_full(self, num_bodies: int, max_bodies: int) -> TooManyRequests:
+        return self._refusal(f"{num_bodies} long bodies of yours are in the queue of {max_bodies}")
+
+    def _refusal(self, what: str) -> TooManyRequests:
+        self._room.metrics.refused.labels("long_bodies").inc()
         return TooManyRequests(
-            f"{room.num_bodies} long bodies wait and {room.num_bytes} bytes of long bodies are "
-            f"here (at most {MAX_BODIES} and {MAX_BYTES}); try again shortly"
+            f"{what} for everybody, and no client may have more than is left free; try again "
+            "shortly"
         )
 
     def leave(self) -> None:
-        """Give back its share of the room. Idempotent."""
-        self._room.num_bodies -= self._is_queued
-        self._room.num_bytes -= self._counted_bytes
-        self._is_queued, self._counted_bytes = False, 0
+        """Give back what it takes of the room. Idempotent."""
+        self._memory.close()
+        self._place.close()
 
     def drop(self) -> None:
-        """Free the body's memory, and its share of the room."""
+        """Free the body's memory, and give back what it takes of the room."""
         self.pieces = []
         self.leave()
 
@@ -128,11 +119,18 @@ class Incoming:
 class Bodies:
     """Reads bodies. The caller owns, and closes, what is passed in."""
 
-    def __init__(self, models: Models, threads: Threads, pool: TextPool, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        models: Models,
+        threads: Threads,
+        pool: TextPool,
+        memory: ByteBudget,
+        metrics: Metrics,
+    ) -> None:
         self.models = models
         self.threads = threads
         self.pool = pool
-        self.room = Room(metrics)
+        self.room = Room(memory, metrics)
         self._numbers = itertools.count(1)
         self._turns = asyncio.Semaphore(_CONNECTIONS_A_TURN)
 
@@ -144,11 +142,11 @@ class Bodies:
             await asyncio.sleep(0)
 
     @contextmanager
-    def incoming(self) -> Iterator[Incoming]:
-        """A body of which nothing has arrived yet. Its share of the room is given back at the end
-        of the scope, if not before.
+    def incoming(self, client: str) -> Iterator[Incoming]:
+        """A body of which nothing has arrived yet. What it takes of the room is given back at the
+        end of the scope, if not before.
         """
-        incoming = Incoming(self.room)
+        incoming = Incoming(self.room, client)
         try:
             yield incoming
         finally:
@@ -157,8 +155,8 @@ class Bodies:
     async def read(self, kind: AnyKind, incoming: Incoming, *, with_digest: bool = False) -> Body:
         """Parse a body that has arrived completely.
 
-        Raises `BadRequest` if not even its kind can be told, `TooManyRequests` if there are too
-        many long bodies, `Unavailable` and `TimeoutError` as `Lease.ask` does.
+        Raises `BadRequest` if not even its kind can be told, `TooManyRequests` if its client has
+        too many long bodies here, `Unavailable` and `TimeoutError` as `Lease.ask` does.
         """
         number, arrived_s = next(self._numbers), asyncio.get_running_loop().time()
         if not incoming.is_long:
@@ -179,7 +177,7 @@ class Bodies:
         return Body(self, number, arrived_s, incoming, Reading(known, refusal=error))
 
     async def show(
-        self, response: bytes, messages: bytes, page: Page | None = None
+        self, client: str, response: bytes, messages: bytes, page: Page | None = None
     ) -> bytes | bytearray:
         """`shown` of a stored response, here or in a text process. Raises what `shown` raises, and
         the errors of `read`.
@@ -187,7 +185,7 @@ class Bodies:
         num_bytes = len(response) + len(messages)
         if num_bytes <= LONG_BYTES:
             return shown(response, messages, page)
-        with self.incoming() as incoming:
+        with self.incoming(client) as incoming:
             incoming.enqueue(num_bytes)
             lease = await self.pool.lease(num_bytes, asyncio.get_running_loop().time())
             task = Show(page, len(response), len(messages))

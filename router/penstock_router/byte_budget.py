@@ -11,6 +11,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+# What a worker may hold for slow clients: little beside a router's memory.
+MAX_BYTES = 256 * 1024 * 1024
+
 
 class ByteBudget:
     """The bytes that are held in this process, by client."""

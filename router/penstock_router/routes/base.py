@@ -21,6 +21,7 @@ from penstock_router.apis.base import ERRORS, TIMEOUT, ErrorForm
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.bodies import LONG_BYTES, Bodies, Body, Incoming
+from penstock_router.byte_budget import ByteBudget
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, TimedOut, Unauthorized
 from penstock_router.exposition import Exposition
@@ -50,6 +51,8 @@ class Router:
     models: Models
     threads: Threads
     bodies: Bodies
+    # What slow clients hold: bodies that arrive, answers that are not read, streams nobody reads.
+    memory: ByteBudget
     admission: Admission
     metrics: Metrics
     exposition: Exposition
@@ -229,7 +232,7 @@ def with_body(
             Charge(key.rates, router.metrics).take_request()
         bodies = router.bodies
         with_digest = request.headers.get("x-penstock-resumable") == "1"
-        with bodies.incoming() as incoming:
+        with bodies.incoming(client_of(request)) as incoming:
             async with asyncio.timeout(_left_s(request)):
                 await _receive(request, incoming)
                 body = await bodies.read(kind, incoming, with_digest=with_digest)
@@ -255,7 +258,7 @@ def _left_s(request: web.Request) -> float | None:
 
 async def read_object(request: web.Request) -> JsonObject:
     """The request's JSON object, on routes whose bodies are short."""
-    with request.app[ROUTER].bodies.incoming() as incoming:
+    with request.app[ROUTER].bodies.incoming(client_of(request)) as incoming:
         await _receive(request, incoming)
         return decode_object(b"".join(incoming.pieces))
 

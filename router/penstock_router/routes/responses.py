@@ -41,7 +41,14 @@ from penstock_router.response_store import (
     Stored,
     StoreUnavailable,
 )
-from penstock_router.routes.base import KEY, REQUEST_ID, ROUTER, encoded_response, json_response
+from penstock_router.routes.base import (
+    KEY,
+    REQUEST_ID,
+    ROUTER,
+    client_of,
+    encoded_response,
+    json_response,
+)
 from penstock_router.routes.generate import (
     Call,
     answer,
@@ -229,7 +236,9 @@ async def input_items(request: web.Request) -> web.Response:
     order = _ORDER.read("order", request.query.get("order", "desc"))
     page = Page(limit, order, request.query.get("after"))
     stored = await _get(request)
-    listed = await request.app[ROUTER].bodies.show(stored.response, stored.messages, page)
+    listed = await request.app[ROUTER].bodies.show(
+        client_of(request), stored.response, stored.messages, page
+    )
     return encoded_response(listed)
 
 
@@ -270,7 +279,8 @@ async def _shown(request: web.Request, stored: Stored) -> web.Response:
     """The stored JSON, not decoded, except of a failed response: its process may be gone."""
     if stored.status != FAILED:
         return encoded_response(stored.response)
-    return encoded_response(await request.app[ROUTER].bodies.show(stored.response, b""))
+    bodies = request.app[ROUTER].bodies
+    return encoded_response(await bodies.show(client_of(request), stored.response, b""))
 
 
 @contextlib.contextmanager

@@ -219,6 +219,29 @@ async def test_a_body_that_trickles_in_is_ended_although_it_never_pauses(
     connection.close()
 
 
+async def test_one_keys_unfinished_bodies_do_not_keep_others_from_sending_theirs(
+    fleet: FakeFleet,
+) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 33000000\r\n"
+        b"Authorization: Bearer greedy\r\n\r\n"
+    )
+    async with memory_router(fleet, api_key="greedy", admin_key="other") as router:
+        greedy = [router.connect() for _ in range(20)]
+        for connection in greedy:
+            connection.send_raw(head)
+            connection.send_raw(b" " * 16_775_000)
+            await asyncio.sleep(0.02)
+        body = b'{"prompt": "x"}' + b" " * 70_000
+        other = {"Authorization": "Bearer other"}
+        assert (await router.post("/v1/completions", body, **other)).status == 200
+        refused = await greedy[-1].read_answer()
+        assert refused.status == 429
+        assert "bytes of yours are in memory" in refused.error["message"]
+        for connection in greedy:
+            connection.close()
+
+
 async def test_long_texts_in_each_place_are_refused_by_their_length(
     byte_level: Tokenizer,
 ) -> None:

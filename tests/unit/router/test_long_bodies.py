@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -30,7 +30,8 @@ from unit.router.router_doubles import INFO, FakeFleet, memory_router, model_fil
 from penstock_router import bodies as bodies_module
 from penstock_router import errors, text_pool
 from penstock_router.apis.openai import parse_completion
-from penstock_router.bodies import Bodies, Body
+from penstock_router.bodies import MAX_BODIES, Bodies, Body, Incoming
+from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
 from penstock_router.job import make_job
@@ -165,14 +166,16 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Bodies
         threads = Threads(executor, 8)
         pool = TextPool(1, "info")
         try:
-            yield Bodies(Models(fleet, threads, config), threads, pool, Metrics())
+            yield Bodies(
+                Models(fleet, threads, config), threads, pool, ByteBudget(MAX_BYTES), Metrics()
+            )
         finally:
             await pool.close()
 
 
 async def read(bodies: Bodies, kind: str, *pieces: bytes) -> Body:
     """A body that comes in these pieces."""
-    with bodies.incoming() as incoming:
+    with bodies.incoming("a client") as incoming:
         for piece in pieces:
             incoming.add(piece)
         return await bodies.read(KINDS[kind], incoming, with_digest=True)
@@ -701,63 +704,71 @@ async def test_a_lease_that_is_held_too_long_is_given_to_the_next_one(
 # ---- how many there may be ---------------------------------------------------------------------
 
 
-async def test_beyond_so_many_bodies_or_bytes_the_next_one_is_refused(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies_module, "MAX_BODIES", 3)
-    monkeypatch.setattr(bodies_module, "MAX_BYTES", 1_000_000)
+def taken(bodies: Bodies) -> tuple[int, int]:
+    return bodies.room.queue.held_bytes, bodies.room.memory.held_bytes
+
+
+def take_all(bodies: Bodies, scope: ExitStack, take: Callable[[Incoming], None]) -> None:
+    for _ in range(MAX_BODIES):
+        take(scope.enter_context(bodies.incoming("greedy")))
+
+
+async def test_one_clients_bodies_leave_memory_and_places_to_others(fleet: FakeFleet) -> None:
+    body = b'{"prompt": "x"}' + b" " * 70_000
     async with made_bodies(fleet) as bodies:
-        with bodies.incoming() as short, bodies.incoming() as one, bodies.incoming() as other:
-            short.add(b" " * 60_000)
-            # One alone may be of any length, and counts before all of it is here.
-            one.add(b" " * 5_000_000)
-            one.enqueue()
-            with pytest.raises(TooManyRequests, match="1 long bodies wait and 5000000 bytes"):
-                other.add(b" " * 70_000)
-            one.leave()
-            one.leave()
-            for _ in range(2):
-                other.add(b" " * 450_000)
-            with pytest.raises(TooManyRequests, match="at most 3 and 1000000"):
-                one.enqueue()
-        assert (bodies.room.num_bodies, bodies.room.num_bytes) == (0, 0)
         with ExitStack() as scope:
-            for _ in range(3):
-                scope.enter_context(bodies.incoming()).enqueue()
+            # None of them is complete.
+            with pytest.raises(TooManyRequests, match="bytes of yours are in memory, of 268435456"):
+                take_all(bodies, scope, lambda incoming: incoming.add(b" " * 16_000_000))
+            assert await outcome(bodies, "tokenize", body)
+        assert taken(bodies) == (0, 0)
+        with ExitStack() as scope:
+            with pytest.raises(TooManyRequests, match="32 long bodies of yours are in the queue"):
+                take_all(bodies, scope, Incoming.enqueue)
+            assert await outcome(bodies, "tokenize", body)
+        assert taken(bodies) == (0, 0)
+        assert bodies.room.metrics.refused.labels("long_bodies")._value.get() == 2
+
+
+async def test_a_body_that_finds_nothing_else_here_may_have_any_length(fleet: FakeFleet) -> None:
+    async with made_bodies(fleet) as bodies:
+        with bodies.incoming("a") as one, bodies.incoming("b") as other:
+            one.add(b" " * (MAX_BYTES + 1))
             with pytest.raises(TooManyRequests) as refused:
-                await read_long(bodies, "tokenize", {"prompt": "x"})
+                other.add(b" ")
             assert refused.value.headers() == {"Retry-After": "1"}
-        assert bodies.room.metrics.refused.labels("long_bodies")._value.get() == 3
-        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
-        assert (bodies.room.num_bodies, bodies.room.num_bytes) == (0, 0)
+            one.leave()
+            one.leave()
+            other.add(b" ")
+        assert taken(bodies) == (0, 0)
 
 
-async def test_short_bodies_whose_work_is_long_are_bounded_too(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies_module, "MAX_BODIES", 0)
+async def test_short_bodies_whose_work_is_long_are_bounded_too(fleet: FakeFleet) -> None:
     template = {"messages": [USER], "chat_template": "x"}
     earlier = msgspec.json.encode([{**ITEM, "id": "x" * 70_000}])
     async with made_bodies(fleet) as bodies:
-        for sort, body, before in (
-            ("chats", template, b""),
-            ("responses", {"input": "x"}, earlier),
-        ):
-            kind, *_ = await outcome(bodies, sort, msgspec.json.encode(body), before)
-            assert kind is TooManyRequests
+        with ExitStack() as scope:
+            for _ in range(MAX_BODIES // 2):
+                scope.enter_context(bodies.incoming("a client")).enqueue()
+            for sort, body, before in (
+                ("chats", template, b""),
+                ("responses", {"input": "x"}, earlier),
+            ):
+                kind, *_ = await outcome(bodies, sort, msgspec.json.encode(body), before)
+                assert kind is TooManyRequests
 
 
 async def test_a_body_counts_until_its_text_is_worked_on(fleet: FakeFleet) -> None:
     async with made_bodies(fleet) as bodies:
         model = await bodies.models.get("")
-        with bodies.incoming() as incoming:
+        with bodies.incoming("a client") as incoming:
             incoming.add(b'{"prompt": "x"}' + b" " * 70_000)
             body = await bodies.read(KINDS["tokenize"], incoming)
             await asyncio.sleep(0.1)
             # Also while its process works for somebody else.
-            assert (bodies.room.num_bodies, bodies.room.num_bytes) == (1, 70_015)
+            assert taken(bodies) == (1, 70_015)
             await body.work(model)
-            assert (bodies.room.num_bodies, bodies.room.num_bytes) == (0, 0)
+            assert taken(bodies) == (0, 0)
             assert incoming.pieces == []
 
 
