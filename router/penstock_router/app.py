@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion10, HttpVersion11, web, web_urldispatcher
 
 from penstock_proto.tasks import lasting
 from penstock_proto.tracing import SpanSink
@@ -33,6 +33,7 @@ from penstock_router.errors import (
     noted,
 )
 from penstock_router.exposition import Exposition
+from penstock_router.fields import short
 from penstock_router.fleet_metrics import FleetCollector
 from penstock_router.keys import Keys
 from penstock_router.loop_lag import watch_loop
@@ -123,7 +124,7 @@ def build_app(
     for route in ROUTES:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
         for method in methods:
-            app.router.add_route(method, route.path, route.handler, expect_handler=_expect)
+            app.router.add_route(method, route.path, route.handler)
     admin.add_routes(app)
     debug.add_routes(app)
     if config.console:
@@ -213,12 +214,21 @@ async def _end_requests(app: web.Application) -> None:
 
 
 async def _expect(request: web.Request) -> None:
-    """Answer `Expect: 100-continue`. Any other expectation is ignored: aiohttp would refuse it with
-    an error that is in no API's form.
+    """Called for `Expect: 100-continue` before anything is known of the request: whoever reads the
+    body says 100 (`routes/base.py`). Other expectations are ignored.
     """
-    waits = request.headers.get("Expect", "").lower() == "100-continue"
-    if waits and request.version >= HttpVersion11 and request.transport is not None:
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+# Set globally: aiohttp has a handler of its own for paths that it does not know.
+web_urldispatcher._default_expect_handler = _expect
+
+
+def error_of_http(reason: str) -> web.Response:
+    """The answer to bytes that are not a request: in the form and with the headers of all."""
+    error = BadRequest(f"not a request of HTTP/1.1: {reason}")
+    response = json_response(ERRORS.body(error), status=ERRORS.status(error))
+    response_headers.add(response.headers, uuid.uuid4().hex)
+    return response
 
 
 @web.middleware
@@ -257,6 +267,10 @@ def _begin_record(request: web.Request) -> RequestRecord:
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if (refusal := _refusal_of_head(request)) is not None:
+        response = _error_response(request, refusal)
+        response.force_close()
+        return response
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -266,6 +280,21 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as error:  # noqa: BLE001 - the process's edge
         return _error_response(request, noted(error, request[REQUEST_ID]))
+
+
+def _refusal_of_head(request: web.Request) -> BadRequest | None:
+    """Why a head that aiohttp accepts is refused: a proxy may understand its length otherwise."""
+    version = request.version
+    if version not in (HttpVersion10, HttpVersion11):
+        return BadRequest(f"HTTP/{version.major}.{version.minor}: must be HTTP/1.1 or HTTP/1.0")
+    coding = request.headers.get("Transfer-Encoding")
+    if coding is None:
+        return None
+    if coding.lower() != "chunked":
+        return BadRequest(f"Transfer-Encoding: {short(coding)} must be chunked")
+    if version == HttpVersion10:
+        return BadRequest("Transfer-Encoding: HTTP/1.0 has none; send Content-Length")
+    return None
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:

@@ -1,8 +1,10 @@
-"""Connections: how many there may be, and how long each may take to send a request's headers.
+"""Connections: how many there may be, how long each may take to send a request's headers, and how
+one ends whose request was refused before its body came.
 
 aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
 but not how long headers take: a client that sends a byte at a time would hold a connection for an
-hour. Bodies have timeouts of their own (`routes/base.py`). Knows nothing of what requests ask.
+hour. Bodies have timeouts of their own (`routes/base.py`). A connection counts from the moment it
+is accepted, its TLS handshake included. Knows nothing of what requests ask.
 """
 
 from __future__ import annotations
@@ -11,28 +13,59 @@ import asyncio
 import contextlib
 import logging
 import resource
-from typing import Any, cast
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
+from penstock_client.listening import BACKLOG
+from penstock_router.addresses import network_of
+from penstock_router.byte_budget import ByteBudget
 
 logger = logging.getLogger(__name__)
 
 # Open files of a process besides its connections: to shards, logs, libraries.
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+# The pause after the system has refused a connection, for want of files for example.
+_ACCEPT_AGAIN_S = 0.1
+# How long a client may go on sending a body that nobody reads until it reads the answer instead.
+_LINGER_S = 5.0
+_HTTP: dict[str, Any] = {
+    "access_log": None,
+    # How much of a body aiohttp buffers before its handler reads it: small, so that many long
+    # bodies at once mean less work in one turn of the event loop. It does not slow reading down.
+    "read_bufsize": 32 * 1024,
+    # A handler inflates a body that it wants (`routes/base.py`). aiohttp would inflate every one.
+    "auto_decompress": False,
+    # aiohttp would read on a body that its handler did not want; `Connection` closes.
+    "lingering_time": 0.0,
+}
+
+# From an error of HTTP itself, in words, to its answer.
+ErrorResponse = Callable[[str], web.Response]
 
 
 class Runner(web.AppRunner):
     """An application's runner whose connections are bounded in number and in time."""
 
     def __init__(
-        self, app: web.Application, *, max_connections: int, header_timeout_s: float, **more: Any
+        self,
+        app: web.Application,
+        *,
+        max_connections: int,
+        header_timeout_s: float,
+        error_response: ErrorResponse,
+        **more: Any,
     ) -> None:
         app.middlewares.insert(0, _tell_connection)
         super().__init__(app, **more)
-        self._max_connections = _allowed(max_connections)
-        self._header_timeout_s = header_timeout_s
+        self._limits = (_allowed(max_connections), header_timeout_s)
+        self._error_response = error_response
 
     @property
     def server(self) -> web.Server | None:
@@ -40,20 +73,41 @@ class Runner(web.AppRunner):
         server = super().server
         if server is None:
             return None
-        return cast(web.Server, Door(server, self._max_connections, self._header_timeout_s))
+        return cast(web.Server, Door(server, *self._limits, self._error_response))
+
+    @asynccontextmanager
+    async def listening(
+        self, listener: socket.socket, tls: ssl.SSLContext | None
+    ) -> AsyncIterator[None]:
+        """Accept connections for as long as the scope lasts."""
+        if tls is None:
+            site = web.SockSite(self, listener, backlog=BACKLOG)
+            await site.start()
+            yield
+            await site.stop()
+            return
+        door = cast(Door, self.server)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        accepting = asyncio.create_task(door.accept_tls(listener, tls))
+        try:
+            yield
+        finally:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+            listener.close()
 
 
 @web.middleware
 async def _tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Middleware: tells the connection when a request's headers are complete, and its answer."""
-    transport = request.transport
-    connection = None if transport is None else transport.get_protocol()
-    if not isinstance(connection, _Connection):
-        # The connection was closed before its request was handled.
-        return await handler(request)
+    connection = cast(Connection, request.protocol)
     connection.request_begins()
     try:
-        return await handler(request)
+        response = await handler(request)
+        if not request.content.is_eof():
+            await connection.answer_last(request, response)
+        return response
     finally:
         connection.request_ends()
 
@@ -83,58 +137,119 @@ def _allowed(max_connections: int) -> int:
 class Door:
     """Makes the protocol of each connection to a server."""
 
-    def __init__(self, server: web.Server, max_connections: int, header_timeout_s: float) -> None:
+    def __init__(
+        self,
+        server: web.Server,
+        max_connections: int,
+        header_timeout_s: float,
+        error_response: ErrorResponse,
+    ) -> None:
         self._server = server
-        self.max_connections = max_connections
+        # Shared by addresses as memory is, with 1 for each connection.
+        self.connections = ByteBudget(max_connections)
         self.header_timeout_s = header_timeout_s
-        self.num_open = 0
+        self.error_response = error_response
+        self._handshakes: set[asyncio.Task[None]] = set()
 
-    def __call__(self) -> asyncio.Protocol:
-        return _Connection(self, self._server())
+    def __call__(self) -> Connection:
+        return Connection(self, self._server)
+
+    async def accept_tls(self, listener: socket.socket, context: ssl.SSLContext) -> NoReturn:
+        """Accept connections until cancelled. asyncio's own servers tell nobody of a connection
+        before its handshake is over, nor of one whose handshake fails.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, address = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.error("cannot accept a connection: %s", error.strerror)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            connection = self()
+            if connection.let_in(address):
+                task = loop.create_task(self._shake_hands(connection, accepted, context))
+                self._handshakes.add(task)
+                task.add_done_callback(self._handshakes.discard)
+            else:
+                accepted.close()
+
+    async def _shake_hands(
+        self, connection: Connection, accepted: socket.socket, context: ssl.SSLContext
+    ) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=context,
+                ssl_handshake_timeout=self.header_timeout_s,
+                ssl_shutdown_timeout=self.header_timeout_s,
+            )
+        except OSError:
+            # It failed or took too long; or the client left.
+            connection.leave()
 
 
-class _Connection(asyncio.Protocol):
-    """Passes everything on to aiohttp's protocol, and enforces the timeout of headers."""
+class Connection(web.RequestHandler):
+    """A connection in aiohttp's protocol: counted, and with a timeout of headers."""
 
     __slots__ = (
-        *("_begun", "_begun_before", "_door", "_http", "_is_answering", "_loop", "_timer"),
-        *("_transport", "_unfinished"),
+        *("_begun", "_begun_before", "_client", "_door", "_ended", "_header_timer"),
+        *("_is_answering", "_is_last", "_unfinished"),
     )
 
-    def __init__(self, door: Door, http: web.RequestHandler) -> None:
+    def __init__(self, door: Door, server: web.Server) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **_HTTP)
         self._door = door
-        self._http = http
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        # Whose it is, while it counts.
+        self._client: str | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
         # Requests whose headers have come, and how many had when the timer was set.
         self._begun = self._begun_before = 0
         # The last request has no answer yet.
         self._is_answering = False
         # The number of the request whose headers have arrived in part.
         self._unfinished = 0
-        # None: the connection was refused.
-        self._transport: asyncio.Transport | None = None
+        # Nothing more is read: a request was answered whose body was not read.
+        self._is_last = False
+        self._ended = asyncio.Event()
+
+    def let_in(self, address: object) -> bool:
+        """Count it from now on, if its client may have one more."""
+        client = network_of(address[0]) if isinstance(address, tuple) else ""
+        if not self._door.connections.allows(client, 1):
+            return False
+        self._door.connections.change(client, 1)
+        self._client = client
+        return True
+
+    def leave(self) -> None:
+        """Count it no more. Idempotent."""
+        if self._client is not None:
+            self._door.connections.change(self._client, -1)
+            self._client = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's TLS transport is an asyncio.Transport in all but its class.
         transport = cast(asyncio.Transport, transport)
-        if self._door.num_open >= self._door.max_connections:
+        if self._client is None and not self.let_in(transport.get_extra_info("peername")):
             transport.write(_FULL)
             transport.close()
+            # Whatever arrives is ignored.
+            self.force_close()
             return
-        self._door.num_open += 1
-        self._transport = transport
-        self._http.connection_made(transport)
+        super().connection_made(transport)
         self._set_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._transport is None:
+        if self._is_last:
             return
-        self._http.data_received(data)
-        if not self._is_answering:
+        super().data_received(data)
+        # aiohttp also calls this, with no data, when it reads on what it has buffered.
+        if data and not self._is_answering:
             # If these were the last of its headers, `request_begins` follows in a moment.
             self._unfinished = self._begun + 1
-            if self._timer is None:
+            if self._header_timer is None:
                 self._set_timer()
 
     def request_begins(self) -> None:
@@ -144,35 +259,58 @@ class _Connection(asyncio.Protocol):
     def request_ends(self) -> None:
         self._is_answering = False
 
+    async def answer_last(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Answer a request whose body was not read, and read no other.
+
+        A socket that is closed while bytes arrive is reset, and many clients lose an answer that
+        they have not read by then. So, for a while, what arrives is thrown away.
+        """
+        self._is_last = True
+        response.force_close()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await response.prepare(request)
+                await response.write_eof()
+                if self.transport is not None:
+                    if self.transport.can_write_eof():
+                        self.transport.write_eof()
+                    # aiohttp paused it if much of the body has come.
+                    self.transport.resume_reading()
+                    await self._ended.wait()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what aiohttp cannot read, in the form of all other errors."""
+        response = super().handle_error(request, status, exc, message)
+        if status != 400 or message is None:
+            return response
+        # Without the lines that show where in the data it is.
+        reason = " ".join(message.partition("\n\n")[0].split()).rstrip(":")
+        response = self._door.error_response(reason)
+        response.force_close()
+        return response
+
     def _set_timer(self) -> None:
         self._begun_before = self._begun
-        self._timer = self._loop.call_later(self._door.header_timeout_s, self._time_is_up)
+        loop = asyncio.get_running_loop()
+        self._header_timer = loop.call_later(self._door.header_timeout_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
-        self._timer = None
+        self._header_timer = None
         if self._begun == self._begun_before:
-            self._http.force_close()
+            self.force_close()
         elif self._begun < self._unfinished:
             # The request began after the timer was set.
             self._set_timer()
 
-    def eof_received(self) -> bool | None:
-        if self._transport is not None:
-            self._http.eof_received()
-        return None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._transport is None:
-            return
-        self._door.num_open -= 1
-        if self._timer is not None:
-            self._timer.cancel()
-        self._http.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        if self._transport is not None:
-            self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        if self._transport is not None:
-            self._http.resume_writing()
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.leave()
+        self._ended.set()
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+        super().connection_lost(exc)

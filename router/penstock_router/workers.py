@@ -33,11 +33,10 @@ from multiprocessing.synchronize import Event
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-from aiohttp import web
 
 from penstock_client import Fleet, Patience
 from penstock_client.audit import AuditLog
-from penstock_client.listening import BACKLOG, listen
+from penstock_client.listening import listen
 from penstock_client.membership import authority
 from penstock_proto.child_environment import TRACES, reduce_environment
 from penstock_proto.logs import set_up_logging
@@ -65,9 +64,6 @@ _MAX_FAILED_STARTS = 3
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# How much of a body aiohttp buffers before its handler reads it: small, so that many long bodies at
-# once mean less work in one turn of the event loop. It does not slow reading down.
-_READ_BUFFER_BYTES = 32 * 1024
 # A full garbage collection comes only after this many of the middle generation, each of which comes
 # after some 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
@@ -163,7 +159,7 @@ async def serve(
     itself can serve, or a while has passed. `on_serving` is called when it listens.
     """
     # Imported here: metrics check at import whether this process is one of several.
-    from penstock_router.app import build_app
+    from penstock_router.app import build_app, error_of_http
     from penstock_router.metrics import Metrics
     from penstock_router.routes.base import ROUTER
 
@@ -181,7 +177,15 @@ async def serve(
     with ThreadPoolExecutor(config.tokenizer_threads, "tokenize") as executor:
         async with _fleet(config, metrics, audit) as fleet:
             app = build_app(config, fleet, executor, metrics, spans)
-            runner = _runner(app, config)
+            runner = Runner(
+                app,
+                max_connections=config.max_connections,
+                header_timeout_s=config.header_timeout_s,
+                error_response=error_of_http,
+                handler_cancellation=True,
+                # The application itself waits for its requests when it shuts down.
+                shutdown_timeout=_LAST_WORDS_S,
+            )
             await runner.setup()
             try:
                 models = app[ROUTER].models
@@ -201,26 +205,15 @@ async def serve(
     return 0
 
 
-def _runner(app: web.Application, config: RouterConfig) -> Runner:
-    return Runner(
-        app,
-        max_connections=config.max_connections,
-        header_timeout_s=config.header_timeout_s,
-        access_log=None,
-        handler_cancellation=True,
-        # The application itself waits for its requests when it shuts down.
-        shutdown_timeout=_LAST_WORDS_S,
-        read_bufsize=_READ_BUFFER_BYTES,
-    )
-
-
 @asynccontextmanager
 async def _listening(
     runner: Runner, listener: socket.socket, config: RouterConfig
 ) -> AsyncIterator[None]:
-    """Accept connections from now on, and reload certificates for as long as the scope lasts."""
-    async with https_context(config.tls_cert_file, config.tls_key_file) as tls:
-        await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
+    """Accept connections and reload certificates for as long as the scope lasts."""
+    async with (
+        https_context(config.tls_cert_file, config.tls_key_file) as tls,
+        runner.listening(listener, tls),
+    ):
         where = authority(*listener.getsockname()[:2])
         logger.info("listening on http%s://%s", "s" if tls else "", where)
         yield

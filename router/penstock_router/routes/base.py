@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
-import ipaddress
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,8 +14,9 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from aiohttp import StreamReader, web
+from aiohttp import HttpVersion11, StreamReader, web
 
+from penstock_router.addresses import network_of
 from penstock_router.admission import Admission, Ticket
 from penstock_router.apis.base import ERRORS, TIMEOUT, ErrorForm
 from penstock_router.backend import Fleet
@@ -23,6 +24,7 @@ from penstock_router.background import Background
 from penstock_router.bodies import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.byte_budget import ByteBudget
 from penstock_router.config import RouterConfig
+from penstock_router.content_coding import DAMAGED, Inflater, inflater_of
 from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, TimedOut, Unauthorized
 from penstock_router.exposition import Exposition
 from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
@@ -77,10 +79,14 @@ TIMEOUT_HEADER = "x-penstock-timeout-s"
 HEADERS = table(
     [Field(TIMEOUT_HEADER, TIMEOUT.kind, "Like the field timeout; the shorter one counts.")]
 )
-# Longest pause within a body: the part that has arrived takes memory meanwhile.
+# How long a body may fall behind the slowest transfer, or pause: what has arrived takes memory
+# meanwhile. However much of it came in time, it cannot fall behind by more than this later.
 _MAX_PAUSE_S = 60.0
-# Slowest transfer of a body, after its first `_MAX_PAUSE_S`: much less than any modem's.
-_MIN_BYTES_A_SECOND = 1024
+_MIN_BYTES_A_SECOND = 8192
+# Inflating so much takes a fraction of a millisecond, even if it is nothing but empty gzip members.
+_SHORT_PACKED_BYTES = 4096
+# How much a thread inflates at a time, in a few milliseconds.
+_INFLATED_BYTES = 1024 * 1024
 # The same text for a key that is missing, unknown, revoked or expired.
 WRONG_KEY = "Unauthorized: missing or wrong API key"
 
@@ -163,21 +169,7 @@ def client_of(request: web.Request) -> str:
     key that is not known says nothing: anybody can make up another for each request.
     """
     key: Key | None = request.get(KEY)
-    return _network(request.remote or "") if key is None else key.name
-
-
-def _network(address: str) -> str:
-    """The address; of IPv6 the network of 64 bits, all of which one machine may use."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        # Over a Unix socket: there are no addresses.
-        return ""
-    if parsed.version == 4:
-        return address
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(parsed), 64), strict=False))
+    return network_of(request.remote or "") if key is None else key.name
 
 
 def usable_request_id(given: str | None) -> str | None:
@@ -234,7 +226,7 @@ def with_body(
         with_digest = request.headers.get("x-penstock-resumable") == "1"
         with bodies.incoming(client_of(request)) as incoming:
             async with asyncio.timeout(_left_s(request)):
-                await _receive(request, incoming)
+                await _receive(request, incoming, router.config.max_body_bytes)
                 body = await bodies.read(kind, incoming, with_digest=with_digest)
             try:
                 request[ERROR_FORM] = body.kind.errors
@@ -259,41 +251,83 @@ def _left_s(request: web.Request) -> float | None:
 async def read_object(request: web.Request) -> JsonObject:
     """The request's JSON object, on routes whose bodies are short."""
     with request.app[ROUTER].bodies.incoming(client_of(request)) as incoming:
-        await _receive(request, incoming)
+        await _receive(request, incoming, LONG_BYTES)
         return decode_object(b"".join(incoming.pieces))
 
 
-async def _receive(request: web.Request, incoming: Incoming) -> None:
-    """Receive the whole body of the request."""
+async def _receive(request: web.Request, incoming: Incoming, max_bytes: int) -> None:
+    """Receive the whole body of the request, and inflate it."""
+    _check_type(request)
+    inflater = inflater_of(request.headers.getall("Content-Encoding", ()))
+    if (request.content_length or 0) > max_bytes:
+        raise _too_large(max_bytes)
+    _say_continue(request)
+    router, loop = request.app[ROUTER], asyncio.get_running_loop()
+    until_s = loop.time() + _MAX_PAUSE_S
+    try:
+        while piece := await _next_piece(request.content, until_s):
+            until_s += len(piece) / _MIN_BYTES_A_SECOND
+            until_s = min(until_s, loop.time() + _MAX_PAUSE_S)
+            if inflater is None:
+                _add(incoming, piece, max_bytes)
+            else:
+                inflater.feed(piece)
+                is_short = len(piece) <= _SHORT_PACKED_BYTES
+                while data := await _inflate(router.threads, inflater, is_short, incoming):
+                    _add(incoming, data, max_bytes)
+            if incoming.is_long:
+                await router.bodies.take_turn()
+    except web.RequestPayloadError:
+        raise BadRequest(DAMAGED) from None
+    if inflater is not None:
+        inflater.end()
+
+
+def _check_type(request: web.Request) -> None:
     given = request.headers.get("Content-Type")
     if given is not None and not _is_json(request.content_type):
         raise BadRequest(
             f"Content-Type must be application/json, not {short(given)}; with curl: "
             "-H 'Content-Type: application/json'"
         )
-    router = request.app[ROUTER]
-    limit = router.config.max_body_bytes
-    begun_s = time.monotonic()
-    try:
-        while piece := await _next_piece(request.content):
-            incoming.add(piece)
-            if time.monotonic() - begun_s > _MAX_PAUSE_S + incoming.num_bytes / _MIN_BYTES_A_SECOND:
-                raise TimedOut("the body comes too slowly")
-            if incoming.num_bytes > limit:
-                raise BodyTooLarge(f"the body is larger than {limit} bytes")
-            if incoming.is_long:
-                await router.bodies.take_turn()
-    except web.RequestPayloadError:
-        raise BadRequest("the body is damaged: it does not decode or ends too early") from None
 
 
-async def _next_piece(content: StreamReader) -> bytes:
-    """The bytes that have arrived or arrive within `_MAX_PAUSE_S`; empty at the end."""
+def _say_continue(request: web.Request) -> None:
+    """Tell a client that waits for it that its body is wanted."""
+    waits = request.headers.get("Expect", "").lower() == "100-continue"
+    if waits and request.version >= HttpVersion11 and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _add(incoming: Incoming, piece: bytes, max_bytes: int) -> None:
+    incoming.add(piece)
+    if incoming.num_bytes > max_bytes:
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+
+
+async def _inflate(
+    threads: Threads, inflater: Inflater, is_short: bool, incoming: Incoming
+) -> bytes:
+    """`Inflater.inflate`: in a thread if that may take longer than a thread's start."""
+    if is_short and not incoming.is_long:
+        return inflater.inflate(LONG_BYTES)
+    return await threads.run(functools.partial(inflater.inflate, _INFLATED_BYTES))
+
+
+async def _next_piece(content: StreamReader, until_s: float) -> bytes:
+    """The bytes that have arrived or arrive until then; empty at the end."""
     # A timeout costs as much as all else here.
     if (piece := content.read_nowait()) or content.at_eof():
         return piece
-    async with asyncio.timeout(_MAX_PAUSE_S):
-        return await content.readany()
+    try:
+        async with asyncio.timeout_at(until_s):
+            return await content.readany()
+    except TimeoutError:
+        raise TimedOut("the body comes too slowly") from None
 
 
 def _is_json(content_type: str) -> bool:

@@ -7,6 +7,7 @@ Knows nothing of the answers' content. A page that has to load anything brings i
 from __future__ import annotations
 
 import uuid
+from collections.abc import MutableMapping
 
 from aiohttp import web, web_response
 
@@ -33,13 +34,18 @@ _PREFLIGHT = {
 _MAX_HEADERS_CHARS = 1000
 
 
+def add(headers: MutableMapping[str, str], request_id: str) -> None:
+    """Add those that do not depend on the request."""
+    headers["X-Request-Id"] = request_id
+    for name, value in _SECURITY.items():
+        headers.setdefault(name, value)
+
+
 async def complete(request: web.Request, response: web.StreamResponse) -> None:
     """Called before an answer's headers go out; errors and streams included."""
     headers = response.headers
     # A request that is refused before its handler runs has no id yet.
-    headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
-    for name, value in _SECURITY.items():
-        headers.setdefault(name, value)
+    add(headers, request.get(REQUEST_ID) or uuid.uuid4().hex)
     key = request.get(KEY)
     if key is not None:
         headers.update(key.rates.headers())

@@ -40,8 +40,9 @@ from penstock_client.types import (
     ShardInfo,
     ShardLimits,
 )
-from penstock_router.app import build_app
+from penstock_router.app import build_app, error_of_http
 from penstock_router.config import RouterConfig
+from penstock_router.connections import Runner
 from penstock_router.metrics import Metrics
 from penstock_router.response_store import store_file
 
@@ -423,6 +424,9 @@ class MemoryTransport(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def pause_reading(self) -> None:
         pass
 
@@ -568,7 +572,14 @@ async def memory_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Memo
     ):
         config = replace(config, response_store=path)
         app = build_app(config, fleet, executor, Metrics())
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+        runner = Runner(
+            app,
+            max_connections=config.max_connections,
+            header_timeout_s=config.header_timeout_s,
+            error_response=error_of_http,
+            handler_cancellation=True,
+            shutdown_timeout=1,
+        )
         await runner.setup()
         try:
             assert runner.server is not None

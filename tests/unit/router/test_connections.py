@@ -43,14 +43,17 @@ async def _served(
     app = web.Application()
     app.add_routes([web.get("/quick", _quick), web.get("/slow", _slow), web.post("/read", _read)])
     runner = Runner(
-        app, max_connections=max_connections, header_timeout_s=timeout_s, access_log=None
+        app,
+        max_connections=max_connections,
+        header_timeout_s=timeout_s,
+        error_response=lambda reason: web.Response(status=400, text=reason),
     )
     await runner.setup()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    await web.SockSite(runner, listener, ssl_context=tls).start()
     try:
-        yield listener.getsockname()[1]
+        async with runner.listening(listener, tls):
+            yield listener.getsockname()[1]
     finally:
         await runner.cleanup()
 

@@ -1,0 +1,82 @@
+"""Bodies that are compressed: which codings there are, and inflating piece by piece.
+
+Knows no HTTP but the names of codings.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from penstock_router.errors import BadRequest
+from penstock_router.fields import short
+
+DAMAGED = "the body is damaged: it does not decode or ends too early"
+_GZIP = ("gzip", "x-gzip")
+# For zlib: a gzip header, a zlib header, or none.
+_WITH_GZIP_HEADER, _WITH_ZLIB_HEADER, _WITHOUT_HEADER = 16 + 15, 15, -15
+# The low bits of a zlib header's first byte.
+_IS_DEFLATE = 8
+
+
+def inflater_of(codings: Sequence[str]) -> Inflater | None:
+    """What inflates a body with these Content-Encoding headers; None: it is not compressed."""
+    coding = ", ".join(codings).strip().lower()
+    if coding in ("", "identity"):
+        return None
+    if coding not in (*_GZIP, "deflate"):
+        raise BadRequest(f"Content-Encoding: {short(coding)} must be gzip, deflate or identity")
+    return Inflater(is_gzip=coding in _GZIP)
+
+
+class Inflater:
+    """Inflates one body as it arrives."""
+
+    def __init__(self, *, is_gzip: bool) -> None:
+        self._is_gzip = is_gzip
+        # zlib's decompressor: of a gzip body, which may have several members, the present one.
+        self._member: Any = None
+        # What has arrived and is not inflated yet.
+        self._packed = b""
+        # There may be more, though all that has arrived was taken in.
+        self._is_full = False
+
+    def feed(self, packed: bytes) -> None:
+        """Take what arrived next. Everything before must have been inflated."""
+        self._packed = packed
+
+    def inflate(self, max_bytes: int) -> bytes:
+        """The next bytes, at most this many; empty once all that has arrived is inflated.
+
+        Raises `BadRequest` if they are not in this coding.
+        """
+        while self._packed or self._is_full:
+            member = self._present_member()
+            try:
+                data: bytes = member.decompress(self._packed, max_bytes)
+            except zlib.error:
+                raise BadRequest(DAMAGED) from None
+            self._packed = member.unconsumed_tail or member.unused_data
+            self._is_full = len(data) == max_bytes and not member.eof
+            if data:
+                return data
+        return b""
+
+    def end(self) -> None:
+        """Raises `BadRequest` if the body ends too early."""
+        if self._member is not None and not self._member.eof:
+            raise BadRequest(DAMAGED)
+
+    def _present_member(self) -> Any:
+        if self._member is not None and not self._member.eof:
+            return self._member
+        if self._is_gzip:
+            self._member = zlib.decompressobj(_WITH_GZIP_HEADER)
+        elif self._member is None:
+            # Many clients mean deflate without zlib's header.
+            has_header = self._packed[0] & 0x0F == _IS_DEFLATE
+            self._member = zlib.decompressobj(_WITH_ZLIB_HEADER if has_header else _WITHOUT_HEADER)
+        else:
+            raise BadRequest(DAMAGED)
+        return self._member
