@@ -7,8 +7,9 @@ import contextlib
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ import uvloop
 from aiohttp import web
 from support.certificates import Authority
 
-from penstock_router.connections import Runner, _allowed
+from penstock_router import connections
+from penstock_router.connections import Connection, Door, Runner, _allowed
 
 REQUEST = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -24,6 +26,10 @@ Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 async def _quick(request: web.Request) -> web.Response:
     return web.Response(text="done")
+
+
+async def _unread(request: web.Request) -> web.Response:
+    return web.Response(status=405, text="only GET")
 
 
 async def _slow(request: web.Request) -> web.Response:
@@ -41,7 +47,14 @@ async def _served(
 ) -> AsyncIterator[int]:
     """The port of a server with such bounds."""
     app = web.Application()
-    app.add_routes([web.get("/quick", _quick), web.get("/slow", _slow), web.post("/read", _read)])
+    app.add_routes(
+        [
+            web.get("/quick", _quick),
+            web.post("/quick", _unread),
+            web.get("/slow", _slow),
+            web.post("/read", _read),
+        ]
+    )
     runner = Runner(
         app,
         max_connections=max_connections,
@@ -165,22 +178,169 @@ async def test_requests_that_come_one_behind_the_other_are_all_answered() -> Non
 
 
 async def test_beyond_so_many_connections_there_is_503_until_one_ends() -> None:
-    async with _served(max_connections=2, timeout_s=30) as port:
+    async with _served(max_connections=4, timeout_s=30) as port:
         async with _connected(port) as first, _connected(port) as second:
-            await _answer(first)
-            await _answer(second)
+            for client in (first, second):
+                assert (await _answer(client)).endswith(b"done")
             async with _connected(port) as third:
                 answer = await _answer(third, b"")
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 assert b"Retry-After: 1" in answer
                 assert await _is_closed(third)
             assert (await _answer(first)).endswith(b"done")
+        await _is_served_again(port)
+
+
+async def _is_served_again(port: int, tls: ssl.SSLContext | None = None) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                async with _connected(port, tls) as client:
+                    if (await _answer(client)).endswith(b"done"):
+                        return
+            await asyncio.sleep(0.01)
+
+
+class FromAddress(asyncio.Transport):
+    def __init__(self, address: str) -> None:
+        super().__init__({"peername": (address, 1)})
+        self.written = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        pass
+
+
+async def test_one_address_leaves_connections_to_others() -> None:
+    server = web.Server(_quick)  # type: ignore[arg-type]
+    door = Door(server, 8, 30, lambda reason: web.Response())
+
+    def connect(address: str) -> Connection | None:
+        connection, transport = door(), FromAddress(address)
+        connection.connection_made(transport)
+        return None if transport.written else connection
+
+    there = [connect("10.0.0.1") for _ in range(8)]
+    assert [one is not None for one in there] == [True] * 4 + [False] * 4
+    # Of IPv6, all addresses of one network are one client.
+    others = [connect(f"2001:db8::{number}") for number in range(8)]
+    assert sum(one is not None for one in others) == 2
+    late = connect("10.0.0.2")
+    assert late is not None
+    for one in (*there, *others, late):
+        if one is not None:
+            one.connection_lost(None)
+    assert door.connections.held_bytes == 0
+    await asyncio.sleep(0)
+
+
+LOOPS = pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop])
+
+
+@LOOPS
+def test_handshakes_count_and_end_with_the_timeout_of_headers(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None, tmp_path: Path
+) -> None:
+    pair = (authority := Authority(tmp_path, "own")).issue("127.0.0.1")
+    here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    here.load_cert_chain(pair.cert, pair.key)
+    there = ssl.create_default_context(cafile=str(authority.file))
+
+    async def open_many() -> None:
+        async with _served(max_connections=8, timeout_s=1, tls=here) as port, AsyncExitStack() as s:
+            silent = [await s.enter_async_context(_connected(port)) for _ in range(4)]
+            begun_s = time.monotonic()
+            for garbage, client in zip(
+                (b"", b"\x16", b"\x16\x03\x01\x02\x00"), silent, strict=False
+            ):
+                client[1].write(garbage)
+            with pytest.raises(ConnectionError):
+                async with _connected(port, there):
+                    pass
+            assert all(await asyncio.gather(*map(_is_closed, silent)))
+            assert 0.5 < time.monotonic() - begun_s < 5
+            await _is_served_again(port, there)
+        async with _served(max_connections=4, timeout_s=30, tls=here) as port:
+            for sent in (b"", REQUEST) * 4:
+                async with _connected(port) as client:
+                    client[1].write(sent)
+                    if sent:
+                        await client[0].read()
+            await _is_served_again(port, there)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(open_many())
+
+
+# ---- Bodies that nobody reads ------------------------------------------------------------------
+
+
+@LOOPS
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_who_sends_a_body_that_nobody_reads_gets_the_answer_and_the_connection_is_closed(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
+    with_tls: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # With TLS it waits until the client closes the connection.
+    monkeypatch.setattr(connections, "_LINGER_S", 1.0)
+    here = there = None
+    if with_tls:
+        pair = (authority := Authority(tmp_path, "own")).issue("127.0.0.1")
+        here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        here.load_cert_chain(pair.cert, pair.key)
+        there = ssl.create_default_context(cafile=str(authority.file))
+
+    async def send_first_and_read_then() -> None:
+        async with _served(tls=here) as port, _connected(port, there) as (reader, writer):
+            length = 30_000_000
+            head = f"POST /quick HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+            writer.write(head.encode())
+            # A client that does not look for an answer before it has sent everything.
+            for _ in range(length // 1_000_000):
+                writer.write(b" " * 1_000_000)
+                await writer.drain()
+            answer = await _answer((reader, writer), b"")
+            assert b"\r\nconnection: close\r\n" in answer.lower()
+            assert answer.endswith(b"only GET")
+            assert await _is_closed((reader, writer))
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(send_first_and_read_then())
+
+
+async def test_a_client_that_goes_on_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_LINGER_S", 0.3)
+
+    async def send_on(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /quick HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         async with asyncio.timeout(10):
             while True:
-                async with _connected(port) as client:
-                    if (await _answer(client)).endswith(b"done"):
-                        break
+                writer.write(b"1\r\nx\r\n")
+                await writer.drain()
                 await asyncio.sleep(0.01)
+
+    async with _served() as port, _connected(port) as (_, writer):
+        with pytest.raises(ConnectionError):
+            await send_on(writer)
+
+
+async def test_a_body_that_nobody_reads_but_is_here_leaves_the_connection_open() -> None:
+    async with _served() as port, _connected(port) as client:
+        head = b"POST /quick HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+        for _ in range(2):
+            assert (await _answer(client, head)).endswith(b"only GET")
+
+
+async def test_bytes_that_are_not_http_are_answered_by_the_application() -> None:
+    async with _served() as port, _connected(port) as client:
+        answer = await _answer(client, b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ") or answer.startswith(b"HTTP/1.0 400 ")
+        assert answer.endswith(b"Duplicate 'Host' header found.")
+        assert await _is_closed(client)
 
 
 async def test_who_leaves_is_forgotten_also_before_it_was_answered() -> None:
