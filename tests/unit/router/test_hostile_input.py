@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import random
+import threading
+import time
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
@@ -12,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
+from penstock_router.content_coding import Inflater
 from penstock_router.routes import base
 from penstock_router.routes.table import ROUTES
 
@@ -55,12 +59,94 @@ HEADS = [
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+    b"GET /health HTTP/1.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: b\r\n folded: a\r\n\r\n",
+    b"GET /health HTTP/1.1\nHost: x\n\n",
+    b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n",
+    b"GET health HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /health\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/0.9\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/2.0\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/1.2\r\nHost: x\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"nonsense\r\n\r\n",
+    *(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %b\r\n\r\n{}" % length
+        for length in (b"+2", b"0x2", b"2 2", b"2, 2", b"2\r\nContent-Length: 2", b"9" * 30, b"")
+    ),
+    *(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %b\r\n\r\n"
+        b"2\r\n{}\r\n0\r\n\r\n" % coding
+        for coding in (b"gzip, chunked", b"chunked, chunked", b"identity", b"chunked, identity")
+    ),
+    b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
 ]
 
 
-async def test_a_head_that_is_too_large_or_ambiguous_is_refused(router: MemoryRouter) -> None:
-    for head in HEADS:
-        assert (await _raw(router, head)).status == 400, head[:200]
+@pytest.mark.parametrize("head", HEADS)
+async def test_a_head_that_is_too_large_or_ambiguous_is_refused_as_all_else_is(
+    router: MemoryRouter, head: bytes
+) -> None:
+    connection = router.connect()
+    connection.send_raw(head)
+    answer = await connection.read_answer()
+    assert answer.status == 400
+    assert set(answer.error) == {"message", "type", "param", "code"}
+    assert "\n" not in answer.error["message"]
+    assert len(answer.body) < 1000
+    assert answer.headers["x-request-id"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    # Where the next request begins is not known.
+    assert await connection.reader.read() == b""
+    assert connection.transport.closed
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET http://elsewhere:1/health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length:   0  \r\n\r\n",
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: Chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+async def test_a_head_that_is_unusual_but_clear_is_answered(
+    router: MemoryRouter, head: bytes
+) -> None:
+    assert (await _raw(router, head)).status == 200
+
+
+# ---- Expect: 100-continue ----------------------------------------------------------------------
+
+
+async def _first_line(router: MemoryRouter, path: str, **headers: str) -> bytes:
+    connection = router.connect()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Expect: 100-continue"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    connection.send_raw("\r\n".join([*lines, "", ""]).encode())
+    line = await connection.reader.readline()
+    connection.close()
+    return line
+
+
+async def test_who_waits_to_be_told_is_told_to_send_only_a_body_that_is_wanted(
+    fleet: FakeFleet,
+) -> None:
+    good = {"Authorization": "Bearer secret", "Content_Length": "15"}
+    async with memory_router(fleet, api_key="secret", max_body_bytes=1000) as router:
+        for path, headers, told in (
+            ("/v1/completions", good, b"100"),
+            ("/v1/completions", {**good, "Authorization": "Bearer other"}, b"401"),
+            ("/v1/completions", {**good, "Content_Length": "1001"}, b"413"),
+            ("/v1/completions", {**good, "Content_Type": "text/plain"}, b"400"),
+            ("/v1/completions", {**good, "Content_Encoding": "br"}, b"400"),
+            ("/v1/nothing", good, b"404"),
+            ("/nothing", good, b"404"),
+            ("/v1/models", good, b"405"),
+        ):
+            assert (await _first_line(router, path, **headers)).split()[1] == told, (path, headers)
 
 
 PATHS = [
@@ -199,15 +285,107 @@ async def test_a_body_in_a_coding_of_another_kind_is_refused(router: MemoryRoute
             "POST", "/v1/completions", b"{}", {**JSON, "Content-Encoding": coding}
         )
         assert answer.status == 400
+        assert answer.error["message"].startswith("Content-Encoding: ")
+        assert answer.error["message"].endswith(" must be gzip, deflate or identity")
+        assert len(answer.body) < 1000
 
 
-async def test_a_body_that_trickles_in_is_ended_although_it_never_pauses(
+def _raw_deflated(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+BODY = b'{"prompt": "Hello"}'
+PACKED: list[tuple[str, bytes, int]] = [
+    ("identity", BODY, 200),
+    ("gzip", gzip.compress(BODY), 200),
+    ("X-GZIP", gzip.compress(BODY), 200),
+    ("deflate", zlib.compress(BODY), 200),
+    ("deflate", _raw_deflated(BODY), 200),
+    ("gzip", gzip.compress(BODY[:5]) + gzip.compress(b"") + gzip.compress(BODY[5:]), 200),
+    ("gzip", gzip.compress(b"") * 3000 + gzip.compress(BODY), 200),
+    ("gzip", gzip.compress(BODY + b" " * 900_000), 200),
+    ("deflate", zlib.compress(BODY + b" " * 900_000), 200),
+    ("gzip", gzip.compress(BODY) + b"\0", 400),
+    ("gzip", gzip.compress(BODY) + gzip.compress(b" ")[:-1], 400),
+    ("gzip", gzip.compress(BODY)[:-8] + b"\0" * 8, 400),
+    ("gzip", gzip.compress(BODY)[:-1], 400),
+    ("gzip", gzip.compress(BODY)[:5], 400),
+    ("gzip", zlib.compress(BODY), 400),
+    ("gzip", b"", 400),
+    ("gzip", BODY, 400),
+    ("deflate", zlib.compress(BODY) + b"\0", 400),
+    ("deflate", zlib.compress(BODY)[:-1], 400),
+    ("deflate", b"\xff" * 100, 400),
+]
+
+
+@pytest.mark.parametrize(("coding", "packed", "status"), PACKED)
+@pytest.mark.parametrize("piece_bytes", [1_000_000, 7])
+async def test_a_packed_body_is_unpacked_in_whatever_pieces_it_comes(
+    router: MemoryRouter, coding: str, packed: bytes, status: int, piece_bytes: int
+) -> None:
+    connection = router.connect()
+    head = f"Host: x\r\nContent-Encoding: {coding}\r\nContent-Length: {len(packed)}\r\n\r\n"
+    connection.send_raw(f"POST /v1/completions HTTP/1.1\r\n{head}".encode())
+    for start in range(0, len(packed), piece_bytes):
+        connection.send_raw(packed[start : start + piece_bytes])
+        await asyncio.sleep(0)
+    answer = await connection.read_answer()
+    assert answer.status == status
+    assert b"\n" not in answer.body
+    connection.close()
+
+
+async def test_a_long_body_is_unpacked_off_the_loop(
     router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    inflate = Inflater.inflate
+
+    def recorded(self: Inflater, max_bytes: int) -> bytes:
+        threads.add(threading.get_ident())
+        return inflate(self, max_bytes)
+
+    monkeypatch.setattr(Inflater, "inflate", recorded)
+    headers = {**JSON, "Content-Encoding": "gzip"}
+    for body, here in (
+        (BODY, True),
+        (BODY + random.Random(1).randbytes(20_000).hex().encode(), False),
+    ):
+        threads.clear()
+        await router.request("POST", "/v1/completions", gzip.compress(body), headers)
+        assert (threads == {threading.get_ident()}) == here
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nothing"])
+async def test_a_packed_body_that_nobody_asked_for_is_not_unpacked(
+    fleet: FakeFleet, path: str
+) -> None:
+    packed = gzip.compress(b" " * 10_000_000) * 50
+    head = f"Host: x\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed) + 1}\r\n\r\n"
+    async with memory_router(fleet, api_key="secret") as router:
+        connection = router.connect()
+        begun_s = time.process_time()
+        connection.send_raw(f"POST {path} HTTP/1.1\r\n{head}".encode() + packed)
+        answer = await connection.read_answer()
+        assert answer.status in (401, 404)
+        assert answer.headers["connection"] == "close"
+        connection.send_raw(b" ")
+        await asyncio.sleep(0.1)
+        # Half a gigabyte takes more than that.
+        assert time.process_time() - begun_s < 0.3
+        connection.close()
+
+
+@pytest.mark.parametrize("first_bytes", [0, 500_000])
+async def test_a_body_that_trickles_in_is_ended_whatever_came_of_it_in_time(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch, first_bytes: int
 ) -> None:
     monkeypatch.setattr(base, "_MAX_PAUSE_S", 0.3)
     connection = router.connect()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n"
-    connection.send_raw(head)
+    connection.send_raw(head + b" " * first_bytes)
     answering = asyncio.create_task(connection.read_answer())
     async with asyncio.timeout(10):
         while not answering.done():
@@ -216,6 +394,23 @@ async def test_a_body_that_trickles_in_is_ended_although_it_never_pauses(
     answer = await answering
     assert (answer.status, answer.error["type"]) == (504, "TimeoutError")
     assert "too slowly" in answer.error["message"]
+    connection.close()
+
+
+async def test_a_body_over_a_slow_line_arrives(
+    router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_MAX_PAUSE_S", 0.3)
+    connection = router.connect()
+    size, body = 16_000, BODY.ljust(16_000)
+    connection.send_raw(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+    )
+    # 16 kB a second.
+    for start in range(0, size, 1600):
+        await asyncio.sleep(0.1)
+        connection.send_raw(body[start : start + 1600])
+    assert (await connection.read_answer()).status == 200
     connection.close()
 
 
