@@ -85,7 +85,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", HEADS, ids=range(len(HEADS)))
 async def test_a_head_that_is_too_large_or_ambiguous_is_refused_as_all_else_is(
     router: MemoryRouter, head: bytes
 ) -> None:
@@ -320,7 +320,7 @@ PACKED: list[tuple[str, bytes, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("coding", "packed", "status"), PACKED)
+@pytest.mark.parametrize(("coding", "packed", "status"), PACKED, ids=range(len(PACKED)))
 @pytest.mark.parametrize("piece_bytes", [1_000_000, 7])
 async def test_a_packed_body_is_unpacked_in_whatever_pieces_it_comes(
     router: MemoryRouter, coding: str, packed: bytes, status: int, piece_bytes: int
