@@ -1,23 +1,19 @@
-"""What a shard counts, for Prometheus, and the port that serves it. Knows no gRPC calls and no
+"""What a shard counts, for Prometheus. Knows no gRPC calls and no
 engine process: the supervisor reports events, and its state is read at each scrape.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from itertools import chain
-from typing import Protocol, cast
-from wsgiref.simple_server import WSGIRequestHandler
+from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
     disable_created_metrics,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -25,9 +21,8 @@ from prometheus_client.registry import Collector
 from penstock_proto.metric_names import translated
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output, Ready
+from penstock_shard.metrics_port import serve_in_threads
 from penstock_shard.request import FinishReason
-
-logger = logging.getLogger(__name__)
 
 _STEP_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -39,8 +34,6 @@ _WAIT_BUCKETS_S = (
 )
 _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _POWERS_OF_TWO = tuple(float(2**power) for power in range(15))
-# A connection that sends nothing for this long is closed.
-_CALLER_TIMEOUT_S = 5.0
 # Outcomes whose tokens nobody may have wanted; a caller may also have had enough of them.
 _CUT_SHORT = ("aborted", "deadline_exceeded")
 
@@ -266,7 +259,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def serve_metrics(metrics: ShardMetrics, engine: EngineState, config: ShardConfig) -> None:
-    """Serve metrics on `config.metrics_port` in a thread, for as long as the process runs.
+    """Serve metrics on `config.metrics_port` in threads, for as long as the process runs.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -274,13 +267,4 @@ def serve_metrics(metrics: ShardMetrics, engine: EngineState, config: ShardConfi
     assert config.metrics_port is not None
     everything = CollectorRegistry()
     everything.register(_Everything(metrics.registry, EngineCollector(engine, config), config))
-    server, _ = start_http_server(config.metrics_port, config.host, everything)
-    handler = cast(type[WSGIRequestHandler], server.RequestHandlerClass)
-    handler.timeout = _CALLER_TIMEOUT_S
-    server.handle_error = _caller_failed  # type: ignore[method-assign]
-
-
-def _caller_failed(request: object, client_address: object) -> None:
-    """Log an exception of the HTTP server, but not of callers that left or sent nothing."""
-    if not isinstance(sys.exc_info()[1], OSError):
-        logger.exception("a question for metrics failed")
+    serve_in_threads(everything, config.host, config.metrics_port)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
+import time
 import urllib.request
 
 import pytest
@@ -12,7 +14,7 @@ from support.engines import make_engine, make_request
 
 from penstock_client import _wire
 from penstock_proto import shard_pb2 as pb
-from penstock_shard import link, wire
+from penstock_shard import link, metrics_port, wire
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_supervisor import EngineSupervisor
@@ -25,25 +27,61 @@ def value(metrics: ShardMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"penstock_shard_{name}", labels)
 
 
-def test_a_caller_that_says_nothing_or_leaves_is_no_trouble_and_no_line(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock_shard.metrics._CALLER_TIMEOUT_S", 0.05)
+@pytest.fixture
+def port() -> int:
+    """A port that serves metrics."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
     config = ShardConfig(runner="fake", metrics_port=port)
     engine = EngineSupervisor(config)
     serve_metrics(engine.metrics, engine, config)
+    return port
+
+
+def scrape(port: int) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        data: bytes = answer.read()
+        return data
+
+
+def test_a_caller_that_says_nothing_or_leaves_is_no_trouble_and_no_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    monkeypatch.setattr(metrics_port, "_CALLER_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", port)) as silent:
         assert silent.recv(100) == b""
     with socket.create_connection(("127.0.0.1", port)) as rude:
         # Its end is a reset.
         rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         rude.sendall(b"GET /met")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        assert b"penstock_shard_serving 0.0" in answer.read()
+    assert b"penstock_shard_serving 0.0" in scrape(port)
     assert capfd.readouterr().err == ""
+
+
+def _sends(caller: socket.socket) -> bool:
+    """Send a byte, and say whether that was possible."""
+    try:
+        caller.send(b"G")
+    except OSError:
+        caller.close()
+        return False
+    return True
+
+
+def test_callers_that_send_a_byte_now_and_then_are_few_and_cut_off(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    monkeypatch.setattr(metrics_port, "_CALLER_TIMEOUT_S", 1.0)
+    threads = threading.active_count()
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    until_s = time.monotonic() + 10
+    while slow and time.monotonic() < until_s:
+        slow = [caller for caller in slow if _sends(caller)]
+        assert threading.active_count() <= threads + 8
+        time.sleep(0.02)
+    assert not slow
+    assert b"penstock_shard_serving 0.0" in scrape(port)
 
 
 def test_the_engine_counts_its_steps_their_sequences_and_their_tokens() -> None:
