@@ -321,13 +321,15 @@ def _add_connection_limits(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-connections",
         default=16384,
-        help=f"over all workers; beyond them 503 at once {_DEFAULT}",
+        help="over all workers; beyond them 503 at once. One address gets no more than it leaves "
+        f"free: alone, half of them {_DEFAULT}",
         **values.COUNT,
     )
     add(
         "--header-timeout-s",
         default=10.0,
-        help=f"close connections that take longer to send a request's headers {_DEFAULT}",
+        help="close connections that take longer for a TLS handshake, or to send a request's "
+        f"headers {_DEFAULT}",
         **values.SECONDS,
     )
 

@@ -13,11 +13,17 @@ from types import ModuleType
 
 import aiohttp
 import pytest
-from aiohttp import web, web_response
+from aiohttp import web, web_response, web_urldispatcher
 from contract.sources import product_modules
+
+from penstock_router.connections import Connection
 
 # Of web_response, in routes/response_headers.py: the Server header of what aiohttp refuses itself.
 SERVER_HEADER = "SERVER_SOFTWARE"
+
+
+# Of web_urldispatcher, in app.py: what happens at `Expect: 100-continue`.
+EXPECT_HANDLER = "_default_expect_handler"
 
 
 def _unread(module: ModuleType, name: str) -> Iterator[str]:
@@ -29,12 +35,24 @@ def _unread(module: ModuleType, name: str) -> Iterator[str]:
     ):
         yield (
             f"{module.__name__} of aiohttp {aiohttp.__version__} reads no {name}, "
-            "which penstock_router.routes.response_headers sets"
+            "which penstock_router sets"
         )
 
 
 def test_aiohttp_takes_its_server_header_from_where_ours_is_put() -> None:
     assert list(_unread(web_response, SERVER_HEADER)) == []
+
+
+def test_aiohttp_asks_our_handler_of_expectations_on_every_route() -> None:
+    assert list(_unread(web_urldispatcher, EXPECT_HANDLER)) == []
+
+
+def test_a_connection_has_no_field_that_aiohttps_own_has() -> None:
+    ours = set(Connection.__slots__)
+    theirs = {slot for kind in Connection.__mro__[1:] for slot in getattr(kind, "__slots__", ())}
+    assert ours & (theirs | set(dir(web.RequestHandler))) == set()
+    overridden = {"connection_made", "data_received", "connection_lost", "handle_error"}
+    assert overridden <= set(dir(web.RequestHandler))
 
 
 def test_what_another_aiohttp_lacks_is_named() -> None:
@@ -45,7 +63,7 @@ def test_what_another_aiohttp_lacks_is_named() -> None:
 @pytest.mark.parametrize(
     ("module", "pattern", "names"),
     [
-        ("penstock_router.connections", r"self\._http\.(_\w+)", set()),
+        ("penstock_router.app", r"web_urldispatcher\.(\w+) =", {EXPECT_HANDLER}),
         ("penstock_router.routes.response_headers", r"web_response\.(\w+) =", {SERVER_HEADER}),
     ],
 )
