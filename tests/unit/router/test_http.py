@@ -932,7 +932,7 @@ async def test_a_client_that_waits_to_be_sent_for_its_body_is_and_other_expectat
     answer = await router.post("/v1/completions", body, Expect="tea")
     assert answer.status == 200
     nowhere = await router.post("/nowhere", body, Expect="tea")
-    assert nowhere.status == 417
+    assert nowhere.status == 404
     assert len(nowhere.headers["x-request-id"]) == 32
 
 
