@@ -1,5 +1,5 @@
-"""Connections: how many there may be, how long each may take to send a request's headers, and how
-one ends whose request was refused before its body came.
+"""Connections: how many there may be, how long each may take to send a request's headers and how
+much memory those take, and how one ends whose request was refused before its body came.
 
 aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
 but not how long headers take: a client that sends a byte at a time would hold a connection for an
@@ -24,7 +24,7 @@ from aiohttp.typedefs import Handler
 
 from penstock_client.listening import BACKLOG
 from penstock_router.addresses import network_of
-from penstock_router.byte_budget import ByteBudget
+from penstock_router.byte_budget import ByteBudget, Holding
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,13 @@ class Runner(web.AppRunner):
         *,
         max_connections: int,
         header_timeout_s: float,
+        memory: ByteBudget,
         error_response: ErrorResponse,
         **more: Any,
     ) -> None:
         app.middlewares.insert(0, _tell_connection)
         super().__init__(app, **more)
-        self._limits = (_allowed(max_connections), header_timeout_s)
+        self._limits = (_allowed(max_connections), header_timeout_s, memory)
         self._error_response = error_response
 
     @property
@@ -142,12 +143,14 @@ class Door:
         server: web.Server,
         max_connections: int,
         header_timeout_s: float,
+        memory: ByteBudget,
         error_response: ErrorResponse,
     ) -> None:
         self._server = server
         # Shared by addresses as memory is, with 1 for each connection.
         self.connections = ByteBudget(max_connections)
         self.header_timeout_s = header_timeout_s
+        self.memory = memory
         self.error_response = error_response
         self._handshakes: set[asyncio.Task[None]] = set()
 
@@ -190,11 +193,15 @@ class Door:
             connection.leave()
 
 
+class _NoMemory(Exception):
+    """The client's unfinished headers take its share of memory already."""
+
+
 class Connection(web.RequestHandler):
     """A connection in aiohttp's protocol: counted, and with a timeout of headers."""
 
     __slots__ = (
-        *("_begun", "_begun_before", "_client", "_door", "_ended", "_header_timer"),
+        *("_begun", "_begun_before", "_client", "_door", "_ended", "_head", "_header_timer"),
         *("_is_answering", "_is_last", "_unfinished"),
     )
 
@@ -203,6 +210,8 @@ class Connection(web.RequestHandler):
         self._door = door
         # Whose it is, while it counts.
         self._client: str | None = None
+        # What has arrived of a request's headers.
+        self._head: Holding | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         # Requests whose headers have come, and how many had when the timer was set.
         self._begun = self._begun_before = 0
@@ -221,13 +230,15 @@ class Connection(web.RequestHandler):
             return False
         self._door.connections.change(client, 1)
         self._client = client
+        self._head = self._door.memory.hold(client)
         return True
 
     def leave(self) -> None:
         """Count it no more. Idempotent."""
-        if self._client is not None:
+        if self._client is not None and self._head is not None:
             self._door.connections.change(self._client, -1)
-            self._client = None
+            self._head.close()
+            self._client = self._head = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's TLS transport is an asyncio.Transport in all but its class.
@@ -244,6 +255,12 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if self._is_last:
             return
+        if self._head is not None and not self._is_answering:
+            try:
+                self._head.grow(len(data), _NoMemory)
+            except _NoMemory:
+                self.force_close()
+                return
         super().data_received(data)
         # aiohttp also calls this, with no data, when it reads on what it has buffered.
         if data and not self._is_answering:
@@ -255,6 +272,8 @@ class Connection(web.RequestHandler):
     def request_begins(self) -> None:
         self._begun += 1
         self._is_answering = True
+        if self._head is not None:
+            self._head.close()
 
     def request_ends(self) -> None:
         self._is_answering = False

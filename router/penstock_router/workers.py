@@ -181,6 +181,7 @@ async def serve(
                 app,
                 max_connections=config.max_connections,
                 header_timeout_s=config.header_timeout_s,
+                memory=app[ROUTER].memory,
                 error_response=error_of_http,
                 handler_cancellation=True,
                 # The application itself waits for its requests when it shuts down.

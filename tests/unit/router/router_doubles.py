@@ -45,6 +45,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.connections import Runner
 from penstock_router.metrics import Metrics
 from penstock_router.response_store import store_file
+from penstock_router.routes.base import ROUTER
 
 # ---- Tokenizers --------------------------------------------------------------------------------
 
@@ -576,6 +577,7 @@ async def memory_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Memo
             app,
             max_connections=config.max_connections,
             header_timeout_s=config.header_timeout_s,
+            memory=app[ROUTER].memory,
             error_response=error_of_http,
             handler_cancellation=True,
             shutdown_timeout=1,
