@@ -57,6 +57,7 @@ from penstock_router.routes.base import (
     Route,
     Router,
     json_response,
+    send,
     shown_key,
     usable_request_id,
 )
@@ -272,7 +273,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response.force_close()
         return response
     try:
-        return await handler(request)
+        response = await handler(request)
+        # Here, so that the answer counts as long as it is being sent, and can still be refused.
+        await send(request, response)
+        return response
     except web.HTTPException as error:
         return _error_response(request, _from_http(error, request))
     except ConnectionError:

@@ -387,7 +387,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add(
         "--write-timeout-s",
         default=60.0,
-        help=f"cut off a client that reads nothing for so long {_DEFAULT}",
+        help="cut off a client that reads nothing for so long, or less than 1 kB/s for longer "
+        f"{_DEFAULT}",
         **values.SECONDS,
     )
     add(

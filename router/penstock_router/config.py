@@ -104,7 +104,7 @@ class RouterConfig:
     # From a request's arrival to its end.
     request_timeout_s: float | None = None
     shutdown_timeout_s: float = 30.0
-    # A client that reads nothing for this long is disconnected.
+    # A client that reads nothing for this long, or next to nothing for longer, is disconnected.
     write_timeout_s: float = 60.0
     # Silence on a stream after which a comment keeps proxies from closing it.
     keep_alive_s: float = 15.0

@@ -1,5 +1,6 @@
 """Connections: how many there may be, how long each may take to send a request's headers and how
-much memory those take, and how one ends whose request was refused before its body came.
+much memory those take, how long to take what is written to it (`write_timeout.py`), and how one
+ends whose request was refused before its body came.
 
 aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
 but not how long headers take: a client that sends a byte at a time would hold a connection for an
@@ -25,6 +26,7 @@ from aiohttp.typedefs import Handler
 from penstock_client.listening import BACKLOG
 from penstock_router.addresses import network_of
 from penstock_router.byte_budget import ByteBudget, Holding
+from penstock_router.write_timeout import WriteTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +61,14 @@ class Runner(web.AppRunner):
         *,
         max_connections: int,
         header_timeout_s: float,
+        write_timeout_s: float,
         memory: ByteBudget,
         error_response: ErrorResponse,
         **more: Any,
     ) -> None:
         app.middlewares.insert(0, _tell_connection)
         super().__init__(app, **more)
-        self._limits = (_allowed(max_connections), header_timeout_s, memory)
+        self._limits = (_allowed(max_connections), header_timeout_s, write_timeout_s, memory)
         self._error_response = error_response
 
     @property
@@ -143,6 +146,7 @@ class Door:
         server: web.Server,
         max_connections: int,
         header_timeout_s: float,
+        write_timeout_s: float,
         memory: ByteBudget,
         error_response: ErrorResponse,
     ) -> None:
@@ -150,6 +154,7 @@ class Door:
         # Shared by addresses as memory is, with 1 for each connection.
         self.connections = ByteBudget(max_connections)
         self.header_timeout_s = header_timeout_s
+        self.write_timeout_s = write_timeout_s
         self.memory = memory
         self.error_response = error_response
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -198,11 +203,11 @@ class _NoMemory(Exception):
 
 
 class Connection(web.RequestHandler):
-    """A connection in aiohttp's protocol: counted, and with a timeout of headers."""
+    """A connection in aiohttp's protocol: counted, with timeouts of headers and of writes."""
 
     __slots__ = (
         *("_begun", "_begun_before", "_client", "_door", "_ended", "_head", "_header_timer"),
-        *("_is_answering", "_is_last", "_unfinished"),
+        *("_is_answering", "_is_last", "_unfinished", "write_timeout"),
     )
 
     def __init__(self, door: Door, server: web.Server) -> None:
@@ -222,6 +227,8 @@ class Connection(web.RequestHandler):
         # Nothing more is read: a request was answered whose body was not read.
         self._is_last = False
         self._ended = asyncio.Event()
+        # None: the connection was refused, or is not made yet.
+        self.write_timeout: WriteTimeout | None = None
 
     def let_in(self, address: object) -> bool:
         """Count it from now on, if its client may have one more."""
@@ -250,6 +257,7 @@ class Connection(web.RequestHandler):
             self.force_close()
             return
         super().connection_made(transport)
+        self.write_timeout = WriteTimeout(transport, self._door.write_timeout_s)
         self._set_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -332,4 +340,16 @@ class Connection(web.RequestHandler):
         self._ended.set()
         if self._header_timer is not None:
             self._header_timer.cancel()
+        if self.write_timeout is not None:
+            self.write_timeout.end()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        if self.write_timeout is not None:
+            self.write_timeout.pause()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        if self.write_timeout is not None:
+            self.write_timeout.resume()
+        super().resume_writing()

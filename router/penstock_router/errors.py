@@ -167,7 +167,7 @@ class TimedOut(ApiError):
 
 
 class SlowReader(ConnectionError):
-    """The client took nothing for --write-timeout-s; its connection is gone."""
+    """The client took nothing, or next to nothing, for --write-timeout-s; it was cut off."""
 
 
 def noted(error: Exception, request_id: str) -> ApiError:

@@ -11,24 +11,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
 
 from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.choice import Delta
 from penstock_router.config import RouterConfig
 from penstock_router.deltas import Deltas, nobody
-from penstock_router.errors import ApiError, SlowReader, noted
+from penstock_router.errors import ApiError, noted
 from penstock_router.generation import Generation
 from penstock_router.resumption import EVENTS_A_TURN, Cursor, Reader
 from penstock_router.threads import Threads
+from penstock_router.write_timeout import write_timeout_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,33 +47,25 @@ _INLINE_LOGPROBS = 1000
 class EventStream:
     """An answer of events. Leaving its scope stops the comments; `end` ends the answer."""
 
-    def __init__(
-        self, request: web.Request, *, keep_alive_s: float, write_timeout_s: float
-    ) -> None:
+    def __init__(self, request: web.Request, *, keep_alive_s: float) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
         self._protocol = request.protocol
+        self._write_timeout = write_timeout_of(request.transport)
         self._keep_alive_s = keep_alive_s
-        self._write_timeout_s = write_timeout_s
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._writer: AbstractStreamWriter
         self._is_chunked = False
         # The unsent rest of frames that were begun.
         self._rest: deque[memoryview] = deque()
 
     async def __aenter__(self) -> Self:
-        writer = await self.response.prepare(self._request)
-        assert writer is not None  # there is a request that it is for
-        self._writer = writer
+        await self.response.prepare(self._request)
         self._is_chunked = "Transfer-Encoding" in self.response.headers
         if not self._is_chunked:
             # In HTTP/1.0 only closing the connection ends such a body, even with keep-alive.
             self.response.force_close()
-        # Writers wait until the socket has taken everything. The limit is not 0: asyncio's TLS
-        # transport resumes writers below the limit only, and they would wait for ever.
-        self._transport.set_write_buffer_limits(high=1)
         self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
         return self
 
@@ -96,7 +87,7 @@ class EventStream:
     @property
     def busy(self) -> bool:
         """Whether the socket has not taken all that was sent."""
-        return self._protocol.writing_paused
+        return self._write_timeout.has_unsent
 
     def send_now(self, frames: bytes) -> None:
         """Send one or more frames in one write; not while `busy`."""
@@ -134,39 +125,18 @@ class EventStream:
         await self.send(b"id: %b\n%b" % (event_id.encode(), frame))
 
     async def drained(self) -> None:
-        """Wait until the socket has taken everything. Raises `SlowReader` if the client reads
-        nothing for too long, and `ConnectionError` if it left.
+        """Wait until the socket has taken everything. Raises `ConnectionError` if the client left,
+        or was cut off because it reads too slowly.
         """
-        if not self.busy:
-            return
-        # In a task that is not cancelled with this one: that would break aiohttp's own waiting for
-        # the next writer, and a request whose time is up still has to send its error.
-        draining = asyncio.ensure_future(self._writer.drain())
-        draining.add_done_callback(lambda _: draining.cancelled() or draining.exception())
-        unsent_bytes = math.inf
-        while not draining.done():
-            left_bytes = self._transport.get_write_buffer_size()
-            if left_bytes >= unsent_bytes:
-                self._cut_off()
-            unsent_bytes = left_bytes
-            await asyncio.wait((draining,), timeout=self._write_timeout_s)
-        # One that is lost has drained, too.
-        _ = self._transport
+        if self.busy:
+            await self._write_timeout.sent()
 
     async def end(self) -> None:
         """End the body."""
         self._stop_comments()
         await self.drained()
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self.response.write_eof()
-        except TimeoutError:
-            self._cut_off()
-
-    def _cut_off(self) -> NoReturn:
-        """Disconnect a client that reads nothing, as it must not hold its places for ever."""
-        self._transport.abort()
-        raise SlowReader("the client reads nothing")
+        await self.response.write_eof()
+        await self.drained()
 
     def _tick(self) -> None:
         wait_s = self._written_at + self._keep_alive_s - self._loop.time()
@@ -289,9 +259,7 @@ async def _answer(
     config: RouterConfig,
 ) -> web.StreamResponse:
     """An answer of events; if making or sending them fails, the last one is an error."""
-    async with EventStream(
-        request, keep_alive_s=config.keep_alive_s, write_timeout_s=config.write_timeout_s
-    ) as events:
+    async with EventStream(request, keep_alive_s=config.keep_alive_s) as events:
         try:
             await send_all(events)
         except ConnectionError:

@@ -181,6 +181,7 @@ async def serve(
                 app,
                 max_connections=config.max_connections,
                 header_timeout_s=config.header_timeout_s,
+                write_timeout_s=config.write_timeout_s,
                 memory=app[ROUTER].memory,
                 error_response=error_of_http,
                 handler_cancellation=True,

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp import HttpVersion11, Payload, StreamReader, web
 
 from penstock_router.addresses import network_of
 from penstock_router.admission import Admission, Ticket
@@ -25,7 +25,14 @@ from penstock_router.bodies import LONG_BYTES, Bodies, Body, Incoming
 from penstock_router.byte_budget import ByteBudget
 from penstock_router.config import RouterConfig
 from penstock_router.content_coding import DAMAGED, Inflater, inflater_of
-from penstock_router.errors import BadRequest, BodyTooLarge, Forbidden, TimedOut, Unauthorized
+from penstock_router.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Forbidden,
+    TimedOut,
+    TooManyRequests,
+    Unauthorized,
+)
 from penstock_router.exposition import Exposition
 from penstock_router.fields import Field, JsonObject, Table, decode_object, short, table
 from penstock_router.keys import Key, Keys
@@ -38,6 +45,7 @@ from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
 from penstock_router.text_work import AnyKind
 from penstock_router.threads import Threads
+from penstock_router.write_timeout import write_timeout_of
 
 VERSION = version("penstock")
 
@@ -343,3 +351,40 @@ def encoded_response(data: bytes | bytearray, status: int = 200) -> web.Response
     """An answer of encoded JSON; a long one is written in pieces."""
     body = io.BytesIO(data) if len(data) > LONG_BYTES else data
     return web.Response(body=body, status=status, content_type="application/json")
+
+
+async def send(request: web.Request, response: web.StreamResponse) -> None:
+    """Send a whole answer; returns when the client has taken all of it. A long one counts as memory
+    that the client holds until then. Does nothing if it is being sent already, as a stream is.
+
+    Raises `TooManyRequests` before anything is sent, and `ConnectionError`.
+    """
+    if response.prepared:
+        return
+    router, num_bytes = request.app[ROUTER], _num_bytes(response)
+    with router.memory.hold(client_of(request)) as held:
+        if num_bytes > LONG_BYTES:
+            held.grow(num_bytes, functools.partial(_too_much_unread, router.metrics, num_bytes))
+        if not request.content.is_eof():
+            # Nothing is read after a body that was not read.
+            response.force_close()
+        await response.prepare(request)
+        await response.write_eof()
+        await write_timeout_of(request.transport).sent()
+
+
+def _num_bytes(response: web.StreamResponse) -> int:
+    body = response.body if isinstance(response, web.Response) else None
+    if isinstance(body, Payload):
+        return body.size or 0
+    return 0 if body is None else len(body)
+
+
+def _too_much_unread(
+    metrics: Metrics, num_bytes: int, held_bytes: int, max_bytes: int
+) -> TooManyRequests:
+    metrics.refused.labels("unread_answers").inc()
+    return TooManyRequests(
+        f"this answer has {num_bytes} bytes, and the server holds {held_bytes} for this client "
+        f"already (of {max_bytes} for all); read the answers before it, then try again"
+    )

@@ -25,8 +25,6 @@ CONSOLE = web.AppKey("console", Console)
 # The path of the page's files.
 FILES = "/console/{name}"
 
-# A client that reads nothing for so long is disconnected: nothing in the feed must arrive.
-_WRITE_TIMEOUT_S = 10.0
 _POLICY = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -102,9 +100,7 @@ async def feed(request: web.Request) -> web.StreamResponse:
     if is_closed:
         check_admin(request)
     with request.app[CONSOLE].watched() as frames:
-        async with EventStream(
-            request, keep_alive_s=config.keep_alive_s, write_timeout_s=_WRITE_TIMEOUT_S
-        ) as events:
+        async with EventStream(request, keep_alive_s=config.keep_alive_s) as events:
             while (frame := await frames.get()) is not None:
                 key = keys.find(shown_key(request)) if is_closed else None
                 if is_closed and (key is None or not key.is_admin):

@@ -15,7 +15,15 @@ from penstock_router.deltas import Usage
 from penstock_router.errors import BadRequest
 from penstock_router.models import ServedModel
 from penstock_router.prompts import Prepared
-from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, Router, encoded_response, let_in
+from penstock_router.routes.base import (
+    RECORD,
+    REQUEST_ID,
+    ROUTER,
+    Router,
+    encoded_response,
+    let_in,
+    send,
+)
 
 # Most bytes that one number of a vector takes in an answer.
 _FLOAT_BYTES = 24
@@ -42,26 +50,38 @@ async def embed(request: web.Request, body: Body) -> web.Response:
         await ticket.start(num_tokens)
         record.placed_s = time.perf_counter()
         async with ticket.limit.scope():
-            vectors = await router.fleet.embed(
-                EmbeddingRequest(
-                    inputs=[prompt.token_ids for prompt in prepared.prompts],
-                    pooling=asked.pooling,
-                    dimensions=asked.dimensions,
-                    normalize=asked.normalize,
-                    model=model.info.model,
-                    tokenizer_hash=model.info.tokenizer_hash,
-                    label=request[REQUEST_ID],
-                )
-            )
-            router.metrics.prompt_tokens.labels(model.info.model).inc(num_tokens)
+            response = await _embedded(request, asked, model, prepared)
+        # Only the answer's bytes are held while they are sent.
+        del prepared
+        ticket.charge.settle()
+        await send(request, response)
+    return response
 
-            def encode() -> bytes:
-                name = model.info.model
-                whole = embeddings.answer(name, vectors, num_tokens, as_base64=asked.as_base64)
-                return long_json.encoded(whole)
 
-            data = await router.threads.run(encode)
-    return encoded_response(data)
+async def _embedded(
+    request: web.Request, asked: EmbedRequest, model: ServedModel, prepared: Prepared
+) -> web.Response:
+    router, name = request.app[ROUTER], model.info.model
+    inputs = [prompt.token_ids for prompt in prepared.prompts]
+    num_tokens = sum(map(len, inputs))
+    vectors = await router.fleet.embed(
+        EmbeddingRequest(
+            inputs=inputs,
+            pooling=asked.pooling,
+            dimensions=asked.dimensions,
+            normalize=asked.normalize,
+            model=name,
+            tokenizer_hash=model.info.tokenizer_hash,
+            label=request[REQUEST_ID],
+        )
+    )
+    router.metrics.prompt_tokens.labels(name).inc(num_tokens)
+
+    def encode() -> bytes:
+        whole = embeddings.answer(name, vectors, num_tokens, as_base64=asked.as_base64)
+        return long_json.encoded(whole)
+
+    return encoded_response(await router.threads.run(encode))
 
 
 def _check_served(router: Router, model: ServedModel, asked: EmbedRequest) -> None:

@@ -39,6 +39,7 @@ from penstock_router.routes.base import (
     encoded_response,
     flag_header,
     let_in,
+    send,
     usable_request_id,
     with_body,
 )
@@ -126,39 +127,58 @@ async def dispatch(
 
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
     """Generate and answer; `before_end` is called with the whole answer before its end is sent."""
-    router = call.request.app[ROUTER]
     with entered(call) as ticket:
-        limit = ticket.limit
         job = await started(call, await prepared(call, call.asked, ticket), ticket)
-        async with generation_of(call, job) as generation:
-            shape = make_shape(call, job, generation, int(time.time()))
-            if call.asked.stream:
-                return await sse.stream(
-                    call.request,
-                    generation,
-                    _deltas(call, generation),
-                    shape,
-                    request_id=call.request[REQUEST_ID],
-                    config=router.config,
-                    limit=limit,
-                    threads=router.threads,
-                    make_edge=functools.partial(worked_out, call, generation.usage)
-                    if call.api.repeats_answer
-                    else None,
-                    before_end=None if before_end is None else lambda: before_end(shape),
-                )
-            async with limit.scope():
-                deltas = await collect(generation, job, router.config.max_answer_bytes)
-                usage = generation.usage
-                body = await worked_out(call, usage, functools.partial(shape.whole, deltas))
-                if before_end is not None:
-                    await before_end(shape)
-                data = await worked_out(call, usage, functools.partial(long_json.encoded, body))
-            response = encoded_response(data)
-            response.headers.update(shape.headers())
-            if generation.usage.approximate:
-                response.headers["x-penstock-continued"] = "approximate"
-            return response
+        if call.asked.stream:
+            return await _streamed(call, job, ticket, before_end)
+        response = await _whole(call, job, ticket, before_end)
+        # Its places are given back once the client has it, and all but its bytes is gone by then.
+        del job
+        ticket.charge.settle()
+        await send(call.request, response)
+        return response
+
+
+async def _streamed(
+    call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None
+) -> web.StreamResponse:
+    router = call.request.app[ROUTER]
+    async with generation_of(call, job) as generation:
+        shape = make_shape(call, job, generation, int(time.time()))
+        return await sse.stream(
+            call.request,
+            generation,
+            _deltas(call, generation),
+            shape,
+            request_id=call.request[REQUEST_ID],
+            config=router.config,
+            limit=ticket.limit,
+            threads=router.threads,
+            make_edge=functools.partial(worked_out, call, generation.usage)
+            if call.api.repeats_answer
+            else None,
+            before_end=None if before_end is None else lambda: before_end(shape),
+        )
+
+
+async def _whole(
+    call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None
+) -> web.Response:
+    max_bytes = call.request.app[ROUTER].config.max_answer_bytes
+    async with generation_of(call, job) as generation:
+        shape = make_shape(call, job, generation, int(time.time()))
+        usage = generation.usage
+        async with ticket.limit.scope():
+            deltas = await collect(generation, job, max_bytes)
+            body = await worked_out(call, usage, functools.partial(shape.whole, deltas))
+            if before_end is not None:
+                await before_end(shape)
+            data = await worked_out(call, usage, functools.partial(long_json.encoded, body))
+    response = encoded_response(data)
+    response.headers.update(shape.headers())
+    if usage.approximate:
+        response.headers["x-penstock-continued"] = "approximate"
+    return response
 
 
 def generation_of(call: Call[Any], job: Job) -> Generation:

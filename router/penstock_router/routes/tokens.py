@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock_router.bodies import Body
 from penstock_router.prompts import Prepared
-from penstock_router.routes.base import ROUTER, encoded_response, json_response, let_in
+from penstock_router.routes.base import ROUTER, encoded_response, json_response, let_in, send
 
 
 async def answer(request: web.Request, body: Body) -> web.Response:
@@ -17,8 +17,11 @@ async def answer(request: web.Request, body: Body) -> web.Response:
     with let_in(request, 1) as ticket:
         async with ticket.limit.scope():
             data = await body.work(await request.app[ROUTER].models.get(body.asked.model))
-    assert not isinstance(data, Prepared)
-    return encoded_response(data)
+        assert not isinstance(data, Prepared)
+        response = encoded_response(data)
+        del data
+        await send(request, response)
+    return response
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

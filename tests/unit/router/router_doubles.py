@@ -407,6 +407,10 @@ class MemoryTransport(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        assert self.protocol is not None
+        return self.protocol
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return (self.address, 0) if name == "peername" else default
 
@@ -577,6 +581,7 @@ async def memory_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Memo
             app,
             max_connections=config.max_connections,
             header_timeout_s=config.header_timeout_s,
+            write_timeout_s=config.write_timeout_s,
             memory=app[ROUTER].memory,
             error_response=error_of_http,
             handler_cancellation=True,

@@ -60,6 +60,7 @@ async def _served(
         app,
         max_connections=max_connections,
         header_timeout_s=timeout_s,
+        write_timeout_s=10.0,
         memory=ByteBudget(MAX_BYTES),
         error_response=lambda reason: web.Response(status=400, text=reason),
     )

@@ -1,0 +1,111 @@
+"""How long a connection's client may leave an answer unread, whatever writes it.
+
+A client has the timeout's seconds to spare. They pass while the socket holds bytes that it has not
+taken; what it takes gives time back, a second for each `_BYTES_A_SECOND`, and so does time in which
+nothing is left to take. When none are left, the connection is cut. So a client that reads nothing
+has the timeout, one that reads more than a kilobyte a second has as long as it needs, and a byte a
+minute buys nothing. Knows a transport; no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+from penstock_router.errors import SlowReader
+
+_BYTES_A_SECOND = 1024
+# How often, in each timeout, it is checked what the client took.
+_LOOKS = 4
+
+
+class WriteTimeout:
+    """Cuts off one connection whose client does not take what it is sent."""
+
+    __slots__ = (
+        *("_at_s", "_is_cut", "_left_s", "_loop", "_nothing_left", "_timeout_s", "_timer"),
+        *("_transport", "_unsent_bytes"),
+    )
+
+    def __init__(self, transport: asyncio.Transport, timeout_s: float) -> None:
+        # Writing pauses as soon as a byte is left, so no answer is too short to be watched. The
+        # limit is not 0: asyncio's TLS transport resumes below the limit only, so it never would.
+        transport.set_write_buffer_limits(high=1)
+        self._transport = transport
+        self._timeout_s = self._left_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        # When `_left_s` and `_unsent_bytes` were noted.
+        self._at_s = self._loop.time()
+        self._unsent_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._nothing_left = asyncio.Event()
+        self._nothing_left.set()
+        self._is_cut = False
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the client has not taken all that was written."""
+        return not self._nothing_left.is_set()
+
+    async def sent(self) -> None:
+        """Wait until the client has taken everything. Raises `SlowReader` if it is cut off before,
+        and `ConnectionError` if it left.
+        """
+        await self._nothing_left.wait()
+        if self._is_cut:
+            raise SlowReader("the client reads nothing, or next to nothing")
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client left")
+
+    # ---- called by the connection ----
+
+    def pause(self) -> None:
+        """The transport has bytes that the client has not taken."""
+        self._note(-1)
+        self._nothing_left.clear()
+        self._look_later()
+
+    def resume(self) -> None:
+        """The client has taken everything."""
+        self._note(1)
+        self.end()
+
+    def end(self) -> None:
+        """The connection is gone, or nothing is left to be sent on it."""
+        self._nothing_left.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_later(self) -> None:
+        self._timer = self._loop.call_later(self._timeout_s / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._note(1)
+        if self._left_s > 0:
+            self._look_later()
+            return
+        self._is_cut = True
+        # Whoever waits hears why before it hears that the connection is lost.
+        self.end()
+        self._transport.abort()
+
+    def _note(self, sign: int) -> None:
+        """Bring `_left_s` up to date: `sign` is 1 after a time in which bytes were left."""
+        now_s, unsent_bytes = self._loop.time(), self._transport.get_write_buffer_size()
+        taken_bytes = max(0, self._unsent_bytes - unsent_bytes)
+        left_s = self._left_s + taken_bytes / _BYTES_A_SECOND - sign * (now_s - self._at_s)
+        self._left_s = min(left_s, self._timeout_s)
+        self._at_s, self._unsent_bytes = now_s, unsent_bytes
+
+
+class _Watched(Protocol):
+    write_timeout: WriteTimeout | None
+
+
+def write_timeout_of(transport: asyncio.Transport | None) -> WriteTimeout:
+    """That of the connection. Raises `ConnectionError` if it is closed."""
+    watched = None if transport is None else cast(_Watched, transport.get_protocol())
+    if watched is None or watched.write_timeout is None:
+        raise ConnectionResetError("the client left")
+    return watched.write_timeout
