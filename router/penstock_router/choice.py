@@ -17,7 +17,7 @@ from penstock_router.answer_parser import reader_of
 from penstock_router.backend import GenerationStream
 from penstock_router.detokenizer import REPLACEMENT
 from penstock_router.job import Job
-from penstock_router.pieces import Piece, PieceKind, content_of, extend, joined
+from penstock_router.pieces import Piece, PieceKind, content_of, joined
 from penstock_router.stop import StopMatcher
 
 # With this many tokens in an output, a notification costs little beside processing them.
@@ -47,20 +47,46 @@ class Delta:
     # The ids before `token_ids` that were delivered before the stream was resumed.
     known_token_ids: Sequence[int] = ()
 
-    def extend(self, later: Delta) -> None:
+
+class Gathered:
+    """What came of one choice, as one delta. Texts are kept apart until then: adding each to all
+    before it would copy a long answer once for each of its tokens.
+    """
+
+    __slots__ = ("_delta", "_pieces", "_texts")
+
+    def __init__(self, first: Delta) -> None:
+        self._delta = first
+        self._texts = [first.text]
+        self._pieces = first.pieces
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens came."""
+        return len(self._delta.token_ids)
+
+    def add(self, later: Delta) -> None:
         """Append the delta that came next."""
-        self.text += later.text
-        self.token_ids += later.token_ids
+        delta = self._delta
+        self._texts.append(later.text)
+        delta.token_ids += later.token_ids
         if later.pieces is not None:
-            self.pieces = self.pieces or []
-            extend(self.pieces, later.pieces)
-        if self.logprobs is not None and later.logprobs is not None:
-            self.logprobs.extend(later.logprobs)
+            self._pieces = self._pieces or []
+            self._pieces += later.pieces
+        if delta.logprobs is not None and later.logprobs is not None:
+            delta.logprobs.extend(later.logprobs)
         else:
-            self.logprobs = self.logprobs or later.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
-        self.finish_reason = later.finish_reason
-        self.stop_reason = later.stop_reason
+            delta.logprobs = delta.logprobs or later.logprobs
+        delta.prompt_logprobs = delta.prompt_logprobs or later.prompt_logprobs
+        delta.finish_reason = later.finish_reason
+        delta.stop_reason = later.stop_reason
+
+    def whole(self) -> Delta:
+        """All of it; called once, at the end."""
+        self._delta.text = "".join(self._texts)
+        if self._pieces is not None:
+            self._delta.pieces = joined(self._pieces)
+        return self._delta
 
 
 class Choice:

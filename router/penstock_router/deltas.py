@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from penstock_router.choice import Delta
+from penstock_router.choice import Delta, Gathered
 from penstock_router.errors import BadRequest
 from penstock_router.job import Job
 from penstock_router.request import Options
@@ -102,20 +102,21 @@ class _Spaced(_Wrapped):
         super().__init__(source)
         self._interval = interval
         # For each choice that has begun: what is held back.
-        self._held: dict[int, Delta | None] = {}
+        self._held: dict[int, Gathered | None] = {}
 
     def take(self) -> Delta | None:
         while (delta := self._source.take()) is not None:
             begins = delta.index not in self._held
             held = self._held.get(delta.index)
-            if held is not None:
-                held.extend(delta)
-                delta = held
-            is_enough = len(delta.token_ids) >= self._interval
+            if held is None:
+                held = Gathered(delta)
+            else:
+                held.add(delta)
+            is_enough = held.num_tokens >= self._interval
             if begins or is_enough or delta.finish_reason is not None:
                 self._held[delta.index] = None
-                return delta
-            self._held[delta.index] = delta
+                return held.whole()
+            self._held[delta.index] = held
         return None
 
 
@@ -205,16 +206,16 @@ async def collect(deltas: Deltas, job: Job, max_bytes: int) -> list[Delta]:
 
     Raises what `bounded` raises.
     """
-    whole: dict[int, Delta] = {}
+    gathered: dict[int, Gathered] = {}
 
     def add(delta: Delta) -> None:
-        if delta.index in whole:
-            whole[delta.index].extend(delta)
+        if delta.index in gathered:
+            gathered[delta.index].add(delta)
         else:
-            whole[delta.index] = delta
+            gathered[delta.index] = Gathered(delta)
 
     await for_each(bounded(deltas, job.options, max_bytes), add)
-    return _best(job, [whole[index] for index in sorted(whole)])
+    return _best(job, [gathered[index].whole() for index in sorted(gathered)])
 
 
 def _best(job: Job, deltas: list[Delta]) -> list[Delta]:

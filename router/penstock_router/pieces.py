@@ -33,19 +33,22 @@ class Piece:
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """The same with neighbours of one kind as one piece, and without empty ones."""
     result: list[Piece] = []
-    extend(result, (Piece(piece.kind, piece.text, piece.call) for piece in pieces))
+    texts: list[str] = []
+    for piece in pieces:
+        if not piece.text:
+            continue
+        if piece.kind is PieceKind.CALL or not result or not _goes_on(result[-1], piece):
+            _complete(result, texts)
+            result.append(Piece(piece.kind, "", piece.call))
+            texts = []
+        texts.append(piece.text)
+    _complete(result, texts)
     return result
 
 
-def extend(pieces: list[Piece], later: Iterable[Piece]) -> None:
-    """Append later pieces; one that continues the last piece is joined to it."""
-    for piece in later:
-        last = pieces[-1] if pieces else None
-        if piece.kind is PieceKind.CALL or last is None or not _goes_on(last, piece):
-            if piece.text:
-                pieces.append(piece)
-        else:
-            last.text += piece.text
+def _complete(pieces: list[Piece], texts: list[str]) -> None:
+    for last in pieces[-1:]:
+        last.text = "".join(texts)
 
 
 def _goes_on(last: Piece, piece: Piece) -> bool:

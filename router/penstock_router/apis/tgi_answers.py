@@ -232,8 +232,8 @@ class GenerateShape:
             _TokenTexts(self._tokenizer, job.prompt_of(index).token_ids)
             for index in range(len(job.requests))
         ]
-        # The text and the number of tokens shown so far.
-        self._text = ""
+        # The texts and the number of tokens shown so far.
+        self._shown: list[str] = []
         self._num_tokens = 0
 
     # ---- Streams
@@ -244,7 +244,7 @@ class GenerateShape:
 
     def chunk(self, delta: Delta) -> bytes | None:
         """An event for each token."""
-        self._text += delta.text
+        self._shown.append(delta.text)
         tokens, top_tokens = self._tokens(delta), self._top_tokens(delta)
         num_tokens, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
         if delta.finish_reason is not None and not tokens:
@@ -260,7 +260,7 @@ class GenerateShape:
             if top_tokens:
                 event["top_tokens"] = top_tokens[position]
             if delta.finish_reason is not None and position == len(tokens) - 1:
-                event["generated_text"] = self._job.prepared.full_text + self._text
+                event["generated_text"] = "".join((self._job.prepared.full_text, *self._shown))
                 event["details"] = self._stream_details(delta)
             frames.append(data_frame(_encode(event)))
         return b"".join(frames) or None
@@ -293,7 +293,7 @@ class GenerateShape:
     def whole(self, deltas: Sequence[Delta]) -> GenerateAnswer | list[GenerateAnswer]:
         """The likeliest answer, and the others among its details."""
         best, *others = sorted(deltas, key=mean_logprob, reverse=True)
-        self._text, self._num_tokens = best.text, len(best.token_ids)
+        self._num_tokens = len(best.token_ids)
         answer: GenerateAnswer = {"generated_text": self._job.prepared.full_text + best.text}
         if self._options.details:
             sequence = self._sequence(best)

@@ -10,10 +10,15 @@ from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, fake_logprobs, id_of, model_files
 
 from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Output
-from penstock_router.choice import Choice, Delta, first_rows
+from penstock_router.apis.base import Envelope
+from penstock_router.apis.tgi import GENERATE_STREAM
+from penstock_router.apis.tgi_answers import GenerateRequest
+from penstock_router.choice import Choice, Delta, Gathered, first_rows
 from penstock_router.conventions import Conventions
+from penstock_router.deltas import Usage
 from penstock_router.job import Job
 from penstock_router.models import ServedModel
+from penstock_router.pieces import Piece, PieceKind
 from penstock_router.prompts import Prepared, Prompt, TextModel
 from penstock_router.request import CompletionRequest
 from penstock_router.tokenizer import load_tokenizer
@@ -52,13 +57,13 @@ def outputs_of(
 
 def taken(choice: Choice, outputs: Iterator[Output]) -> Delta:
     """All deltas as one."""
-    whole = Delta(0, "", [])
+    whole = Gathered(Delta(0, "", []))
     for output in outputs:
         delta = choice.take(output)
         if delta is not None:
-            whole.extend(delta)
+            whole.add(delta)
         if choice.finished:
-            return whole
+            return whole.whole()
     raise AssertionError("the choice did not end")
 
 
@@ -222,3 +227,51 @@ def test_an_id_out_of_the_vocabulary_has_no_text(model: ServedModel) -> None:
 def test_first_rows_cut_every_column() -> None:
     columns = Logprobs([-1.0, -2.0], [1, 2], 2, [5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4], [-9.0] * 6)
     assert first_rows(columns, 1) == Logprobs([-1.0], [1], 2, [5, 6], [-0.1, -0.2], [-9.0] * 3)
+
+
+# ---- Long answers ------------------------------------------------------------------------------
+
+
+class Counted(str):
+    """Text that counts the characters that adding copies: joining copies each just once."""
+
+    copied = 0
+
+    def __add__(self, other: str) -> str:
+        Counted.copied += len(self) + len(other)
+        return Counted(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> str:
+        Counted.copied += len(self) + len(other)
+        return Counted(str.__add__(other, self))
+
+
+@pytest.mark.parametrize("with_pieces", [False, True])
+def test_what_a_long_answer_copies_grows_with_its_length_and_no_faster(with_pieces: bool) -> None:
+    def delta() -> Delta:
+        pieces = [Piece(PieceKind.CONTENT, Counted("word "))] if with_pieces else None
+        return Delta(0, Counted("word "), [5], pieces)
+
+    for num_tokens in (100, 1000):
+        Counted.copied = 0
+        whole = Gathered(delta())
+        for _ in range(num_tokens - 1):
+            whole.add(delta())
+        answer = whole.whole()
+        assert answer.text == "word " * num_tokens
+        assert answer.pieces is None or [piece.text for piece in answer.pieces] == [answer.text]
+        assert Counted.copied == 0
+
+
+def test_a_stream_of_tgi_copies_its_text_once_at_its_end(model: ServedModel) -> None:
+    asked = GenerateRequest(prompts=("x",), samples=False, details=False, stream=True)
+    prompt = Prompt([5], "$")
+    job = Job(model, asked, Prepared((prompt,)), (GenerationRequest(prompt_token_ids=[5]),))
+    shape = GENERATE_STREAM.make_shape(job, Envelope("r", 1, 0.0, Usage(1)))
+    Counted.copied = 0
+    for _ in range(1000):
+        assert shape.chunk(Delta(0, Counted("word "), [5]))
+    last = shape.chunk(Delta(0, Counted("word"), [5], finish_reason="length"))
+    assert last is not None
+    assert ("word " * 1000 + "word").encode() in last
+    assert Counted.copied == 0

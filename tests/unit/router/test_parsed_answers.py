@@ -21,7 +21,7 @@ from unit.router.router_doubles import (
 )
 
 from penstock_client.types import FinishReason, GenerationRequest, Output
-from penstock_router.choice import Choice, Delta
+from penstock_router.choice import Choice, Delta, Gathered
 from penstock_router.conventions import Conventions
 from penstock_router.job import Delivered, Job
 from penstock_router.models import ServedModel
@@ -108,10 +108,10 @@ def deltas_of(
 
 
 def whole(deltas: Sequence[Delta]) -> Delta:
-    total = Delta(0, "", [])
+    total = Gathered(Delta(0, "", []))
     for delta in deltas:
-        total.extend(delta)
-    return total
+        total.add(delta)
+    return total.whole()
 
 
 def shown(delta: Delta) -> Shown:
@@ -351,14 +351,11 @@ def test_an_answer_that_is_taken_up_again_goes_on_where_it_was(
         first = deltas_of(choice_of(model, **CALLS, **options), ids, rng.randrange(1, 6))
         cut = rng.randrange(len(first))
         progress = Progress.of((), 1)
-        total = Delta(0, "", [])
         for delta in first[:cut]:
             progress.add(delta)
-            total.extend(delta)
         [delivered] = [Delivered(*choice) for choice in progress.choices]
         again = choice_of(model, delivered=delivered, **CALLS, **options)
-        for delta in deltas_of(again, ids, rng.randrange(1, 9)):
-            total.extend(delta)
+        total = whole([*first[:cut], *deltas_of(again, ids, rng.randrange(1, 9))])
         assert shown(total) == shown(complete), (cut, delivered)
         assert total.token_ids == ids
         assert total.finish_reason == "tool_calls"
