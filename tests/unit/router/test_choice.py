@@ -270,8 +270,9 @@ def test_a_stream_of_tgi_copies_its_text_once_at_its_end(model: ServedModel) -> 
     shape = GENERATE_STREAM.make_shape(job, Envelope("r", 1, 0.0, Usage(1)))
     Counted.copied = 0
     for _ in range(1000):
-        assert shape.chunk(Delta(0, Counted("word "), [5]))
-    last = shape.chunk(Delta(0, Counted("word"), [5], finish_reason="length"))
-    assert last is not None
-    assert ("word " * 1000 + "word").encode() in last
+        assert shape.chunk(Delta(0, Counted("word "), [5], logprobs=fake_logprobs([5], 0)))
     assert Counted.copied == 0
+    end = Delta(0, Counted("end"), [5], logprobs=fake_logprobs([5], 0), finish_reason="length")
+    last = shape.chunk(end)
+    assert last is not None
+    assert ("word " * 1000 + "end").encode() in last
