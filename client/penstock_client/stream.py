@@ -76,6 +76,11 @@ class GenerationStream:
         return self._ended
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens have arrived, taken or not, with those given in the request."""
+        return self._next_position
+
+    @property
     def progress(self) -> int:
         """Grows with every token, and with every log-probability of the prompt, that arrives."""
         return self._next_position + self._next_prompt_index

@@ -26,6 +26,9 @@ class GenerationStream(Protocol):
     def ended(self) -> bool: ...
 
     @property
+    def num_tokens(self) -> int: ...
+
+    @property
     def progress(self) -> int: ...
 
     @property

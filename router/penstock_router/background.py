@@ -44,7 +44,7 @@ class Background:
         scope: AsyncExitStack,
         keep: Keep,
     ) -> None:
-        """Run `make` to its end, then `keep` until the store has taken it; then leave `scope`."""
+        """Run `make` to its end and leave `scope`; then `keep` until the store has taken it."""
         making = self._making[response_id] = asyncio.create_task(make)
         keeping = asyncio.create_task(self._keep(making, scope, keep))
         self._keeping.add(keeping)
@@ -69,13 +69,15 @@ class Background:
                 await asyncio.wait((making,))
             finally:
                 making.cancel()
-            ended = asyncio.CancelledError() if making.cancelled() else making.exception()
-            while True:
-                try:
-                    return await keep(ended)
-                except StoreUnavailable as error:
-                    logger.warning("%s", error)
-                    await asyncio.sleep(_STORE_RETRY_S)
+        # It has given back its places: those are not for waiting until the disk has room. What may
+        # wait is bounded, as nothing is begun while the store fails.
+        ended = asyncio.CancelledError() if making.cancelled() else making.exception()
+        while True:
+            try:
+                return await keep(ended)
+            except StoreUnavailable as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(_STORE_RETRY_S)
 
     async def _watch(self) -> None:
         """While responses are made here, cancel those that any worker was asked to cancel."""

@@ -156,6 +156,7 @@ class Generation(Deltas):
         self._metrics.in_flight.dec()
         self._meter.write_out(time.perf_counter())
         self._unfinished -= 1
+        self._record.made_tokens += choice.stream.num_tokens
         choice.stream.listen(nobody)
         # A stream that the shard refused or ended has nothing to abort.
         if abort_cause is not None and not choice.stream.ended:

@@ -6,8 +6,10 @@ it is refused later. From the bucket of tokens it takes, once its prompt is toke
 tokens and its maximum output, but for the output at most an eighth of a minute's tokens: many
 answers have no other bound than the model's context, and most are far shorter. When the request is
 over, output tokens that it did not use go back, and those beyond what it took are taken, also below
-zero. So every token counts, an overdraft is refilled before any request is admitted, and at most
-about eight answers may overdraw at once. A full bucket admits any request, however long its prompt.
+zero. So every token that a shard makes counts, also one that is made once more for a client that
+resumes, or that no client reads; an overdraft is refilled before any request is admitted, and at
+most about eight answers may overdraw at once. A full bucket admits any request, however long its
+prompt.
 
 Knows numbers and times only: no HTTP and no keys.
 """
@@ -93,7 +95,7 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now_s: float) -> Buc
 class Charge:
     """What one request takes from its key's buckets."""
 
-    __slots__ = ("_delivered_tokens", "_metrics", "_prompt_tokens", "_rates", "_record", "_taken")
+    __slots__ = ("_metrics", "_prompt_tokens", "_rates", "_record", "_taken")
 
     def __init__(self, rates: Rates | None, metrics: Metrics) -> None:
         self._rates = rates
@@ -102,7 +104,6 @@ class Charge:
         self._taken = 0
         self._prompt_tokens = 0
         self._record: RequestRecord | None = None
-        self._delivered_tokens = 0
 
     def take_request(self) -> None:
         """Take one request, as it arrives. Raises `TooManyRequests`."""
@@ -122,17 +123,17 @@ class Charge:
         """It has its places: from now on its prompt's tokens count as used."""
         self._prompt_tokens = prompt_tokens
 
-    def follow(self, record: RequestRecord, delivered_tokens: int) -> None:
-        """`record` counts its output tokens; an earlier request paid for `delivered_tokens`."""
-        self._record, self._delivered_tokens = record, delivered_tokens
+    def follow(self, record: RequestRecord) -> None:
+        """`record` counts the tokens that are made for it."""
+        self._record = record
 
     def settle(self) -> None:
         """The request is over: correct the bucket to the tokens it used."""
         if self._rates is None or self._rates.tokens is None or not self._taken:
             return
         used = self._prompt_tokens
-        if self._record is not None and self._record.usage is not None:
-            used += self._record.output_tokens - self._delivered_tokens
+        if self._record is not None:
+            used += self._record.made_tokens
         self._rates.tokens.take(used - self._taken, time.monotonic())
         self._taken = 0
 

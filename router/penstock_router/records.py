@@ -57,6 +57,9 @@ class RequestRecord:
     ended_s: float | None = None
     # Updated while the answer is made; None before.
     usage: Usage | None = None
+    # How many tokens shards made for it, counted as each sequence ends: also those that were made
+    # once more, and those that nobody took.
+    made_tokens: int = 0
     # For each of its first `_NUM_SEQUENCES` sequences: the attempts, in order.
     sequences: list[Sequence[AttemptRecord]] = field(default_factory=list)
     # Seconds from the last token of one shard to the first of the next, for each failover.

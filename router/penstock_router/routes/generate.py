@@ -253,7 +253,7 @@ async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
     record = call.request[RECORD]
     record.model, record.prepared_s = job.model.info.model, time.perf_counter()
     record.adapter = job.model.adapter
-    ticket.charge.follow(record, sum(delivered.tokens for delivered in job.delivered))
+    ticket.charge.follow(record)
     await ticket.start(
         sum(len(prompt.token_ids) for prompt in job.prompts),
         sum(request.max_tokens or 0 for request in job.requests),

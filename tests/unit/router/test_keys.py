@@ -538,6 +538,51 @@ async def test_tokens_that_a_stop_string_or_a_gone_client_saved_are_given_back(
         assert 990 < key.rates.tokens.level(stopped.monotonic()) <= 997
 
 
+async def test_tokens_that_are_made_again_for_a_resumed_stream_count_again(
+    file: Path, served: FakeFleet, stopped: StoppedClock
+) -> None:
+    _write(file, entry("alice", ALICE, tokens_per_minute=100_000))
+    settings = {"resume_key": "k", "resume_grace_s": 0.01}
+    body = b'{"prompt": [5, 5, 5], "max_tokens": 400, "stream": true, "seed": 1}'
+    headers = {**_bearer(ALICE), "x-penstock-resumable": "1"}
+    async with memory_router(served, **_all_keys(file), **settings) as router:
+        answer = await router.post("/v1/completions", body, **headers)
+        ids = [line[4:] for line in answer.body.decode().split("\n") if line.startswith("id: ")]
+        await _until(lambda: not router.app[ROUTER].live_streams._streams)
+        key = router.app[ROUTER].keys.find(ALICE.encode())
+        assert key is not None
+        assert key.rates.tokens is not None
+        before = key.rates.tokens.level(stopped.monotonic())
+        assert before == 100_000 - 403
+        # The client has all but the last token, again and again.
+        for times in (1, 2):
+            again = await router.post(
+                "/v1/completions", body, **headers, **{"Last-Event-ID": ids[-2]}
+            )
+            assert again.status == 200
+            await _until(lambda: not router.app[ROUTER].live_streams._streams)
+            assert key.rates.tokens.level(stopped.monotonic()) == before - times * 403
+
+
+async def test_tokens_that_were_made_for_a_client_who_never_read_them_count(
+    file: Path, served: FakeFleet, stopped: StoppedClock
+) -> None:
+    _write(file, entry("alice", ALICE, tokens_per_minute=100_000))
+    async with memory_router(served, **_all_keys(file)) as router:
+        key = router.app[ROUTER].keys.find(ALICE.encode())
+        assert key is not None
+        assert key.rates.tokens is not None
+        connection = router.connect()
+        body = b'{"prompt": [5, 5, 5], "max_tokens": 400, "stream": true}'
+        connection.send("POST", "/v1/completions", body, {"x-api-key": ALICE})
+        await connection.read_head()
+        connection.stop_reading()
+        await _until(lambda: not served.running)
+        connection.close()
+        await _until(lambda: router.app[ROUTER].admission.in_flight == 0)
+        assert key.rates.tokens.level(stopped.monotonic()) == 100_000 - 403
+
+
 async def test_tokens_over_a_keys_rate_are_429_before_a_shard_hears_of_it(
     file: Path, served: FakeFleet, stopped: StoppedClock
 ) -> None:

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from penstock_router import rate_limits
-from penstock_router.deltas import Usage
 from penstock_router.errors import TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.rate_limits import Bucket, Charge, Rates
@@ -40,10 +39,8 @@ def _rates(requests: int | None = None, tokens: int | None = None) -> Rates:
     return rates
 
 
-def _record(usage: Usage | None = None) -> RequestRecord:
-    record = RequestRecord(request_id="r", method="POST", route="/", arrived_s=time.perf_counter())
-    record.usage = usage
-    return record
+def _record() -> RequestRecord:
+    return RequestRecord(request_id="r", method="POST", route="/", arrived_s=time.perf_counter())
 
 
 def _refusals(metrics: Metrics, reason: str) -> float:
@@ -124,37 +121,23 @@ def test_prompts_are_charged_before_and_outputs_to_the_token_after(
 ) -> None:
     rates = _rates(tokens=1000)
     assert rates.tokens is not None
-    charge, usage = Charge(rates, metrics), Usage(prompt_tokens=100)
+    charge, record = Charge(rates, metrics), _record()
     charge.take_tokens(100, 50)
     assert rates.tokens.level(clock.now_s) == 850
     charge.begin(100)
-    charge.follow(_record(usage), delivered_tokens=0)
-    usage.completion_tokens = 7
+    charge.follow(record)
+    record.made_tokens = 7
     charge.settle()
     assert rates.tokens.level(clock.now_s) == 893
     charge.settle()
     assert rates.tokens.level(clock.now_s) == 893
-
-
-def test_what_a_request_before_has_put_out_is_not_charged_again(
-    clock: Clock, metrics: Metrics
-) -> None:
-    rates = _rates(tokens=1000)
-    assert rates.tokens is not None
-    charge, usage = Charge(rates, metrics), Usage(prompt_tokens=100, completion_tokens=40)
-    charge.follow(_record(usage), delivered_tokens=40)
-    charge.take_tokens(100, 50)
-    charge.begin(100)
-    usage.completion_tokens = 45
-    charge.settle()
-    assert rates.tokens.level(clock.now_s) == 895
 
 
 def test_a_request_that_got_no_place_gets_its_tokens_back(clock: Clock, metrics: Metrics) -> None:
     rates = _rates(tokens=1000)
     assert rates.tokens is not None
     charge = Charge(rates, metrics)
-    charge.follow(_record(), delivered_tokens=0)
+    charge.follow(_record())
     charge.take_tokens(400, 50)
     charge.settle()
     assert rates.tokens.level(clock.now_s) == 1000
@@ -188,22 +171,22 @@ def test_every_token_counts_so_that_over_a_long_time_the_limit_holds(
     clock: Clock, metrics: Metrics
 ) -> None:
     rng, rates = random.Random(3), _rates(tokens=6000)
-    used, begin_s, running = 0, clock.now_s, list[tuple[float, Charge, Usage, int]]()
+    used, begin_s, running = 0, clock.now_s, list[tuple[float, Charge, RequestRecord, int]]()
     for _ in range(4000):
         clock.now_s += rng.expovariate(5)
         for entry in [entry for entry in running if entry[0] <= clock.now_s]:
             running.remove(entry)
-            entry[2].completion_tokens = entry[3]
+            entry[2].made_tokens = entry[3]
             entry[1].settle()
             used += 10 + entry[3]
-        charge, usage = Charge(rates, metrics), Usage(prompt_tokens=10)
+        charge, record = Charge(rates, metrics), _record()
         try:
             charge.take_tokens(10, 4000)
         except TooManyRequests:
             continue
         charge.begin(10)
-        charge.follow(_record(usage), 0)
-        running.append((clock.now_s + rng.uniform(1, 30), charge, usage, rng.randrange(4000)))
+        charge.follow(record)
+        running.append((clock.now_s + rng.uniform(1, 30), charge, record, rng.randrange(4000)))
     minutes = (clock.now_s - begin_s) / 60
     overdraft = 8 * 4000
     assert used <= 6000 * (minutes + 1) + overdraft

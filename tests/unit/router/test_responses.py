@@ -64,8 +64,9 @@ async def ended(router: MemoryRouter, response_id: str) -> Any:
 
 async def until_idle(router: MemoryRouter) -> None:
     """Nothing is made, and nothing waits for the store."""
+    parts = router.app[ROUTER]
     async with asyncio.timeout(20):
-        while router.app[ROUTER].admission.in_flight:
+        while parts.admission.in_flight or parts.background._keeping:
             await asyncio.sleep(0.01)
 
 
@@ -836,6 +837,8 @@ async def test_an_end_that_the_store_does_not_take_is_offered_again(
         await asyncio.sleep(0.3)
         assert not fleet.running
         assert (await stored(router, begun["id"]))["status"] in UNFINISHED
+        # It has no place while it waits for the store.
+        assert not router.app[ROUTER].admission.num_keys
     assert (await ended(router, begun["id"]))["status"] == "incomplete"
 
 
