@@ -306,7 +306,7 @@ def _add_storing_flags(group: argparse._ArgumentGroup) -> None:
         type=values.store_bytes,
         default=256 * 1024 * 1024,
         metavar="N",
-        help=f"the oldest are dropped beyond this {_DEFAULT}",
+        help=f"beyond this the oldest of the key that holds most are dropped {_DEFAULT}",
     )
     add(
         "--response-ttl-s",

@@ -4,10 +4,11 @@ Knows documents of bytes, their ids and statuses, whose they are, and which work
 HTTP, no JSON and no tokens. SQLite runs in one thread of each worker, so that the event loop never
 waits for the disk.
 
-What bounds the file: it holds `max_bytes` of pages in use. Where a put goes beyond, the oldest
-are evicted in its transaction, finished ones first. Finished ones are absent once they are `ttl_s`
-old. On the disk there is, beyond `max_bytes`, room for one document on its way in, and SQLite's
-write-ahead log: some MiB, and at most about twice a document.
+What bounds the file: it holds `max_bytes` of pages in use. Where a put goes beyond, responses are
+evicted in its transaction: of the key that holds most, the oldest, finished ones first. So whoever
+stores much pushes out its own, whichever worker it asks. Finished ones are absent once they are
+`ttl_s` old. On the disk there is, beyond `max_bytes`, room for one document on its way in, and
+SQLite's write-ahead log: some MiB, and at most about twice a document.
 
 Each worker writes a heartbeat every few seconds. Unfinished responses of a worker whose last
 heartbeat is older than `silent_s`, or that closed its store, count as failed.
@@ -74,6 +75,30 @@ CREATE INDEX IF NOT EXISTS to_cancel ON responses (owner) WHERE cancel;
 CREATE TABLE IF NOT EXISTS owners (owner TEXT NOT NULL PRIMARY KEY, beat_s REAL NOT NULL);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+# What each key holds, kept by triggers: summing it up at each eviction would read all rows.
+_SIZE = "(512 + length({0}.response) + length({0}.messages))"
+_HOLDERS = f"""
+BEGIN IMMEDIATE;
+CREATE INDEX IF NOT EXISTS by_holder ON responses (key_name, running, stored_s);
+CREATE TABLE IF NOT EXISTS holders (key_name TEXT NOT NULL PRIMARY KEY, num_bytes INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_size ON holders (num_bytes);
+REPLACE INTO holders
+    SELECT key_name, sum({_SIZE.format("responses")}) FROM responses GROUP BY key_name;
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
+    INSERT INTO holders VALUES (new.key_name, {_SIZE.format("new")})
+        ON CONFLICT (key_name) DO UPDATE SET num_bytes = num_bytes + excluded.num_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF response, messages ON responses BEGIN
+    UPDATE holders SET num_bytes = num_bytes + {_SIZE.format("new")} - {_SIZE.format("old")}
+        WHERE key_name = new.key_name;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
+    UPDATE holders SET num_bytes = num_bytes - {_SIZE.format("old")}
+        WHERE key_name = old.key_name;
+    DELETE FROM holders WHERE key_name = old.key_name AND num_bytes <= 0;
+END;
 COMMIT;
 """
 
@@ -194,6 +219,7 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
     if not tables:
         connection.executescript(_SCHEMA)
     _add_key_names(connection)
+    _add_holders(connection)
 
 
 def _add_key_names(connection: sqlite3.Connection) -> None:
@@ -202,6 +228,14 @@ def _add_key_names(connection: sqlite3.Connection) -> None:
         columns = connection.execute("SELECT name FROM pragma_table_info('responses')").fetchall()
         if ("key_name",) not in columns:
             connection.execute("ALTER TABLE responses ADD COLUMN key_name TEXT NOT NULL DEFAULT ''")
+
+
+def _add_holders(connection: sqlite3.Connection) -> None:
+    """Add what counts each key's bytes. It counts what an earlier version does to the file, too."""
+    try:
+        connection.execute("SELECT 1 FROM holders LIMIT 1")
+    except sqlite3.OperationalError:
+        connection.executescript(_HOLDERS)
 
 
 @contextlib.contextmanager
@@ -242,11 +276,15 @@ class _Space:
         self._max_pages = (max_bytes + max_bytes // _SHARE) // page_bytes
 
     def trim(self, spared: bytes | None = None) -> None:
-        """Evict the oldest responses, except the one with the id `spared`; unfinished ones last."""
+        """Evict responses of whoever holds most, the oldest first and unfinished ones last, but
+        never the one with the id `spared`.
+        """
         while self._pragma("page_count") - self._pragma("freelist_count") > self._max_used:
             evicted = self._connection.execute(
-                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE id IS NOT ?"
-                " ORDER BY running, stored_s, rowid LIMIT 1)",
+                "DELETE FROM responses WHERE rowid = (SELECT"
+                " (SELECT rowid FROM responses WHERE key_name = holders.key_name AND id IS NOT ?"
+                " ORDER BY running, stored_s, rowid LIMIT 1) AS oldest FROM holders"
+                " WHERE oldest IS NOT NULL ORDER BY num_bytes DESC LIMIT 1)",
                 (spared,),
             )
             if not evicted.rowcount:
