@@ -39,6 +39,7 @@ from penstock_router.keys import Keys
 from penstock_router.loop_lag import watch_loop
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models
+from penstock_router.programs import Programs
 from penstock_router.records import Records, RequestRecord
 from penstock_router.request_log import log_request
 from penstock_router.request_metrics import RequestMetrics
@@ -104,12 +105,13 @@ def build_app(
     models = Models(fleet, threads, config, metrics.held)
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
     memory = ByteBudget(MAX_BYTES)
+    programs = Programs(TextPool(1, config.log_level, config.log_format), metrics)
     app[ROUTER] = Router(
         config=config,
         fleet=fleet,
         models=models,
         threads=threads,
-        bodies=Bodies(models, threads, pool, memory, metrics),
+        bodies=Bodies(models, threads, pool, programs, memory, metrics),
         memory=memory,
         admission=Admission(config, metrics),
         metrics=metrics,
@@ -193,7 +195,7 @@ def _meanwhile(
 async def _close_parts(app: web.Application) -> AsyncIterator[None]:
     yield
     await app[ROUTER].models.close()
-    await app[ROUTER].bodies.pool.close()
+    await app[ROUTER].bodies.close()
     await app[ROUTER].exposition.close()
 
 
@@ -211,7 +213,7 @@ async def _end_requests(app: web.Application) -> None:
     await router.live_streams.wait_ended()
     await router.background.close()
     # Refuses bodies that still wait to be parsed: all other requests have ended by now.
-    router.bodies.pool.stop()
+    router.bodies.stop()
 
 
 async def _expect(request: web.Request) -> None:

@@ -14,11 +14,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from penstock_router import programs
 from penstock_router.apis.responses_stored import Page, shown
 from penstock_router.byte_budget import ByteBudget
 from penstock_router.errors import ApiError, TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
+from penstock_router.programs import Programs
 from penstock_router.prompts import Prepared
 from penstock_router.text_messages import (
     Failed,
@@ -66,6 +68,7 @@ class Incoming:
     """A body as it arrives, kept in pieces: joining those of a long one takes milliseconds."""
 
     def __init__(self, room: Room, client: str) -> None:
+        self.client = client
         self.pieces: list[bytes] = []
         self.num_bytes = 0
         self._room = room
@@ -117,22 +120,34 @@ class Incoming:
 
 
 class Bodies:
-    """Reads bodies. The caller owns, and closes, what is passed in."""
+    """Reads bodies. Closing it closes the pools, which are passed in, and nothing else."""
 
     def __init__(
         self,
         models: Models,
         threads: Threads,
         pool: TextPool,
+        programs: Programs,
         memory: ByteBudget,
         metrics: Metrics,
     ) -> None:
         self.models = models
         self.threads = threads
         self.pool = pool
+        self.programs = programs
         self.room = Room(memory, metrics)
         self._numbers = itertools.count(1)
         self._turns = asyncio.Semaphore(_CONNECTIONS_A_TURN)
+
+    def stop(self) -> None:
+        """Refuse the bodies that wait for a process, and any that arrive."""
+        self.pool.stop()
+        self.programs.pool.stop()
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        await self.pool.close()
+        await self.programs.pool.close()
 
     async def take_turn(self) -> None:
         """Wait before reading more of a long body, so that many that arrive at once do not occupy
@@ -207,6 +222,7 @@ class Body:
         incoming: Incoming,
         reading: Reading,
         lease: Lease | None = None,
+        *,
     ) -> None:
         """`lease` is the text process that parsed it; None: it was parsed here."""
         self.kind = reading.kind
@@ -227,11 +243,11 @@ class Body:
 
         Raises what that work raises, `TooManyRequests`, `Unavailable` and `TimeoutError`.
         """
-        # A request's own template may run for ever even on a short text, so it runs in a process
-        # that can be killed.
         is_program = model.text.trusts_templates and self.asked.brings_template
         try:
-            if self.is_long or is_program or len(earlier) > LONG_BYTES:
+            if is_program:
+                return await self._run_program(model, earlier)
+            if self.is_long or len(earlier) > LONG_BYTES:
                 return await self._work_elsewhere(model, earlier)
             work = functools.partial(self.kind.work, self.asked, model.text, earlier)
             if len(earlier) <= INLINE_CHARS and self.kind.is_short(self.asked):
@@ -239,6 +255,20 @@ class Body:
             return await self._bodies.threads.run(work)
         finally:
             self._incoming.drop()
+
+    async def _run_program(
+        self, model: ServedModel, earlier: bytes
+    ) -> Prepared | bytes | bytearray:
+        """The text work of a request that brings its template, which may run for ever even on a
+        short text: in a process that can be killed, and that nobody else waits for.
+        """
+        self.let_go()
+        async with self._bodies.programs.lease(self._incoming.client, self._arrived_s) as lease:
+            if not lease.has_process:
+                # The start of a process is not of the program's few seconds.
+                await self._send_files(lease, model)
+            pieces = self._incoming.pieces
+            return await self._work_with(lease, model, pieces, earlier, programs.MAX_PROGRAM_S)
 
     async def _work_elsewhere(
         self, model: ServedModel, earlier: bytes
@@ -251,10 +281,20 @@ class Body:
             pieces, num_bytes = incoming.pieces, incoming.num_bytes + len(earlier)
             incoming.enqueue(len(earlier))
             lease = await self._bodies.pool.lease(num_bytes, self._arrived_s)
-        report, after = await self._ask_to_work(lease, model, pieces, earlier)
+        return await self._work_with(lease, model, pieces, earlier)
+
+    async def _work_with(
+        self,
+        lease: Lease,
+        model: ServedModel,
+        pieces: Sequence[bytes],
+        earlier: bytes,
+        max_s: float | None = None,
+    ) -> Prepared | bytes | bytearray:
+        report, after = await self._ask_to_work(lease, model, pieces, earlier, max_s)
         if isinstance(report, NeedsFiles):
             await self._send_files(lease, model)
-            report, after = await self._ask_to_work(lease, model, (), earlier)
+            report, after = await self._ask_to_work(lease, model, (), earlier, max_s)
         lease.give_back()
         match report:
             case WasPrepared():
@@ -264,7 +304,12 @@ class Body:
         raise _error(report)
 
     async def _ask_to_work(
-        self, lease: Lease, model: ServedModel, pieces: Sequence[bytes], earlier: bytes
+        self,
+        lease: Lease,
+        model: ServedModel,
+        pieces: Sequence[bytes],
+        earlier: bytes,
+        max_s: float | None,
     ) -> Reply:
         info = model.info
         facts = ModelFacts(
@@ -277,7 +322,7 @@ class Body:
         )
         body_bytes = sum(map(len, pieces))
         task = Work(self._number, self.kind.name, facts, body_bytes, len(earlier))
-        return await lease.ask(task, (*pieces, earlier))
+        return await lease.ask(task, (*pieces, earlier), max_s)
 
     async def _send_files(self, lease: Lease, model: ServedModel) -> None:
         info, files = model.info, model.files
@@ -290,7 +335,7 @@ class Body:
             raise _error(report)
 
     def let_go(self) -> None:
-        """Give the text process back: no work on the text follows, or not soon."""
+        """Give the text process back: no work on the text follows there, or not soon."""
         if self._lease is not None and self._lease.take_up():
             self._lease.give_back()
 

@@ -109,8 +109,8 @@ def _add_serving_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--trust-request-chat-template",
         action="store_true",
-        help="take a chat_template of a request; it runs in a sandbox, in a text process, for a "
-        "minute at most",
+        help="take a chat_template of a request; it runs in a sandbox, in a process for such "
+        "templates, for five seconds at most",
     )
     add(
         "--tool-call-parser",

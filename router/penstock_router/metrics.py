@@ -185,8 +185,8 @@ class Metrics:
             "Requests answered with 429 by the router itself: queue_full, queued_tokens, "
             "key_queue_full and key_queued_tokens at once, queue_timeout after waiting, pushed_out "
             "of the queue by another key's, key_requests_per_minute and key_tokens_per_minute, "
-            "long_bodies when there are too many of them, unread_answers when a client leaves too "
-            "many bytes unread.",
+            "long_bodies and templates (of requests) when there are too many of them, "
+            "unread_answers when a client leaves too many bytes unread.",
             "reason",
         )
 

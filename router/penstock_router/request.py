@@ -188,7 +188,8 @@ class ChatRequest(Options):
             documents=None,
             # Their names are needed to recognise calls.
             tools=tuple(Tool(tool.name) for tool in self.tools),
-            chat_template=None,
+            # Whether there is one is still known.
+            chat_template=None if self.chat_template is None else "",
             template_kwargs={},
             bad_words=(),
             allowed_token_ids=(),

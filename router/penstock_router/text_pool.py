@@ -273,15 +273,20 @@ class Lease:
         self._ended = False
         self._hold: asyncio.TimerHandle | None = None
 
-    async def ask(self, task: Task, after: _Parts) -> Reply:
-        """The process's reply to a task.
+    @property
+    def has_process(self) -> bool:
+        """Whether its process runs already; one that does not is started by the first task."""
+        return self.slot.process is not None
+
+    async def ask(self, task: Task, after: _Parts, max_s: float | None = None) -> Reply:
+        """The process's reply to a task, which may take so long; None: `MAX_TASK_S`.
 
         Raises `Unavailable` when the process died, `TimeoutError` when it took too long. Whatever
         this raises, the lease is over.
         """
         asking = self._pool.ask(self, task, after)
         try:
-            async with asyncio.timeout(MAX_TASK_S):
+            async with asyncio.timeout(MAX_TASK_S if max_s is None else max_s):
                 return await asyncio.shield(asking)
         except ProcessLost:
             try:

@@ -85,8 +85,9 @@ class TokensRequest:
         return "chat_template" in self.values
 
     def without_text(self) -> Self:
-        """A copy without the fields that may be long."""
-        return dataclasses.replace(self, values={})
+        """A copy without the fields that may be long; that it brings a template is still known."""
+        values = {"chat_template": ""} if self.brings_template else {}
+        return dataclasses.replace(self, values=values)
 
 
 def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, FakeFleet, memory_router, model_files
 
 from penstock_router import bodies as bodies_module
-from penstock_router import errors, text_pool
+from penstock_router import errors, programs, text_pool
 from penstock_router.apis.openai import parse_completion
 from penstock_router.bodies import MAX_BODIES, Bodies, Body, Incoming
 from penstock_router.byte_budget import MAX_BYTES, ByteBudget
@@ -37,6 +37,7 @@ from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooMan
 from penstock_router.job import make_job
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
+from penstock_router.programs import Programs
 from penstock_router.prompts import Prepared, Prompt, pack_ids, unpack_ids
 from penstock_router.resumption import job_digest
 from penstock_router.routes import base
@@ -164,13 +165,14 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Bodies
     config = RouterConfig(shards="fake:1", trust_request_chat_template=True, **settings)
     with ThreadPoolExecutor(1) as executor:
         threads = Threads(executor, 8)
-        pool = TextPool(1, "info")
+        pool, metrics = TextPool(1, "info"), Metrics()
+        own = Programs(TextPool(1, "info"), metrics)
+        memory = ByteBudget(MAX_BYTES)
+        bodies = Bodies(Models(fleet, threads, config), threads, pool, own, memory, metrics)
         try:
-            yield Bodies(
-                Models(fleet, threads, config), threads, pool, ByteBudget(MAX_BYTES), Metrics()
-            )
+            yield bodies
         finally:
-            await pool.close()
+            await bodies.close()
 
 
 async def read(bodies: Bodies, kind: str, *pieces: bytes) -> Body:
@@ -436,7 +438,8 @@ async def endless_body(bodies: Bodies) -> tuple[Body, ServedModel]:
     chat = {"messages": [USER], "chat_template": ENDLESS}
     body, model = await read_long(bodies, "chats", chat), await bodies.models.get("")
     # So that files are there.
-    await (await read_long(bodies, "tokenize", {"prompt": "x"})).work(model)
+    short = {"messages": [USER], "chat_template": "x"}
+    await (await read(bodies, "chats", msgspec.json.encode(short))).work(model)
     return body, model
 
 
@@ -452,12 +455,12 @@ async def test_a_process_that_dies_costs_its_request_and_the_next_one_gets_anoth
 ) -> None:
     async with made_bodies(fleet) as bodies:
         task = await endless(bodies)
-        [pid] = bodies.pool.pids
+        [pid] = bodies.programs.pool.pids
         os.kill(pid, 9)
         with pytest.raises(errors.Unavailable, match="text ended; try again"):
             await task
-        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
-        assert bodies.pool.pids != [pid]
+        await endless_body(bodies)
+        assert bodies.programs.pool.pids != [pid]
 
 
 async def test_a_process_that_dies_between_two_tasks_of_a_body_costs_its_request(
@@ -539,30 +542,19 @@ async def test_work_without_end_is_killed_when_its_client_leaves_or_its_time_is_
     monkeypatch.setattr(text_pool, "_GRACE_S", 0.05)
     async with made_bodies(fleet) as bodies:
         body, model = await endless_body(bodies)
-        [pid] = bodies.pool.pids
+        [pid] = bodies.programs.pool.pids
         with monkeypatch.context() as patched:
-            # Of this task only: a process takes its time to start.
-            patched.setattr(text_pool, "MAX_TASK_S", 60.0 if gone else 0.2)
+            patched.setattr(programs, "MAX_PROGRAM_S", 60.0 if gone else 0.2)
             task = asyncio.create_task(body.work(model))
             await asyncio.sleep(0.1)
             if gone:
                 task.cancel()
-            with pytest.raises(asyncio.CancelledError if gone else TimeoutError):
+            with pytest.raises(asyncio.CancelledError if gone else errors.TimedOut):
                 await task
-        assert await outcome(bodies, "tokenize", b'{"prompt": "x"}' + b" " * 70_000)
-        assert bodies.pool.pids != [pid]
+        await endless_body(bodies)
+        assert bodies.programs.pool.pids != [pid]
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-async def test_a_short_body_with_a_template_of_its_own_can_be_put_an_end_to(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_pool, "MAX_TASK_S", 1.0)
-    async with memory_router(fleet, trust_request_chat_template=True) as router:
-        answer = await router.chat("x", chat_template=ENDLESS)
-        assert answer.status == 504
-        assert (await router.chat("x")).status == 200
 
 
 async def test_work_that_ends_soon_after_its_client_left_keeps_the_process(
@@ -744,18 +736,13 @@ async def test_a_body_that_finds_nothing_else_here_may_have_any_length(fleet: Fa
 
 
 async def test_short_bodies_whose_work_is_long_are_bounded_too(fleet: FakeFleet) -> None:
-    template = {"messages": [USER], "chat_template": "x"}
     earlier = msgspec.json.encode([{**ITEM, "id": "x" * 70_000}])
     async with made_bodies(fleet) as bodies:
         with ExitStack() as scope:
             for _ in range(MAX_BODIES // 2):
                 scope.enter_context(bodies.incoming("a client")).enqueue()
-            for sort, body, before in (
-                ("chats", template, b""),
-                ("responses", {"input": "x"}, earlier),
-            ):
-                kind, *_ = await outcome(bodies, sort, msgspec.json.encode(body), before)
-                assert kind is TooManyRequests
+            kind, *_ = await outcome(bodies, "responses", b'{"input": "x"}', earlier)
+            assert kind is TooManyRequests
 
 
 async def test_a_body_counts_until_its_text_is_worked_on(fleet: FakeFleet) -> None:

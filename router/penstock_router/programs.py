@@ -1,0 +1,58 @@
+"""Templates that requests bring: programs of strangers, each of which may never end.
+
+They run in a text process of their own, so that nobody else's text waits for them, and each for a
+few seconds. A client may have as many here as are still free, and each further one of its own
+waits as if it had come later: a client that sends many endless ones delays another's by one at
+most. Knows neither templates nor messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from penstock_router.byte_budget import ByteBudget
+from penstock_router.errors import TimedOut, TooManyRequests
+from penstock_router.metrics import Metrics
+from penstock_router.text_pool import Lease, TextPool
+
+# Rendering takes milliseconds, and tokenizing the longest text a second or two.
+MAX_PROGRAM_S = 5.0
+# How many may run or wait.
+MAX_PROGRAMS = 32
+
+
+class Programs:
+    """The processes in which they run. The caller owns, and closes, the pool."""
+
+    def __init__(self, pool: TextPool, metrics: Metrics) -> None:
+        self.pool = pool
+        self._metrics = metrics
+        # One for each program; no bytes.
+        self._here = ByteBudget(MAX_PROGRAMS)
+
+    @asynccontextmanager
+    async def lease(self, client: str, arrived_s: float) -> AsyncIterator[Lease]:
+        """A process for one program of this client's.
+
+        Raises `TooManyRequests` if it has its share here already, `TimedOut` for a program that
+        does not end, and `Unavailable` as the pool does.
+        """
+        behind_s = self._here.held_by(client) * MAX_PROGRAM_S
+        with self._here.hold(client) as held:
+            held.grow(1, self._refusal)
+            lease = await self.pool.lease(0, arrived_s + behind_s)
+            try:
+                yield lease
+            except TimeoutError:
+                raise TimedOut(
+                    f"chat_template: the request's template ran for {MAX_PROGRAM_S:g} s without an "
+                    "end"
+                ) from None
+
+    def _refusal(self, held: int, most: int) -> TooManyRequests:
+        self._metrics.refused.labels("templates").inc()
+        return TooManyRequests(
+            f"chat_template: {held} requests of this client with templates of their own are here "
+            f"already (of {most} for all); try again shortly"
+        )
