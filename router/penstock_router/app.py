@@ -117,7 +117,7 @@ def build_app(
         metrics=metrics,
         exposition=Exposition(metrics, FleetCollector(fleet), names=config.metrics_names),
         cursors=CursorCodec(config.resume_key),
-        live_streams=LiveStreams(config.resume_grace_s),
+        live_streams=LiveStreams(config.resume_grace_s, memory),
         responses=responses,
         background=Background(responses),
         keys=Keys(config),
@@ -275,10 +275,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response.force_close()
         return response
     try:
-        response = await handler(request)
+        answer = await handler(request)
         # Here, so that the answer counts as long as it is being sent, and can still be refused.
-        await send(request, response)
-        return response
+        await send(request, answer)
+        return answer
     except web.HTTPException as error:
         return _error_response(request, _from_http(error, request))
     except ConnectionError:

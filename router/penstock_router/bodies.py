@@ -222,7 +222,6 @@ class Body:
         incoming: Incoming,
         reading: Reading,
         lease: Lease | None = None,
-        *,
     ) -> None:
         """`lease` is the text process that parsed it; None: it was parsed here."""
         self.kind = reading.kind

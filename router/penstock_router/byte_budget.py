@@ -72,6 +72,16 @@ class Holding:
         self._budget.change(self._client, more_bytes)
         self.num_bytes += more_bytes
 
+    def add(self, more_bytes: int) -> None:
+        """Hold this much more, even if the client's share does not allow it."""
+        self._budget.change(self._client, more_bytes)
+        self.num_bytes += more_bytes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the client holds more than its share by now."""
+        return not self._budget.allows(self._client, 0, self.num_bytes)
+
     def shrink(self, num_bytes: int) -> None:
         """Give this much back."""
         self._budget.change(self._client, -num_bytes)

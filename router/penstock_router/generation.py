@@ -147,6 +147,13 @@ class Generation(Deltas):
             self._record.finished(outcome, type(error).__name__)
         elif self._unfinished:
             self._record.finished(cause)
+        self._abort(cause)
+
+    def put_down(self) -> None:
+        """Abort unfinished choices, as the rest of them is to be made later."""
+        self._abort("put_down")
+
+    def _abort(self, cause: str) -> None:
         for choice in self._choices:
             if not choice.finished:
                 choice.finished = True

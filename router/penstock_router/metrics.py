@@ -127,7 +127,8 @@ class Metrics:
         self.wasted_tokens = self._counter(
             "wasted_tokens",
             "Of those, tokens of sequences that were cut short, by cause: disconnect, slow_reader, "
-            "timeout, shutdown, abandoned, error.",
+            "timeout, shutdown, abandoned, error; put_down: a resumable stream waits for its "
+            "reader.",
             "cause",
         )
         self.first_token_seconds = self._histogram(

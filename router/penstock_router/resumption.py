@@ -4,7 +4,10 @@ An id holds everything that another worker, or another router with the same key,
 same answer again from the same request: the seed, the numerics, a digest of the prepared request,
 and how much of each choice the client has. Nothing is stored for that: tokens are computed anew,
 and the part that the client has is not sent. If the stream still runs in this worker, the rest of
-it is sent instead. Knows no HTTP and writes nothing to clients.
+it is sent instead.
+
+A stream keeps a bounded part of its events. Whoever makes it stops when that part is full, and goes
+on from the last event when all of them were read. Knows no HTTP and writes nothing to clients.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import math
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -24,9 +28,10 @@ from typing import Self
 import msgspec
 
 from penstock_router.answer_parser import told_apart
+from penstock_router.byte_budget import ByteBudget, Holding
 from penstock_router.choice import Delta
 from penstock_router.conventions import Conventions
-from penstock_router.errors import BadRequest, Unavailable
+from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
 from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
 from penstock_router.prompts import pack_ids
 
@@ -37,6 +42,14 @@ _MAX_ID_CHARACTERS = 8_000
 # How many sent events are kept, for a client whose connection broke with some on the way. For a
 # client that lacks more, the answer is made again.
 _EVENTS_KEPT = 1000
+_KEPT_BYTES = 512 * 1024
+# How much of a stream may wait for its readers: some ten thousand events. It may be less where
+# its client holds much besides, but never less than the reserve, which it has from the beginning.
+MAX_WAITING_BYTES = 4 * 1024 * 1024
+RESERVED_BYTES = 64 * 1024
+# What an event takes beside its frame, and for each choice in its cursor.
+_EVENT_BYTES = 256
+_CHOICE_BYTES = 8
 # How many events are made, or sent, before the event loop gets a turn: each takes some 30 us.
 EVENTS_A_TURN = 16
 
@@ -162,18 +175,32 @@ class Event:
     frame: bytes
     cursor: Cursor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory."""
+        num_choices = 0 if self.cursor is None else len(self.cursor.choices)
+        return len(self.frame) + _EVENT_BYTES + _CHOICE_BYTES * num_choices
+
 
 class LiveStream:
     """An answer that is made whether or not a client reads it, until none has for `grace_s`."""
 
-    def __init__(self, after: Cursor, grace_s: float) -> None:
-        """The first event comes directly after the one with the cursor `after`."""
+    def __init__(self, after: Cursor, grace_s: float, held: Holding) -> None:
+        """The first event comes directly after the one with the cursor `after`. `held` counts the
+        events' bytes, and has the reserve already.
+        """
         self._after = after
         self._grace_s = grace_s
+        self._held = held
         # The kept events; `_num_dropped` earlier ones are not kept any more.
         self._events: deque[Event] = deque()
         self._num_dropped = 0
+        # The bytes of the kept events that all readers have, and of the others.
+        self._sent_bytes = self._waiting_bytes = 0
+        self._num_sent = 0
         self._news = asyncio.Event()
+        # Set when readers took something, came or left.
+        self._read = asyncio.Event()
         self._readers: set[Reader] = set()
         self._error: BaseException | None = None
         self._ended = False
@@ -196,14 +223,38 @@ class LiveStream:
             self._error = Unavailable("the answer was given up")
         else:
             self._error = task.exception()
+        self._held.shrink(min(RESERVED_BYTES, self._held.num_bytes))
         if self._error is not None:
             # A client that resumes must not get the same error: a new attempt may succeed.
             self._forget()
         self._news.set()
 
+    # ---- called by whoever makes it ----
+
     def put(self, event: Event) -> None:
+        """Add an event. Once the stream is full, stop and wait until it is read."""
+        num_bytes = event.num_bytes
+        self._held.add(num_bytes)
+        self._waiting_bytes += num_bytes
         self._events.append(event)
         self._news.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for readers that no more should be made."""
+        if self._waiting_bytes <= RESERVED_BYTES:
+            return False
+        return self._waiting_bytes > MAX_WAITING_BYTES or self._held.is_over
+
+    async def wait_read(self, *, by_nobody: bool = False) -> None:
+        """Return when readers have sent all events; with `by_nobody` also when there are none."""
+        while self._num_sent_by_all(by_nobody) < self._num_dropped + len(self._events):
+            self._read.clear()
+            await self._read.wait()
+
+    def _num_sent_by_all(self, by_nobody: bool) -> float:
+        nobody = math.inf if by_nobody else -1
+        return min((reader.sent for reader in self._readers), default=nobody)
 
     def reader_after(self, cursor: Cursor) -> Reader | None:
         """A reader of the events after the one with this cursor; None if that one is not kept."""
@@ -223,6 +274,7 @@ class LiveStream:
 
     def leave(self, reader: Reader) -> None:
         self._readers.discard(reader)
+        self.note_sent()
         if not self._readers:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(self._grace_s, self._expire)
@@ -238,18 +290,28 @@ class LiveStream:
             await self._news.wait()
         return self._events[position - self._num_dropped]
 
-    def drop_sent(self) -> None:
-        """Of the events that every reader has had, keep the last `_EVENTS_KEPT`."""
-        sent = min(reader.position for reader in self._readers)
-        while self._num_dropped < sent - _EVENTS_KEPT:
-            self._events.popleft()
+    def note_sent(self) -> None:
+        """Of the events that every reader has sent, keep the last ones."""
+        sent = min((reader.sent for reader in self._readers), default=0)
+        while self._num_sent < sent:
+            num_bytes = self._events[self._num_sent - self._num_dropped].num_bytes
+            self._num_sent += 1
+            self._waiting_bytes -= num_bytes
+            self._sent_bytes += num_bytes
+        while self._num_sent - self._num_dropped > _EVENTS_KEPT or self._sent_bytes > _KEPT_BYTES:
+            num_bytes = self._events.popleft().num_bytes
             self._num_dropped += 1
+            self._sent_bytes -= num_bytes
+            self._held.shrink(num_bytes)
+        self._read.set()
 
     # ---- its end ----
 
     def _expire(self) -> None:
         self._task.cancel()
         self._forget()
+        self._events.clear()
+        self._held.close()
 
     def stop(self) -> None:
         """No reader will join any more: go on only while there are readers."""
@@ -267,8 +329,8 @@ class Reader:
 
     def __init__(self, stream: LiveStream, position: int) -> None:
         self._stream = stream
-        # The index of the next event, counted from the stream's first.
-        self.position = position
+        # The index of the next event, counted from the stream's first, and how many are sent.
+        self.position = self.sent = position
         stream.join(self)
 
     def __enter__(self) -> Self:
@@ -286,18 +348,28 @@ class Reader:
         """The next event; None after the last. Raises the error that ended the answer."""
         if self.position % EVENTS_A_TURN == EVENTS_A_TURN - 1:
             await asyncio.sleep(0)
+        # Whoever asks for the next is done with those before.
+        self.sent = self.position
+        self._stream.note_sent()
         event = await self._stream.event_at(self.position)
         if event is not None:
             self.position += 1
-            self._stream.drop_sent()
         return event
 
 
-class LiveStreams:
-    """The live streams of one worker, by answer."""
+def _too_much_held(held_bytes: int, max_bytes: int) -> TooManyRequests:
+    return TooManyRequests(
+        f"x-penstock-resumable: the server holds {held_bytes} bytes for this client already (of "
+        f"{max_bytes} for all); read the streams before it, then try again"
+    )
 
-    def __init__(self, grace_s: float) -> None:
+
+class LiveStreams:
+    """The live streams of one worker, by answer; their events count in `memory`."""
+
+    def __init__(self, grace_s: float, memory: ByteBudget) -> None:
         self._grace_s = grace_s
+        self._memory = memory
         self._streams: dict[tuple[bytes, str, int, int], LiveStream] = {}
 
     def join(self, cursor: Cursor) -> Reader | None:
@@ -305,12 +377,19 @@ class LiveStreams:
         stream = self._streams.get(cursor.answer)
         return None if stream is None else stream.reader_after(cursor)
 
-    def begin(self, cursor: Cursor, make: Callable[[LiveStream], Awaitable[None]]) -> Reader:
-        """Begin a stream of what follows the cursor, in place of an older one; its reader."""
+    def begin(
+        self, cursor: Cursor, make: Callable[[LiveStream], Awaitable[None]], client: str = ""
+    ) -> Reader:
+        """Begin a stream of what follows the cursor, in place of an older one; its reader.
+
+        Raises `TooManyRequests` if this client's streams, bodies and answers hold too much.
+        """
+        held = self._memory.hold(client)
+        held.grow(RESERVED_BYTES, _too_much_held)
         older = self._streams.get(cursor.answer)
         if older is not None:
             older.stop()
-        stream = self._streams[cursor.answer] = LiveStream(cursor, self._grace_s)
+        stream = self._streams[cursor.answer] = LiveStream(cursor, self._grace_s, held)
 
         def forget() -> None:
             if self._streams.get(cursor.answer) is stream:

@@ -13,11 +13,13 @@ from aiohttp import web
 
 from penstock_client.types import random_seed
 from penstock_router import sse
+from penstock_router.admission import TimeLimit
 from penstock_router.apis.base import Shape
 from penstock_router.deltas import spaced
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, table
 from penstock_router.generation import Generation
+from penstock_router.job import Job
 from penstock_router.resumption import (
     EVENTS_A_TURN,
     MAX_SEQUENCES,
@@ -27,7 +29,7 @@ from penstock_router.resumption import (
     Progress,
     job_digest,
 )
-from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, flag_header
+from penstock_router.routes.base import RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (
     Call,
     entered,
@@ -69,7 +71,7 @@ async def resumable(call: Call[Any]) -> web.StreamResponse | None:
         router.metrics.resumed_streams.labels("again" if reader is None else "live").inc()
     if reader is None:
         reader = router.live_streams.begin(
-            cursor, functools.partial(_make, _again(call, cursor), cursor)
+            cursor, functools.partial(_make, _again(call, cursor), cursor), client_of(request)
         )
     with reader:
         return await sse.follow(
@@ -121,8 +123,9 @@ def _again(call: Call[Any], cursor: Cursor) -> Call[Any]:
 
 
 async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
-    """Generate what the client does not have yet, whether or not anybody reads it."""
-    router = call.request.app[ROUTER]
+    """Generate what the client does not have yet, whether or not anybody reads it: up to a bound,
+    and beyond that when it was read.
+    """
     if cursor.choices and not cursor.numerics:
         raise BadRequest(
             "Last-Event-ID: the answer comes from shards with several numerics, so it cannot be "
@@ -141,17 +144,45 @@ async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:
                 "x-penstock-resumable: what this model gives depends on what runs beside it, so "
                 "that no answer of it can be made again"
             )
-        cursor = msgspec.structs.replace(cursor, job=made_of)
         job = dataclasses.replace(job, delivered=cursor.delivered)
         job = await started(call, job, ticket)
-        async with generation_of(call, job) as generation, ticket.limit.scope():
-            shape = make_shape(call, job, generation, cursor.created)
-            await _put_events(live, generation, shape, cursor, router.threads)
+        after: Cursor | None = msgspec.structs.replace(cursor, job=made_of)
+        while after is not None:
+            after = await _make_some(call, _job_after(job, after), after, live, ticket.limit)
+            async with ticket.limit.scope():
+                # What was made keeps its places until it is sent, as any stream does.
+                await live.wait_read(by_nobody=after is None)
+
+
+def _job_after(job: Job, cursor: Cursor) -> Job:
+    """The job for what follows the cursor."""
+    numerics = cursor.numerics
+    return dataclasses.replace(
+        job,
+        options=dataclasses.replace(job.options, numerics=numerics),
+        requests=tuple(dataclasses.replace(request, numerics=numerics) for request in job.requests),
+        delivered=cursor.delivered,
+    )
+
+
+async def _make_some(
+    call: Call[Any], job: Job, cursor: Cursor, live: LiveStream, limit: TimeLimit
+) -> Cursor | None:
+    """Put the events after the cursor until the stream is full, and return the cursor to go on
+    from; None at the answer's end.
+    """
+    async with generation_of(call, job) as generation, limit.scope():
+        shape = make_shape(call, job, generation, cursor.created)
+        threads = call.request.app[ROUTER].threads
+        after = await _put_events(live, generation, shape, cursor, threads)
+        if after is not None:
+            generation.put_down()
+        return after
 
 
 async def _put_events(
     live: LiveStream, generation: Generation, shape: Shape, cursor: Cursor, threads: Threads
-) -> None:
+) -> Cursor | None:
     job = generation.job
     progress = Progress.of(job.delivered, len(job.requests))
     opening = [] if cursor.choices else shape.opening()
@@ -174,7 +205,15 @@ async def _put_events(
         opening = []
         progress.add(delta)
         chunk = await sse.frame_of(shape, delta, threads)
-        if chunk is not None:
-            live.put(Event(chunk, here()))
+        if chunk is None:
+            continue
+        live.put(Event(chunk, here()))
+        if live.is_full and not generation.ended:
+            if generation.numerics:
+                return here()
+            # Tokens of several numerics cannot be made again. Those that come now wait where they
+            # arrive, without events.
+            await live.wait_read()
     for frame in shape.closing():
         live.put(Event(frame))
+    return None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 from unit.router.router_doubles import (
+    Connection,
     FakeFleet,
     MemoryRouter,
     byte_level_tokenizer,
@@ -22,11 +23,14 @@ from unit.router.router_doubles import (
 from penstock_client.errors import ShardFailed
 from penstock_client.stream import GenerationStream
 from penstock_client.types import GenerationRequest
+from penstock_router import resumption
+from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.choice import Delta
 from penstock_router.deltas import Deltas
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.resumption import (
     MAX_SEQUENCES,
+    RESERVED_BYTES,
     Cursor,
     CursorCodec,
     Event,
@@ -35,6 +39,7 @@ from penstock_router.resumption import (
     Reader,
     body_digest,
 )
+from penstock_router.routes.base import ROUTER
 from penstock_router.routes.resume import _put_events
 from penstock_router.sse import _Sender
 from penstock_router.threads import Threads
@@ -89,7 +94,7 @@ async def test_whoever_joins_a_live_stream_gets_what_it_lacks_and_the_rest() -> 
                 await go.wait()
             live.put(Event(str(number).encode(), _after(number)))
 
-    streams = LiveStreams(grace_s=10)
+    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
     readers = [asyncio.create_task(_read(streams.begin(START, make)))]
     await asyncio.sleep(0)
     readers += [asyncio.create_task(_read(streams.join(_after(1)))) for _ in range(2)]
@@ -109,7 +114,7 @@ async def test_what_ends_a_live_stream_is_what_each_reader_gets_and_nobody_later
         await asyncio.sleep(0.01)
         raise BadRequest("no")
 
-    streams = LiveStreams(grace_s=10)
+    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
     first = streams.begin(START, make)
     second = streams.join(START)
     assert second is not None
@@ -128,7 +133,7 @@ async def test_of_what_all_readers_have_a_live_stream_keeps_a_bounded_part() -> 
         for number in range(5000):
             live.put(Event(str(number).encode(), _after(number)))
 
-    streams = LiveStreams(grace_s=10)
+    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
     reader = streams.begin(START, make)
     behind = streams.join(START)
     assert len(await _read(reader)) == 5000
@@ -167,7 +172,7 @@ async def test_others_run_while_a_reader_gets_many_events_that_are_there_already
         for number in range(900):
             live.put(Event(str(number).encode(), _after(number)))
 
-    streams = LiveStreams(grace_s=10)
+    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
     await _read(streams.begin(START, make))
     async with _Turns() as turns:
         assert len(await _read(streams.join(START))) == 900
@@ -214,7 +219,7 @@ async def test_others_run_while_many_choices_gain_something_at_once(resumable: b
     shape: Any = SimpleNamespace(opening=list, chunk=lambda delta: b"x", closing=list)
     generation: Any = _ManyAtOnce()
     events: Any = _Quick()
-    live: Any = SimpleNamespace(put=events.send_now)
+    live: Any = SimpleNamespace(put=events.send_now, is_full=False)
     with ThreadPoolExecutor(1) as executor:
         threads = Threads(executor, 1)
         async with _Turns() as turns:
@@ -237,7 +242,7 @@ async def test_a_stopping_router_ends_what_nobody_reads_and_finishes_what_somebo
             ended.append(name)
             raise
 
-    streams = LiveStreams(grace_s=60)
+    streams = LiveStreams(60, ByteBudget(MAX_BYTES))
     with streams.begin(START, lambda live: make(live, "unread")) as unread:
         await asyncio.sleep(0)
     reader = streams.begin(_after(1), lambda live: make(live, "read"))
@@ -453,6 +458,139 @@ async def test_an_answer_that_finds_no_room_is_429_and_holds_no_place() -> None:
         assert (answer.status, answer.headers["retry-after"]) == (429, "1")
         await running
         assert (await _all_events(router, BODY))[-1][1] == "[DONE]"
+
+
+# ---- Streams that are not read -----------------------------------------------------------------
+
+LONG = {**BODY, "max_tokens": 400}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream keeps some thirty events for its readers."""
+    monkeypatch.setattr(resumption, "RESERVED_BYTES", 5_000)
+    monkeypatch.setattr(resumption, "MAX_WAITING_BYTES", 20_000)
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def _stalled(router: MemoryRouter, body: object) -> tuple[Connection, dict[str, str]]:
+    """A client that stops to read when its stream has begun."""
+    connection = router.connect()
+    headers = {**RESUMABLE, "Content-Type": "application/json"}
+    connection.send("POST", "/v1/completions", json.dumps(body).encode(), headers)
+    _, answered = await connection.read_head()
+    connection.stop_reading()
+    return connection, answered
+
+
+def _live(router: MemoryRouter) -> LiveStream:
+    *_, stream = router.app[ROUTER].live_streams._streams.values()
+    return stream
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3, "logprobs": 2}, {"stop": ["qqq"], "echo": True}])
+@pytest.mark.usefixtures("small")
+async def test_what_nobody_reads_is_put_down_and_made_when_it_is_read(more: dict[str, Any]) -> None:
+    fleet = FakeFleet(model_files(byte_level_tokenizer()))
+    body = {**LONG, **more}
+    async with memory_router(fleet) as router:
+        parts = router.app[ROUTER]
+        whole = _joined([data for _, data in await _all_events(router, body)])
+        before = len(fleet.requests)
+        connection, headers = await _stalled(router, body)
+        for _ in range(20):
+            await _until(lambda: not fleet.running)
+            await asyncio.sleep(0.02)
+            streams = parts.live_streams._streams.values()
+            assert all(stream._waiting_bytes < 45_000 for stream in streams)
+            assert parts.admission.in_flight == body.get("n", 1)
+            if len(fleet.requests) > before + 3 * body.get("n", 1):
+                break
+            connection.go_on_reading()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.002)
+            connection.stop_reading()
+        connection.go_on_reading()
+        rest = b"".join([part async for part in connection.chunks(headers)])
+        events = _events(rest)
+        assert _joined([data for _, data in events]) == whole
+        assert events[-1][1] == "[DONE]"
+        connection.close()
+        await _until(lambda: not parts.admission.num_keys)
+        text = (await router.get("/metrics")).body.decode()
+        assert 'penstock_router_aborts_total{cause="put_down"}' in text
+        assert 'outcome="abandoned"' not in text
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_stream_that_nobody_reads_keeps_its_place_and_a_bounded_part_until_it_ends() -> (
+    None
+):
+    fleet = FakeFleet(model_files(byte_level_tokenizer()))
+    async with memory_router(fleet, resume_grace_s=0.3) as router:
+        parts = router.app[ROUTER]
+        connection, _ = await _stalled(router, LONG)
+        connection.close()
+        await _until(lambda: not fleet.running)
+        assert 20_000 < parts.memory.held_bytes < 30_000
+        assert _live(router)._waiting_bytes < 25_000
+        assert parts.admission.in_flight == 1
+        await _until(lambda: not parts.admission.num_keys)
+        await _until(lambda: not parts.memory.held_bytes)
+
+
+async def test_a_stream_that_is_made_keeps_its_place_until_it_is_sent() -> None:
+    fleet = FakeFleet(model_files(byte_level_tokenizer()))
+    async with memory_router(fleet) as router:
+        admission = router.app[ROUTER].admission
+        connection, headers = await _stalled(router, BODY)
+        await _until(lambda: not fleet.running)
+        await asyncio.sleep(0.05)
+        assert admission.in_flight == 1
+        connection.go_on_reading()
+        assert b"".join([part async for part in connection.chunks(headers)])
+        await _until(lambda: not admission.num_keys)
+        connection.close()
+
+
+@pytest.mark.usefixtures("small")
+async def test_what_cannot_be_made_again_waits_where_it_arrives() -> None:
+    fleet = MixedFleet(model_files(byte_level_tokenizer()))
+    async with memory_router(fleet) as router:
+        whole = _joined([data for _, data in await _all_events(router, LONG)])
+        connection, headers = await _stalled(router, LONG)
+        await _until(lambda: not fleet.running)
+        assert _live(router)._waiting_bytes < 45_000
+        connection.go_on_reading()
+        rest = b"".join([part async for part in connection.chunks(headers)])
+        assert _joined([data for _, data in _events(rest)]) == whole
+        assert len(fleet.requests) == 2
+        connection.close()
+
+
+async def test_streams_have_their_clients_share_of_memory_and_no_more() -> None:
+    fleet = FakeFleet(model_files(byte_level_tokenizer()))
+    async with memory_router(fleet) as router:
+        memory = router.app[ROUTER].memory
+        memory.max_bytes = 3 * RESERVED_BYTES
+        first, headers = await _stalled(router, LONG)
+        # Its client has so much besides that the stream has only what is reserved for it.
+        with memory.hold("") as besides:
+            besides.add(3 * RESERVED_BYTES)
+            await _until(lambda: not fleet.running)
+            assert _live(router)._waiting_bytes < RESERVED_BYTES + 2000
+            answer = await router.post("/v1/completions", BODY, **RESUMABLE)
+            assert answer.status == 429
+            assert "read the streams before it" in answer.error["message"]
+        first.go_on_reading()
+        assert b"".join([part async for part in first.chunks(headers)])
+        first.close()
 
 
 def test_a_body_that_is_nested_too_deeply_for_a_digest_is_refused() -> None:
