@@ -140,15 +140,16 @@ async def test_a_text_process_that_is_killed_costs_its_request_only(
     assert await post(session, f"{trusting.url}/tokenize", {"prompt": WORDS}) == 200
 
 
-async def test_work_without_end_goes_with_its_client(
+async def test_work_without_end_delays_nobody_and_goes_with_its_client(
     trusting: Router, session: aiohttp.ClientSession
 ) -> None:
     task = endless(session, trusting)
     await asyncio.sleep(1)
     process = text_process(trusting)
-    task.cancel()
     assert await post(session, f"{trusting.url}/tokenize", {"prompt": WORDS}) == 200
-    assert not is_alive(process)
+    assert is_alive(process)
+    task.cancel()
+    wait_until(lambda: not is_alive(process), timeout_s=5, what="the endless work ended")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
