@@ -218,7 +218,7 @@ class FromAddress(asyncio.Transport):
 
 async def test_one_address_leaves_connections_to_others() -> None:
     server = web.Server(_quick)  # type: ignore[arg-type]
-    door = Door(server, 8, 30, ByteBudget(MAX_BYTES), lambda reason: web.Response())
+    door = Door(server, 8, 30, 60, ByteBudget(MAX_BYTES), lambda reason: web.Response())
 
     def connect(address: str) -> Connection | None:
         connection, transport = door(), FromAddress(address)
@@ -242,7 +242,7 @@ async def test_one_address_leaves_connections_to_others() -> None:
 async def test_unfinished_headers_of_one_address_leave_memory_to_others() -> None:
     memory = ByteBudget(1_000_000)
     server = web.Server(_quick)  # type: ignore[arg-type]
-    door = Door(server, 100, 30, memory, lambda reason: web.Response())
+    door = Door(server, 100, 30, 60, memory, lambda reason: web.Response())
     head = REQUEST[:-2] + b"".join(b"X-%d: %b\r\n" % (number, b"a" * 8000) for number in range(9))
     open_ones = []
     for _ in range(20):

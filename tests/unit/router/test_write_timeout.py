@@ -22,6 +22,7 @@ from unit.router.router_doubles import (
 )
 
 from penstock_router.bodies import LONG_BYTES
+from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.connections import Runner
 from penstock_router.errors import SlowReader
 from penstock_router.routes.base import ROUTER
@@ -154,8 +155,9 @@ async def _served() -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
         max_connections=10,
         header_timeout_s=60.0,
         write_timeout_s=0.4,
+        memory=ByteBudget(MAX_BYTES),
+        error_response=lambda reason: web.Response(status=400, text=reason),
         handler_cancellation=True,
-        access_log=None,
     )
     await runner.setup()
     listener = socket.socket()
