@@ -16,7 +16,9 @@ MAX_BYTES = 256 * 1024 * 1024
 
 
 class ByteBudget:
-    """The bytes that are held in this process, by client."""
+    """The bytes that are held in this process, by client. What is counted one by one, such as
+    connections, is shared in the same way.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
