@@ -21,7 +21,6 @@ from penstock_router.apis.base import ERRORS
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.bodies import Bodies
-from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.config import RouterConfig
 from penstock_router.console import Console
 from penstock_router.errors import (
@@ -63,6 +62,7 @@ from penstock_router.routes.base import (
     usable_request_id,
 )
 from penstock_router.routes.table import ROUTES
+from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.spans import RequestTraces
 from penstock_router.text_pool import TextPool
 from penstock_router.threads import Threads
@@ -104,7 +104,7 @@ def build_app(
     threads = Threads(executor, max_pending)
     models = Models(fleet, threads, config, metrics.held)
     pool = TextPool(config.text_processes, config.log_level, config.log_format)
-    memory = ByteBudget(MAX_BYTES)
+    memory = SharedBudget(MEMORY_BYTES, metrics.buffered_bytes)
     programs = Programs(TextPool(1, config.log_level, config.log_format), metrics)
     app[ROUTER] = Router(
         config=config,

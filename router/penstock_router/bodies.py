@@ -16,12 +16,12 @@ from contextlib import contextmanager
 
 from penstock_router import programs
 from penstock_router.apis.responses_stored import Page, shown
-from penstock_router.byte_budget import ByteBudget
 from penstock_router.errors import ApiError, TooManyRequests
 from penstock_router.metrics import Metrics
 from penstock_router.models import Models, ServedModel
 from penstock_router.programs import Programs
 from penstock_router.prompts import Prepared
+from penstock_router.shared_budget import SharedBudget
 from penstock_router.text_messages import (
     Failed,
     Files,
@@ -57,10 +57,10 @@ MAX_BODIES = 64
 class Room:
     """What bodies in this process take, by client, until their texts are worked on."""
 
-    def __init__(self, memory: ByteBudget, metrics: Metrics) -> None:
+    def __init__(self, memory: SharedBudget, metrics: Metrics) -> None:
         self.memory = memory
         # Shared as memory is, with 1 for each body.
-        self.queue = ByteBudget(MAX_BODIES)
+        self.queue = SharedBudget(MAX_BODIES)
         self.metrics = metrics
 
 
@@ -92,7 +92,7 @@ class Incoming:
         """
         if more_bytes:
             self._memory.grow(more_bytes, self._out_of_memory)
-        if not self._place.num_bytes:
+        if not self._place.amount:
             self._place.grow(1, self._queue_full)
 
     def _out_of_memory(self, held_bytes: int, max_bytes: int) -> TooManyRequests:
@@ -128,7 +128,7 @@ class Bodies:
         threads: Threads,
         pool: TextPool,
         programs: Programs,
-        memory: ByteBudget,
+        memory: SharedBudget,
         metrics: Metrics,
     ) -> None:
         self.models = models

@@ -25,7 +25,7 @@ from aiohttp.typedefs import Handler
 
 from penstock_client.listening import BACKLOG
 from penstock_router.addresses import network_of
-from penstock_router.byte_budget import ByteBudget, Holding
+from penstock_router.shared_budget import Holding, SharedBudget
 from penstock_router.write_timeout import WriteTimeout
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Runner(web.AppRunner):
         max_connections: int,
         header_timeout_s: float,
         write_timeout_s: float,
-        memory: ByteBudget,
+        memory: SharedBudget,
         error_response: ErrorResponse,
         **more: Any,
     ) -> None:
@@ -147,12 +147,12 @@ class Door:
         max_connections: int,
         header_timeout_s: float,
         write_timeout_s: float,
-        memory: ByteBudget,
+        memory: SharedBudget,
         error_response: ErrorResponse,
     ) -> None:
         self._server = server
         # Shared by addresses as memory is, with 1 for each connection.
-        self.connections = ByteBudget(max_connections)
+        self.connections = SharedBudget(max_connections)
         self.header_timeout_s = header_timeout_s
         self.write_timeout_s = write_timeout_s
         self.memory = memory

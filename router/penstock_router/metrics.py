@@ -139,6 +139,10 @@ class Metrics:
         self.in_flight = self._gauge(
             "sequences_in_flight", "Sequences handed to shards and not finished."
         )
+        self.buffered_bytes = self._gauge(
+            "buffered_bytes",
+            "Bytes of bodies, answers and resumable streams that wait for slow clients.",
+        )
         self.aborts = self._counter(
             "aborts", "Sequences ended by the router before the shard ended them.", "cause"
         )

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from penstock_router.byte_budget import ByteBudget
 from penstock_router.errors import TimedOut, TooManyRequests
 from penstock_router.metrics import Metrics
+from penstock_router.shared_budget import SharedBudget
 from penstock_router.text_pool import Lease, TextPool
 
 # Rendering takes milliseconds, and tokenizing the longest text a second or two.
@@ -29,7 +29,7 @@ class Programs:
         self.pool = pool
         self._metrics = metrics
         # One for each program; no bytes.
-        self._here = ByteBudget(MAX_PROGRAMS)
+        self._here = SharedBudget(MAX_PROGRAMS)
 
     @asynccontextmanager
     async def lease(self, client: str, arrived_s: float) -> AsyncIterator[Lease]:

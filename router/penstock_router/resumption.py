@@ -28,12 +28,12 @@ from typing import Self
 import msgspec
 
 from penstock_router.answer_parser import told_apart
-from penstock_router.byte_budget import ByteBudget, Holding
 from penstock_router.choice import Delta
 from penstock_router.conventions import Conventions
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
 from penstock_router.job import NOTHING_DELIVERED, Delivered, Job
 from penstock_router.prompts import pack_ids
+from penstock_router.shared_budget import Holding, SharedBudget
 
 # An id says for each choice how much was sent, and has to fit into a header.
 MAX_SEQUENCES = 128
@@ -223,7 +223,7 @@ class LiveStream:
             self._error = Unavailable("the answer was given up")
         else:
             self._error = task.exception()
-        self._held.shrink(min(RESERVED_BYTES, self._held.num_bytes))
+        self._held.shrink(min(RESERVED_BYTES, self._held.amount))
         if self._error is not None:
             # A client that resumes must not get the same error: a new attempt may succeed.
             self._forget()
@@ -367,7 +367,7 @@ def _too_much_held(held_bytes: int, max_bytes: int) -> TooManyRequests:
 class LiveStreams:
     """The live streams of one worker, by answer; their events count in `memory`."""
 
-    def __init__(self, grace_s: float, memory: ByteBudget) -> None:
+    def __init__(self, grace_s: float, memory: SharedBudget) -> None:
         self._grace_s = grace_s
         self._memory = memory
         self._streams: dict[tuple[bytes, str, int, int], LiveStream] = {}

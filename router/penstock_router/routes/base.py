@@ -22,7 +22,6 @@ from penstock_router.apis.base import ERRORS, TIMEOUT, ErrorForm
 from penstock_router.backend import Fleet
 from penstock_router.background import Background
 from penstock_router.bodies import LONG_BYTES, Bodies, Body, Incoming
-from penstock_router.byte_budget import ByteBudget
 from penstock_router.config import RouterConfig
 from penstock_router.content_coding import DAMAGED, Inflater, inflater_of
 from penstock_router.errors import (
@@ -43,6 +42,7 @@ from penstock_router.records import Records, RequestRecord
 from penstock_router.request import MAX_REQUEST_ID_CHARS
 from penstock_router.response_store import ResponseStore
 from penstock_router.resumption import CursorCodec, LiveStreams
+from penstock_router.shared_budget import SharedBudget
 from penstock_router.text_work import AnyKind
 from penstock_router.threads import Threads
 from penstock_router.write_timeout import write_timeout_of
@@ -62,7 +62,7 @@ class Router:
     threads: Threads
     bodies: Bodies
     # What slow clients hold: bodies that arrive, answers that are not read, streams nobody reads.
-    memory: ByteBudget
+    memory: SharedBudget
     admission: Admission
     metrics: Metrics
     exposition: Exposition

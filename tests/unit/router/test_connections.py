@@ -18,8 +18,8 @@ from aiohttp import web
 from support.certificates import Authority
 
 from penstock_router import connections
-from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.connections import Connection, Door, Runner, _allowed
+from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
 
 REQUEST = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -61,7 +61,7 @@ async def _served(
         max_connections=max_connections,
         header_timeout_s=timeout_s,
         write_timeout_s=10.0,
-        memory=ByteBudget(MAX_BYTES),
+        memory=SharedBudget(MEMORY_BYTES),
         error_response=lambda reason: web.Response(status=400, text=reason),
     )
     await runner.setup()
@@ -218,7 +218,7 @@ class FromAddress(asyncio.Transport):
 
 async def test_one_address_leaves_connections_to_others() -> None:
     server = web.Server(_quick)  # type: ignore[arg-type]
-    door = Door(server, 8, 30, 60, ByteBudget(MAX_BYTES), lambda reason: web.Response())
+    door = Door(server, 8, 30, 60, SharedBudget(MEMORY_BYTES), lambda reason: web.Response())
 
     def connect(address: str) -> Connection | None:
         connection, transport = door(), FromAddress(address)
@@ -235,12 +235,12 @@ async def test_one_address_leaves_connections_to_others() -> None:
     for one in (*there, *others, late):
         if one is not None:
             one.connection_lost(None)
-    assert door.connections.held_bytes == 0
+    assert door.connections.held == 0
     await asyncio.sleep(0)
 
 
 async def test_unfinished_headers_of_one_address_leave_memory_to_others() -> None:
-    memory = ByteBudget(1_000_000)
+    memory = SharedBudget(1_000_000)
     server = web.Server(_quick)  # type: ignore[arg-type]
     door = Door(server, 100, 30, 60, memory, lambda reason: web.Response())
     head = REQUEST[:-2] + b"".join(b"X-%d: %b\r\n" % (number, b"a" * 8000) for number in range(9))
@@ -252,13 +252,13 @@ async def test_unfinished_headers_of_one_address_leave_memory_to_others() -> Non
         if connection.connected:
             open_ones.append(connection)
     assert len(open_ones) == 6
-    assert memory.held_bytes == 6 * len(head)
+    assert memory.held == 6 * len(head)
     # A request whose headers are complete holds its memory elsewhere.
     open_ones[0].request_begins()
-    assert memory.held_bytes == 5 * len(head)
+    assert memory.held == 5 * len(head)
     for connection in open_ones:
         connection.connection_lost(None)
-    assert memory.held_bytes == 0
+    assert memory.held == 0
     await asyncio.sleep(0)
 
 

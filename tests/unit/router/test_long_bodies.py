@@ -31,7 +31,6 @@ from penstock_router import bodies as bodies_module
 from penstock_router import errors, programs, text_pool
 from penstock_router.apis.openai import parse_completion
 from penstock_router.bodies import MAX_BODIES, Bodies, Body, Incoming
-from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
 from penstock_router.job import make_job
@@ -41,6 +40,7 @@ from penstock_router.programs import Programs
 from penstock_router.prompts import Prepared, Prompt, pack_ids, unpack_ids
 from penstock_router.resumption import job_digest
 from penstock_router.routes import base
+from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.text_messages import (
     HEADER,
     Files,
@@ -167,7 +167,7 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Bodies
         threads = Threads(executor, 8)
         pool, metrics = TextPool(1, "info"), Metrics()
         own = Programs(TextPool(1, "info"), metrics)
-        memory = ByteBudget(MAX_BYTES)
+        memory = SharedBudget(MEMORY_BYTES)
         bodies = Bodies(Models(fleet, threads, config), threads, pool, own, memory, metrics)
         try:
             yield bodies
@@ -697,7 +697,7 @@ async def test_a_lease_that_is_held_too_long_is_given_to_the_next_one(
 
 
 def taken(bodies: Bodies) -> tuple[int, int]:
-    return bodies.room.queue.held_bytes, bodies.room.memory.held_bytes
+    return bodies.room.queue.held, bodies.room.memory.held
 
 
 def take_all(bodies: Bodies, scope: ExitStack, take: Callable[[Incoming], None]) -> None:
@@ -725,7 +725,7 @@ async def test_one_clients_bodies_leave_memory_and_places_to_others(fleet: FakeF
 async def test_a_body_that_finds_nothing_else_here_may_have_any_length(fleet: FakeFleet) -> None:
     async with made_bodies(fleet) as bodies:
         with bodies.incoming("a") as one, bodies.incoming("b") as other:
-            one.add(b" " * (MAX_BYTES + 1))
+            one.add(b" " * (MEMORY_BYTES + 1))
             with pytest.raises(TooManyRequests) as refused:
                 other.add(b" ")
             assert refused.value.headers() == {"Retry-After": "1"}

@@ -32,7 +32,7 @@ async def _endless(router: MemoryRouter, content: str = "x") -> Connection:
     connection = _send(router, "/v1/chat/completions", messages=[message], chat_template=ENDLESS)
     here = router.app[ROUTER].bodies.programs._here
     async with asyncio.timeout(20):
-        while not here.held_bytes:
+        while not here.held:
             await asyncio.sleep(0.005)
     return connection
 
@@ -46,7 +46,7 @@ async def test_a_template_that_never_ends_delays_nobody_elses_long_body(
         answer = await router.post("/tokenize", {"prompt": LONG})
         assert answer.status == 200
         # It still runs.
-        assert router.app[ROUTER].bodies.programs._here.held_bytes == 1
+        assert router.app[ROUTER].bodies.programs._here.held == 1
         endless.close()
 
 
@@ -103,5 +103,5 @@ async def test_what_ends_a_wait_gives_the_share_back() -> None:
 
     with pytest.raises(TimedOut):
         await run()
-    assert not running._here.held_bytes
+    assert not running._here.held
     await pool.close()

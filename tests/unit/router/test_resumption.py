@@ -24,7 +24,6 @@ from penstock_client.errors import ShardFailed
 from penstock_client.stream import GenerationStream
 from penstock_client.types import GenerationRequest
 from penstock_router import resumption
-from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.choice import Delta
 from penstock_router.deltas import Deltas
 from penstock_router.errors import BadRequest, Unavailable
@@ -41,6 +40,7 @@ from penstock_router.resumption import (
 )
 from penstock_router.routes.base import ROUTER
 from penstock_router.routes.resume import _put_events
+from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.sse import _Sender
 from penstock_router.threads import Threads
 
@@ -94,7 +94,7 @@ async def test_whoever_joins_a_live_stream_gets_what_it_lacks_and_the_rest() -> 
                 await go.wait()
             live.put(Event(str(number).encode(), _after(number)))
 
-    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
+    streams = LiveStreams(10, SharedBudget(MEMORY_BYTES))
     readers = [asyncio.create_task(_read(streams.begin(START, make)))]
     await asyncio.sleep(0)
     readers += [asyncio.create_task(_read(streams.join(_after(1)))) for _ in range(2)]
@@ -114,7 +114,7 @@ async def test_what_ends_a_live_stream_is_what_each_reader_gets_and_nobody_later
         await asyncio.sleep(0.01)
         raise BadRequest("no")
 
-    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
+    streams = LiveStreams(10, SharedBudget(MEMORY_BYTES))
     first = streams.begin(START, make)
     second = streams.join(START)
     assert second is not None
@@ -133,7 +133,7 @@ async def test_of_what_all_readers_have_a_live_stream_keeps_a_bounded_part() -> 
         for number in range(5000):
             live.put(Event(str(number).encode(), _after(number)))
 
-    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
+    streams = LiveStreams(10, SharedBudget(MEMORY_BYTES))
     reader = streams.begin(START, make)
     behind = streams.join(START)
     assert len(await _read(reader)) == 5000
@@ -172,7 +172,7 @@ async def test_others_run_while_a_reader_gets_many_events_that_are_there_already
         for number in range(900):
             live.put(Event(str(number).encode(), _after(number)))
 
-    streams = LiveStreams(10, ByteBudget(MAX_BYTES))
+    streams = LiveStreams(10, SharedBudget(MEMORY_BYTES))
     await _read(streams.begin(START, make))
     async with _Turns() as turns:
         assert len(await _read(streams.join(START))) == 900
@@ -242,7 +242,7 @@ async def test_a_stopping_router_ends_what_nobody_reads_and_finishes_what_somebo
             ended.append(name)
             raise
 
-    streams = LiveStreams(60, ByteBudget(MAX_BYTES))
+    streams = LiveStreams(60, SharedBudget(MEMORY_BYTES))
     with streams.begin(START, lambda live: make(live, "unread")) as unread:
         await asyncio.sleep(0)
     reader = streams.begin(_after(1), lambda live: make(live, "read"))
@@ -538,11 +538,11 @@ async def test_a_stream_that_nobody_reads_keeps_its_place_and_a_bounded_part_unt
         connection, _ = await _stalled(router, LONG)
         connection.close()
         await _until(lambda: not fleet.running)
-        assert 20_000 < parts.memory.held_bytes < 30_000
+        assert 20_000 < parts.memory.held < 30_000
         assert _live(router)._waiting_bytes < 25_000
         assert parts.admission.in_flight == 1
         await _until(lambda: not parts.admission.num_keys)
-        await _until(lambda: not parts.memory.held_bytes)
+        await _until(lambda: not parts.memory.held)
 
 
 async def test_a_stream_that_is_made_keeps_its_place_until_it_is_sent() -> None:
@@ -578,7 +578,7 @@ async def test_streams_have_their_clients_share_of_memory_and_no_more() -> None:
     fleet = FakeFleet(model_files(byte_level_tokenizer()))
     async with memory_router(fleet) as router:
         memory = router.app[ROUTER].memory
-        memory.max_bytes = 3 * RESERVED_BYTES
+        memory.total = 3 * RESERVED_BYTES
         first, headers = await _stalled(router, LONG)
         # Its client has so much besides that the stream has only what is reserved for it.
         with memory.hold("") as besides:

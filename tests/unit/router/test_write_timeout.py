@@ -22,10 +22,10 @@ from unit.router.router_doubles import (
 )
 
 from penstock_router.bodies import LONG_BYTES
-from penstock_router.byte_budget import MAX_BYTES, ByteBudget
 from penstock_router.connections import Runner
 from penstock_router.errors import SlowReader
 from penstock_router.routes.base import ROUTER
+from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.write_timeout import WriteTimeout
 
 
@@ -155,7 +155,7 @@ async def _served() -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
         max_connections=10,
         header_timeout_s=60.0,
         write_timeout_s=0.4,
-        memory=ByteBudget(MAX_BYTES),
+        memory=SharedBudget(MEMORY_BYTES),
         error_response=lambda reason: web.Response(status=400, text=reason),
         handler_cancellation=True,
     )
@@ -259,7 +259,7 @@ async def test_unread_answers_count_as_memory_of_their_client_and_what_does_not_
     fleet = FakeFleet(model_files(byte_level))
     async with memory_router(fleet) as router:
         memory = router.app[ROUTER].memory
-        memory.max_bytes = 1_000_000
+        memory.total = 1_000_000
         # Some 200 kB each.
         long = {"prompt": "x", "max_tokens": 500, "logprobs": 5, "n": 4}
         connections: list[Connection] = []
@@ -274,7 +274,7 @@ async def test_unread_answers_count_as_memory_of_their_client_and_what_does_not_
             assert len(connections) < 20
         assert status == 429
         assert len(connections) > 2
-        assert memory.held_by("") == memory.held_bytes
+        assert memory.held_by("") == memory.held
         refused = connections.pop()
         assert b"read the answers before it" in await refused.reader.readuntil(b"}}")
         refused.close()
@@ -283,7 +283,7 @@ async def test_unread_answers_count_as_memory_of_their_client_and_what_does_not_
         assert (await router.complete(max_tokens=1)).status == 200
         for connection in connections:
             connection.go_on_reading()
-        await _until(lambda: not memory.held_bytes)
+        await _until(lambda: not memory.held)
         for connection in connections:
             connection.close()
 
@@ -295,7 +295,7 @@ async def test_files_metrics_and_stored_responses_count_too(byte_level: Tokenize
         connection = router.connect()
         connection.stop_reading()
         connection.send("GET", "/openapi.json", b"", {})
-        await _until(lambda: memory.held_bytes > LONG_BYTES)
+        await _until(lambda: memory.held > LONG_BYTES)
         connection.go_on_reading()
-        await _until(lambda: not memory.held_bytes)
+        await _until(lambda: not memory.held)
         connection.close()
