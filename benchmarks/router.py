@@ -28,7 +28,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.router_bench import figures, steady, tokenizing, traffic
+from benchmarks.router_bench import attack, figures, steady, tokenizing, traffic
 from benchmarks.router_bench.figures import Row
 from benchmarks.router_bench.scenario import Scenario, positive
 from penstock_client.arguments import positive_int
@@ -43,6 +43,7 @@ _SCENARIOS: dict[str, tuple[Scenario, float, float, int]] = {
     "ttft": (traffic.TTFT, 20.0, 10.0, 3),
     "tokenizing": (tokenizing.TOKENIZING, 10.0, 20.0, 3),
     "overload": (traffic.OVERLOAD, 20.0, 20.0, 1),
+    "attack": (attack.ATTACK, 20.0, 60.0, 1),
     "workers": (steady.WORKERS, 20.0, 10.0, 3),
 }
 

@@ -12,6 +12,7 @@ import json
 import re
 import select
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -194,6 +195,7 @@ class Connection(asyncio.Protocol):
         answer = self.answer
         if answer is None or answer.ended_s:
             return
+        answer.chunks.append((now_s, data))
         if not answer.first_s and _TEXT.search(data):
             answer.first_s = now_s
         if _ERROR_EVENT in data:
@@ -237,15 +239,16 @@ class Connection(asyncio.Protocol):
 class Client:
     """Connections to one port, kept for the next request. Make it inside a running loop."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._port = port
+        self._tls = tls
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
 
     async def connect(self) -> Connection:
         """A new connection."""
         _, connection = await asyncio.get_running_loop().create_connection(
-            Connection, "127.0.0.1", self._port
+            Connection, "127.0.0.1", self._port, ssl=self._tls
         )
         self._all.add(connection)
         return connection
@@ -277,8 +280,10 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def client(port: int) -> AsyncIterator[Client]:
-    made = Client(port)
+async def client(port: int, ca_file: Path | None = None) -> AsyncIterator[Client]:
+    """Over TLS if there is the file of an authority."""
+    tls = None if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
+    made = Client(port, tls)
     try:
         yield made
     finally:

@@ -266,11 +266,17 @@ class Arrivals:
     patience_s: float
 
 
-def open_loop(pipe: Pipe, port: int, requests: Sequence[bytes], arrivals: Arrivals) -> None:
+def open_loop(
+    pipe: Pipe,
+    port: int,
+    requests: Sequence[bytes],
+    arrivals: Arrivals,
+    ca_file: Path | None = None,
+) -> None:
     """Requests at such moments: what became of them after the warm-up."""
 
     async def run() -> dict[str, Any]:
-        async with client(port) as http:
+        async with client(port, ca_file) as http:
 
             def send(index: int) -> Awaitable[Answer]:
                 return http.ask(requests[index % len(requests)])
@@ -345,6 +351,11 @@ def _summary(every: Sequence[Answer], from_s: float, to_s: float) -> dict[str, A
     ttfts_s = [each.first_s - each.sent_s for each in accepted if each.first_s]
     e2es_s = [each.ended_s - each.sent_s for each in accepted]
     refusals_s = [each.ended_s - each.sent_s for each in refused]
+    gaps_s = [
+        later - earlier
+        for each in accepted
+        for (earlier, _), (later, _) in itertools.pairwise(each.events())
+    ]
     found: dict[str, Any] = {
         "requests": len(answers),
         "accepted": len(accepted),
@@ -353,7 +364,10 @@ def _summary(every: Sequence[Answer], from_s: float, to_s: float) -> dict[str, A
         "goodput": sum(from_s <= each.ended_s < to_s for each in good) / (to_s - from_s),
         "ttfts_ms": [1e3 * value for value in curve(ttfts_s)],
     }
-    for name, values in (("ttft", ttfts_s), ("e2e", e2es_s), ("refusal", refusals_s)):
+    for name, values in (
+        *(("ttft", ttfts_s), ("gap", gaps_s)),
+        *(("e2e", e2es_s), ("refusal", refusals_s)),
+    ):
         found[f"{name}_p50_ms"] = 1e3 * percentile(values, 0.5) if values else None
         found[f"{name}_p99_ms"] = 1e3 * percentile(values, 0.99) if values else None
     found["refusal_max_ms"] = 1e3 * max(refusals_s) if refusals_s else None
@@ -396,7 +410,9 @@ def bursts(
     pipe.send({"statuses": counts, "unanswered": len(unanswered), "windows": windows})
 
 
-def probe(pipe: Pipe, port: int, request: bytes, period_s: float) -> None:
+def probe(
+    pipe: Pipe, port: int, request: bytes, period_s: float, ca_file: Path | None = None
+) -> None:
     """Ask again and again, until told to stop: when each was sent, and how long its answer took."""
 
     async def ask(http: Client) -> None:
@@ -407,7 +423,7 @@ def probe(pipe: Pipe, port: int, request: bytes, period_s: float) -> None:
             await asyncio.sleep(period_s)
 
     async def run() -> None:
-        async with client(port) as http:
+        async with client(port, ca_file) as http:
             asking = asyncio.create_task(ask(http))
             while not took_s:
                 await asyncio.sleep(0.01)

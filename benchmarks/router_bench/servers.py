@@ -48,15 +48,6 @@ class StampingShard(Shard):
         return {STAMPS_VARIABLE: f"{self.stamps_file}:{index}:{count}"}
 
 
-class _Router(Router):
-    """One that is another module than `penstock_router`."""
-
-    def __init__(self, log_file: Path, shards: list[str], *flags: str, module: str) -> None:
-        port = free_port()
-        arguments = ["--shards", ",".join(shards), "--port", str(port), *flags]
-        Service.__init__(self, module, arguments, port, log_file, str(_ROOT))
-
-
 @dataclass(frozen=True, slots=True)
 class Servers:
     """Shards and a router in front of them."""
@@ -124,7 +115,9 @@ def serving(
             router_flags = ("--log-level", "warning", *router_flags)
             addresses = [shard.address for shard in started]
             log_file = folder / f"router{number}.log"
-            started_router = _Router(log_file, addresses, *router_flags, module=router)
+            started_router = Router(
+                log_file, addresses, *router_flags, module=router, python_path=str(_ROOT)
+            )
             if pin and len(cores) > 1:
                 os.sched_setaffinity(0, cores[1:])
             with running(started_router):

@@ -200,10 +200,17 @@ class Router(Service):
     # How to ask it where it speaks TLS.
     _context: ssl.SSLContext | None = None
 
-    def __init__(self, log_file: Path, shards: list[str], *flags: str) -> None:
+    def __init__(
+        self,
+        log_file: Path,
+        shards: list[str],
+        *flags: str,
+        module: str = "penstock_router",
+        python_path: str = "",
+    ) -> None:
         port = free_port()
         arguments = ["--shards", ",".join(shards), "--port", str(port), *flags]
-        super().__init__("penstock_router", arguments, port, log_file)
+        super().__init__(module, arguments, port, log_file, python_path)
         if "--tls-cert-file" in flags:
             # Of its certificate nothing is asked here.
             self.url = f"https://{self.address}"
