@@ -258,6 +258,8 @@ class Connection(web.RequestHandler):
             return
         super().connection_made(transport)
         self.write_timeout = WriteTimeout(transport, self._door.write_timeout_s)
+        # Only now: it may pause writing at once, where a TLS handshake left something unsent.
+        self.write_timeout.begin()
         self._set_timer()
 
     def data_received(self, data: bytes) -> None:

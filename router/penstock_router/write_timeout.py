@@ -28,9 +28,6 @@ class WriteTimeout:
     )
 
     def __init__(self, transport: asyncio.Transport, timeout_s: float) -> None:
-        # Writing pauses as soon as a byte is left, so no answer is too short to be watched. The
-        # limit is not 0: asyncio's TLS transport resumes below the limit only, so it never would.
-        transport.set_write_buffer_limits(high=1)
         self._transport = transport
         self._timeout_s = self._left_s = timeout_s
         self._loop = asyncio.get_running_loop()
@@ -58,6 +55,12 @@ class WriteTimeout:
             raise ConnectionResetError("the client left")
 
     # ---- called by the connection ----
+
+    def begin(self) -> None:
+        """Watch from now on; may call the connection's `pause_writing` at once."""
+        # Writing pauses as soon as a byte is left, so no answer is too short to be watched. The
+        # limit is not 0: asyncio's TLS transport resumes below the limit only, so it never would.
+        self._transport.set_write_buffer_limits(high=1)
 
     def pause(self) -> None:
         """The transport has bytes that the client has not taken."""

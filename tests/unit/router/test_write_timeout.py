@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
 
 import pytest
 import uvloop
 from aiohttp import web
+from support.certificates import Authority
 from tokenizers import Tokenizer
 from unit.router.router_doubles import (
     Connection,
@@ -134,7 +138,9 @@ async def _whole(request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def _served() -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
+async def _served(
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
     """The port of a server, and the requests that it is answering."""
     running: list[web.BaseRequest] = []
 
@@ -164,7 +170,7 @@ async def _served() -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
     listener.bind(("127.0.0.1", 0))
     # Little is in flight, so that short answers do not fit either.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    await web.SockSite(runner, listener).start()
+    await web.SockSite(runner, listener, ssl_context=tls).start()
     try:
         yield listener.getsockname()[1], running
     finally:
@@ -198,6 +204,39 @@ def test_an_answer_that_is_not_streamed_and_not_read_is_cut_off_too(
 ) -> None:
     with asyncio.Runner(loop_factory=loop_factory) as runner:  # type: ignore[arg-type]
         runner.run(_unread(num_bytes))
+
+
+async def _both_ends_over_tls(here: ssl.SSLContext, there: ssl.SSLContext) -> None:
+    loop = asyncio.get_running_loop()
+    wrong: list[dict[str, object]] = []
+    loop.set_exception_handler(lambda _, context: wrong.append(context))
+    async with _served(here) as (port, running):
+        for num_bytes in (10, 3_000_000, 10):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=there)
+            writer.write(b"GET /?bytes=%d HTTP/1.1\r\nHost: x\r\n\r\n" % num_bytes)
+            async with asyncio.timeout(10):
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(num_bytes)
+            writer.close()
+            await writer.wait_closed()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=there)
+        writer.write(b"GET /?bytes=30000000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        await _until(lambda: running)
+        cast(asyncio.Transport, writer.transport).pause_reading()
+        await _until(lambda: not running)
+        writer.transport.abort()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_it_is_the_same_over_tls(loop_factory: object, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "own")
+    signed = authority.issue("127.0.0.1")
+    here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    here.load_cert_chain(signed.cert, signed.key)
+    there = ssl.create_default_context(cafile=str(authority.file))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:  # type: ignore[arg-type]
+        runner.run(_both_ends_over_tls(here, there))
 
 
 # ---- What an unread answer holds ---------------------------------------------------------------
