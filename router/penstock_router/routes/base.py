@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from aiohttp import HttpVersion11, Payload, StreamReader, web
+from aiohttp import HttpVersion11, StreamReader, web
 
 from penstock_router.addresses import network_of
 from penstock_router.admission import Admission, Ticket
@@ -348,9 +348,8 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def encoded_response(data: bytes | bytearray, status: int = 200) -> web.Response:
-    """An answer of encoded JSON; a long one is written in pieces."""
-    body = io.BytesIO(data) if len(data) > LONG_BYTES else data
-    return web.Response(body=body, status=status, content_type="application/json")
+    """An answer of encoded JSON."""
+    return web.Response(body=data, status=status, content_type="application/json")
 
 
 async def send(request: web.Request, response: web.StreamResponse) -> None:
@@ -365,6 +364,7 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
     with router.memory.hold(client_of(request)) as held:
         if num_bytes > LONG_BYTES:
             held.grow(num_bytes, functools.partial(_too_much_unread, router.metrics, num_bytes))
+            _divide(response)
         if not request.content.is_eof():
             # Nothing is read after a body that was not read.
             response.force_close()
@@ -373,11 +373,15 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
         await write_timeout_of(request.transport).sent()
 
 
+def _divide(response: web.StreamResponse) -> None:
+    """Have a long body written in pieces: over TLS, what is written at once counts as sent."""
+    if isinstance(response, web.Response) and isinstance(response.body, bytes | bytearray):
+        response.body = io.BytesIO(response.body)
+
+
 def _num_bytes(response: web.StreamResponse) -> int:
     body = response.body if isinstance(response, web.Response) else None
-    if isinstance(body, Payload):
-        return body.size or 0
-    return 0 if body is None else len(body)
+    return len(body) if isinstance(body, bytes | bytearray) else 0
 
 
 def _too_much_unread(
