@@ -7,6 +7,7 @@ the engine and the writer: a caller that reads slowly gets its outputs merged an
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -46,12 +47,14 @@ class Outbox:
     Its size is bounded: one output per request of the call, with at most that request's tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str = "") -> None:
         self._outputs: dict[tuple[str, int], Output] = {}
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
         self._closed = False
         self._num_being_written = 0
+        # What request ids have before them in the engine.
+        self.namespace = namespace
         # The error that ends the call itself.
         self.broken: Error | None = None
         # Request ids and attempts of this call that have not ended.
@@ -62,6 +65,7 @@ class Outbox:
         self.last_error: Error | None = None
 
     def put(self, output: Output) -> None:
+        output.request_id = output.request_id.removeprefix(self.namespace)
         key = (output.request_id, output.attempt)
         waiting = self._outputs.get(key)
         if waiting is None:
@@ -146,7 +150,7 @@ class ShardServicer(wire.Servicer):
     async def Generate(
         self, request_iterator: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[Any]:
-        outbox = Outbox()
+        outbox = Outbox(_namespace(context))
         reader = asyncio.create_task(self._read(request_iterator, outbox))
         reader.add_done_callback(partial(_close, outbox))
         self._outboxes.add(outbox)
@@ -164,7 +168,7 @@ class ShardServicer(wire.Servicer):
             reader.cancel()
             # A copy: requests that the engine does not have yet end at once, and leave `live`.
             for request_id, attempt in list(outbox.live):
-                self._engine.abort(request_id, attempt)
+                self._engine.abort(outbox.namespace + request_id, attempt)
 
     async def _read(self, request_iterator: AsyncIterator[Any], outbox: Outbox) -> None:
         async for message in request_iterator:
@@ -187,7 +191,7 @@ class ShardServicer(wire.Servicer):
             if ready is None:
                 raise Refusal(Code.UNAVAILABLE, "the shard's engine is not ready")
             self._check_engine(incoming.instance_id)
-            live_attempt = self._engine.live_attempt(request_id)
+            live_attempt = self._engine.live_attempt(outbox.namespace + request_id)
             if live_attempt is not None and live_attempt >= attempt:
                 raise Refusal(
                     Code.ALREADY_EXISTS,
@@ -196,9 +200,11 @@ class ShardServicer(wire.Servicer):
                     value=attempt,
                 )
             submit = check(incoming, ready.info, self._config)
+            submit.request_id = outbox.namespace + submit.request_id
         except Refusal as refusal:
             self._engine.metrics.refused(refusal.error)
-            outlet(Output(request_id, attempt, 0, [], error=refusal.error))
+            refused = Output(outbox.namespace + request_id, attempt, 0, [], error=refusal.error)
+            outlet(refused)
             return
         outbox.live.add((request_id, attempt))
         if incoming.number:
@@ -214,8 +220,9 @@ class ShardServicer(wire.Servicer):
         if count > _MAX_ABORTS_IN_RPC:
             message = f"request_ids: {count} ids in one call; at most {_MAX_ABORTS_IN_RPC}"
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
+        namespace = _namespace(context)
         for request_id, attempt in wire.aborts(request):
-            self._engine.abort(request_id, attempt)
+            self._engine.abort(namespace + request_id, attempt)
         return wire.abort_response()
 
     # ---- embeddings ----
@@ -330,6 +337,17 @@ class ShardServicer(wire.Servicer):
             why = "the shard drains" if self._engine.draining else "the engine is still loading"
             await _abort(context, grpc.StatusCode.UNAVAILABLE, why)
         return ready
+
+
+def _namespace(context: Context) -> str:
+    """What sets a caller's request ids apart from those of callers with other certificates, which
+    cannot end or take over its requests. Empty where callers show none.
+    """
+    shown = context.auth_context() or {}
+    names = shown.get("x509_subject_alternative_name") or shown.get("x509_common_name")
+    if not names:
+        return ""
+    return hashlib.blake2b(b"\n".join(sorted(names)), digest_size=8).hexdigest() + "/"
 
 
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:

@@ -24,9 +24,11 @@ from support.certificates import SERVER_NAME, Authority, Pair, SwappedFolder
 from support.processes import Router, Shard, ask, free_port, running, wait_until
 
 from penstock_client import (
+    FinishReason,
     Fleet,
     GenerationRequest,
     NoShardAvailable,
+    SamplingParams,
     ShardClient,
     ShardUnavailable,
     SyncShardClient,
@@ -347,7 +349,7 @@ async def test_a_shard_at_a_pinned_address_is_known_by_the_name_it_was_added_wit
             fleet.add(f"{SERVER_NAME}:{port}", here)
             await fleet.wait_ready(10)
         async with Fleet(["127.0.0.1:1"], tls=authority.tls()) as fleet:
-            fleet.add(f"else.example:{port}", here)
+            fleet.add(f"else.example:{port}", here[1:])
             with pytest.raises(NoShardAvailable, match="for another name"):
                 await fleet.wait_ready(1)
 
@@ -378,6 +380,36 @@ async def test_with_tls_no_stranger_is_sent_the_key_for_shards(
         async with asyncio.timeout(10):
             while b"secret-of-shards" not in in_the_clear.received:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_caller_with_another_certificate_ends_nobody_elses_request(
+    site: Site, authority: Authority
+) -> None:
+    """Whoever knows the id of a request needs the name of its caller too."""
+    request = GenerationRequest([1, 2], SamplingParams(seed=1), max_tokens=200)
+    names = {name: authority.tls(authority.issue(name)) for name in ("router", "other")}
+    async with (
+        ShardClient(site.shard.address, tls=names["router"]) as router,
+        ShardClient(site.shard.address, tls=names["router"]) as its_twin,
+        ShardClient(site.shard.address, tls=names["other"]) as other,
+    ):
+        expected = [i async for output in router.generate(request) for i in output.token_ids]
+        stream = router.submit(request, request_id="known")
+        tokens = list((await anext(stream)).token_ids)
+        # Two requests that have nothing in common but how their callers call them.
+        theirs = other.submit(request, request_id="known", attempt=7)
+        assert [i async for output in theirs for i in output.token_ids] == expected
+        await other.abort(["known"])
+        tokens += [i async for output in stream for i in output.token_ids]
+        assert tokens == expected
+        # An abort that comes first is remembered for its caller alone.
+        await other.abort(["early"])
+        early = router.submit(request, request_id="early")
+        assert len((await anext(early)).token_ids) > 0
+        over = its_twin.submit(request, request_id="early", attempt=1)
+        assert [i async for output in over for i in output.token_ids] == expected
+        endings = [output.finish_reason async for output in early]
+        assert endings[-1] is FinishReason.ABORTED
 
 
 # ---- Rotation between clients and shards ---------------------------------------------------------

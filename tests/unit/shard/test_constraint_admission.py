@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -297,7 +298,8 @@ async def test_a_call_that_ends_takes_requests_with_it_whose_constraints_are_tri
             )
         await asyncio.Event().wait()
 
-    reading = asyncio.ensure_future(anext(servicer.Generate(messages(), cast("Any", None))))
+    context: Any = SimpleNamespace(auth_context=dict)
+    reading = asyncio.ensure_future(anext(servicer.Generate(messages(), context)))
     await _settled()
     assert supervisor.num_live == 3
     reading.cancel()

@@ -453,6 +453,9 @@ class _Context:
     async def abort(self, status: grpc.StatusCode, text: str) -> None:
         self.ended = status, text
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
 
 async def test_an_attempt_is_not_left_alone_when_the_next_one_is_refused() -> None:
     supervisor = _Supervisor()
@@ -462,7 +465,7 @@ async def test_an_attempt_is_not_left_alone_when_the_next_one_is_refused() -> No
         supervisor.draining = True
         yield _message("a", attempt=1)
 
-    outputs = ShardServicer(supervisor, ShardConfig()).Generate(messages(), cast("Any", None))
+    outputs = ShardServicer(supervisor, ShardConfig()).Generate(messages(), cast("Any", _Context()))
     refused = await anext(outputs)
     assert [(output.attempt, output.error.code) for output in refused.outputs] == [(1, 14)]
     reading = asyncio.ensure_future(anext(outputs))
