@@ -65,6 +65,11 @@ def server_options() -> Options:
         ("grpc.so_reuseport", 0),
         # The default (5 minutes) would end clients that ping during a long prefill.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        # Only what is not compressed: 60 kB must not become a message of 60 MB.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        # gRPC would buffer megabytes of a call that nobody reads, as of one that is refused. A call
+        # that is read is as fast without: its window is as large as its message.
+        ("grpc.http2.bdp_probe", 0),
     ]
 
 

@@ -1,41 +1,56 @@
-"""Checks a shard's API key before any message of a call is parsed.
+"""Checks a shard's API key before any message of a call is received.
 
-A message may have 64 MB and take a gigabyte once parsed: strangers must not get that far. Knows no
-message and no service.
+A message may have 64 MB and take a gigabyte once parsed: strangers must not get that far. Probes
+have no key: their health checks are received, but only small ones are parsed. Knows no message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
-_FIRST_MESSAGE_S = 1.0
+_PROBE = "/grpc.health.v1.Health/Check"
+# A health check names a service, and comes in one packet with its call.
+_MAX_PROBE_BYTES = 1024
+_PROBE_S = 0.1
+# How many health checks of one address are on their way in at any time; small ones are there.
+_MAX_PROBES = 4
+# How long a caller has to send its first message before it hears that it is refused: gRPC clients
+# report that as an internal error if it interrupts a write.
+_PATIENCE_S = 0.1
 # gRPC's own type is generic for type checkers only.
 Handler = Any
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Ends calls to one service without the key. Calls to others pass: probes have no key."""
+    """Ends calls without the key, but for health checks."""
 
-    def __init__(self, key: str, service: str) -> None:
+    def __init__(self, key: str) -> None:
         self._expected = f"Bearer {key}".encode()
-        self._methods = f"/{service}/"
-        # For unary calls too: of a stream, nothing is read until the handler asks for it.
+        # For unary calls too: of a stream, nothing is received until the handler asks for it.
         self._refuse: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
+        # Health checks that are being received, by the address they come from.
+        self._probes: Counter[str] = Counter()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        called = handler_call_details.method
-        if not called.startswith(self._methods) or self._bears_key(handler_call_details):
+        if self._bears_key(handler_call_details):
             return await continuation(handler_call_details)
-        return self._refuse
+        if handler_call_details.method != _PROBE:
+            return self._refuse
+        check = await continuation(handler_call_details)
+        return grpc.stream_stream_rpc_method_handler(
+            functools.partial(self._probe, check), response_serializer=check.response_serializer
+        )
 
     def _bears_key(self, call: grpc.HandlerCallDetails) -> bool:
         """Compares in constant time, so that timing does not leak the key."""
@@ -43,13 +58,43 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         given = str(metadata.get("authorization", ""))
         return hmac.compare_digest(given.encode(), self._expected)
 
+    async def _probe(self, check: Handler, messages: object, context: Any) -> None:
+        address = context.peer().rpartition(":")[0]
+        if self._probes[address] >= _MAX_PROBES:
+            _end(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks at once")
+            return
+        self._probes[address] += 1
+        try:
+            message = await _small(context)
+        finally:
+            self._probes[address] -= 1
+            if not self._probes[address]:
+                del self._probes[address]
+        if message is None:
+            text = f"a health check has at most {_MAX_PROBE_BYTES} bytes, and comes at once"
+            _end(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            return
+        await context.write(await check.unary_unary(check.request_deserializer(message), context))
+
+
+async def _small(context: Any) -> bytes | None:
+    """The first message; None if it is large, or not there within `_PROBE_S`."""
+    receiving = asyncio.ensure_future(context.read())
+    await asyncio.wait((receiving,), timeout=_PROBE_S)
+    if receiving.cancel():
+        return None
+    message: bytes = receiving.result()
+    return message if isinstance(message, bytes) and len(message) <= _MAX_PROBE_BYTES else None
+
 
 async def _refuse(requests: object, context: Any) -> None:
-    # gRPC clients may lose a status that arrives while they still send: wait briefly for the first
-    # message.
-    reading = asyncio.ensure_future(context.read())
-    await asyncio.wait((reading,), timeout=_FIRST_MESSAGE_S)
-    reading.cancel()
-    # gRPC keeps the abort's exception in a reference cycle, and with it this frame's variables.
-    del reading
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong API key")
+    await asyncio.sleep(_PATIENCE_S)
+    _end(context, grpc.StatusCode.UNAUTHENTICATED, "missing or wrong API key")
+
+
+def _end(context: Any, code: grpc.StatusCode, text: str) -> None:
+    """Have the call end so when its handler returns. `context.abort` would leave its exception in a
+    reference cycle, and with it the call and what was received of it.
+    """
+    context.set_code(code)
+    context.set_details(text)

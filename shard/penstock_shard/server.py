@@ -121,7 +121,7 @@ def _build_server(
     servicer: ShardServicer, health_servicer: health.aio.HealthServicer, api_key: str | None
 ) -> grpc.aio.Server:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_FaultsOfCallers())
-    checks = [] if api_key is None else [KeyCheck(api_key, wire.SERVICE_NAME)]
+    checks = [] if api_key is None else [KeyCheck(api_key)]
     server = grpc.aio.server(interceptors=checks, options=server_options())
     wire.add_servicer(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

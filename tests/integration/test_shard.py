@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.processes import Shard, running, wait_until
@@ -356,6 +358,105 @@ async def test_a_shard_with_a_key_refuses_calls_without_it(tmp_path: Path) -> No
             assert len(await _tokens(client, GenerationRequest([1], max_tokens=1))) == 1
         assert "s3cret" not in service.log
         assert "s3cret" not in " ".join(service.engine.cmdline())
+
+
+_MB = 1_000_000
+
+
+class _Peak:
+    """How far a process's memory grows while this is entered."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self.grown_mb = 0.0
+
+    async def __aenter__(self) -> _Peak:
+        self._before = self._process.memory_info().rss
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            grown = (self._process.memory_info().rss - self._before) / _MB
+            self.grown_mb = max(self.grown_mb, grown)
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
+    """A shard with a key."""
+    service = Shard(tmp_path_factory.mktemp("locked") / "log", "--api-key", "s3cret")
+    with running(service):
+        yield service
+
+
+_CHECK = "/grpc.health.v1.Health/Check"
+
+
+async def _end_of(call: Any) -> tuple[str, str]:
+    """The status of a call that sends one message to a shard."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, error.details() or ""
+    return "OK", ""
+
+
+async def _send_all(shard: Shard, path: str, size: int, **options: Any) -> set[tuple[str, str]]:
+    """Eight messages of a stranger, each on a connection of its own."""
+    sent: list[tuple[str, str]] = []
+
+    async def send() -> None:
+        unbounded = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(shard.address, options=unbounded) as channel:
+            # What is sent is bytes, and no message.
+            call_of: Any = channel.unary_stream(path)
+            sent.append(await _end_of(call_of(b"\x0a" + bytes(size), timeout=30, **options)))
+
+    await asyncio.gather(*(send() for _ in range(8)))
+    return set(sent)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/penstock.v1.Shard/Abort",
+        "/penstock.v1.Shard/Generate",
+        "/penstock.v1.Shard/NoSuchMethod",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "/no.such.Service/Method",
+    ],
+)
+async def test_of_a_caller_without_the_key_no_message_is_received(locked: Shard, path: str) -> None:
+    async with _Peak(locked.process.pid) as peak:
+        ends = await _send_all(locked, path, 20 * _MB)
+    assert ends == {("UNAUTHENTICATED", "missing or wrong API key")}
+    assert peak.grown_mb < 16
+
+
+async def test_a_health_check_needs_no_key_and_brings_no_large_message(locked: Shard) -> None:
+    async with _Peak(locked.process.pid) as peak:
+        ends = {code for code, _ in await _send_all(locked, _CHECK, 20 * _MB)}
+    assert ends <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    # They are received as far as a tenth of a second goes, and four at once; never parsed.
+    assert peak.grown_mb < 180
+    assert health([locked.address]) == 0
+    assert health([locked.address, "--live"]) == 0
+
+
+@pytest.mark.parametrize("path", [_CHECK, "/penstock.v1.Shard/Abort"])
+async def test_a_compressed_message_is_refused_before_it_is_inflated(
+    locked: Shard, path: str
+) -> None:
+    async with _Peak(locked.process.pid) as peak:
+        ends = await _send_all(locked, path, 60 * _MB, compression=grpc.Compression.Gzip)
+    assert {code for code, _ in ends} == {"UNIMPLEMENTED"}
+    assert peak.grown_mb < 16
 
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
