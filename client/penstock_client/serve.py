@@ -76,10 +76,6 @@ class _Child:
     deaths: int = 0
     started_s: float = field(default=0.0)
 
-    @property
-    def whole_environment(self) -> dict[str, str]:
-        return {**child_environment(*self.variables), **self.environment}
-
 
 def main(arguments: Sequence[str]) -> int:
     # The model must come first: behind a shard's flag it could be that flag's value.
@@ -320,7 +316,7 @@ def _take_their_flags(children: list[_Child]) -> bool:
 
 def _typed(child: _Child) -> Typed:
     # Each command is a Python, -m and a module, and then its flags.
-    return Typed(child.command[3:], child.whole_environment)
+    return Typed(child.command[3:], child.variables, child.environment)
 
 
 def _python(module: str, *arguments: str) -> list[str]:
@@ -374,7 +370,7 @@ async def _keep(child: _Child) -> tuple[int, str]:
             *with_parent(child.command),
             start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL,
-            env=child.whole_environment,
+            env={**child_environment(*child.variables), **child.environment},
         )
         child.started_s = time.monotonic()
         status = await child.process.wait()

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock_proto.child_environment import child_environment
+
 USAGE_STATUS = 2
 # The exit status of the check where the process would run; after --help it is 0.
 _WOULD_RUN_STATUS = 3
@@ -26,9 +28,11 @@ _NEEDED: dict[str, list[str]] = {_ROUTER: ["--shards", "127.0.0.1:1"], _SHARD: [
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """What a process is to be started with: its flags and all of its environment."""
+    """What a process is to be started with."""
 
     flags: Sequence[str]
+    # What it gets of our variables, and others.
+    variables: Sequence[str]
     environment: Mapping[str, str]
 
 
@@ -53,7 +57,7 @@ def check(router: Typed, shard: Typed) -> bool:
     """True if both would run; False if one printed its help. Raises `Unusable`."""
     would_run = True
     for process, typed, other in ((_SHARD, shard, router), (_ROUTER, router, shard)):
-        reading = _read(process, typed.flags, typed.environment)
+        reading = _read(process, typed.flags, typed)
         if reading.status == USAGE_STATUS:
             raise Unusable(_told(reading, process, other))
         if reading.status not in (0, _WOULD_RUN_STATUS):
@@ -64,13 +68,13 @@ def check(router: Typed, shard: Typed) -> bool:
     return would_run
 
 
-def _read(process: str, flags: Sequence[str], environment: Mapping[str, str]) -> _Reading:
+def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
     read = subprocess.run(
         [sys.executable, "-c", _READ_FLAGS.format(module=f"penstock_{process}"), *flags],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**child_environment(*typed.variables), **typed.environment},
         check=False,
     )
     return _Reading(read.returncode, read.stderr)
@@ -84,7 +88,7 @@ def _told(reading: _Reading, process: str, other_process: Typed) -> str:
     if not flag.startswith("-"):
         return f"{_UNKNOWN}{reading.unknown} (a MODEL comes first: penstock serve MODEL ...)"
     other = _ROUTER if process == _SHARD else _SHARD
-    if not _read(other, [*_NEEDED[other], flag], other_process.environment).unknown:
+    if not _read(other, [*_NEEDED[other], flag], other_process).unknown:
         side = "after" if other == _ROUTER else "before"
         return f"{flag} is a flag of the {other}: put it {side} -- (see penstock {other} --help)"
     where = "" if process == _SHARD else " after --"

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # Open files of a process besides its connections: to shards, logs, libraries.
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+# What has come of a request is let in up to this size, so that whoever holds too much is told so.
+_SHORT_HEAD_BYTES = 16 * 1024
 # The pause after the system has refused a connection, for want of files for example.
 _ACCEPT_AGAIN_S = 0.1
 # How long a client may go on sending a body that nobody reads until it reads the answer instead.
@@ -198,10 +200,6 @@ class Door:
             connection.leave()
 
 
-class _NoMemory(Exception):
-    """The client's unfinished headers take its share of memory already."""
-
-
 class Connection(web.RequestHandler):
     """A connection in aiohttp's protocol: counted, with timeouts of headers and of writes."""
 
@@ -266,9 +264,9 @@ class Connection(web.RequestHandler):
         if self._is_last:
             return
         if self._head is not None and not self._is_answering:
-            try:
-                self._head.grow(len(data), _NoMemory)
-            except _NoMemory:
+            self._head.add(len(data))
+            if self._head.amount > _SHORT_HEAD_BYTES and self._head.is_over:
+                self._head.close()
                 self.force_close()
                 return
         super().data_received(data)
@@ -344,6 +342,8 @@ class Connection(web.RequestHandler):
             self._header_timer.cancel()
         if self.write_timeout is not None:
             self.write_timeout.end()
+            # It refers to the transport, and that to this object.
+            self.write_timeout = None
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
