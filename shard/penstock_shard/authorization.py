@@ -18,7 +18,7 @@ import grpc
 _PROBE = "/grpc.health.v1.Health/Check"
 # A health check names a service, and comes in one packet with its call.
 _MAX_PROBE_BYTES = 1024
-_PROBE_S = 0.1
+_PROBE_S = 0.5
 # How many health checks of one address are on their way in at any time; small ones are there.
 _MAX_PROBES = 4
 # How long a caller has to send its first message before it hears that it is refused: gRPC clients
