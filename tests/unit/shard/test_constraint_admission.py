@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from support.budget import budget, seeded
@@ -323,9 +323,9 @@ async def test_each_call_is_a_caller_of_its_own_that_takes_turns_with_others() -
             )
         await asyncio.Event().wait()
 
+    context: Any = SimpleNamespace(auth_context=dict)
     reading = [
-        asyncio.ensure_future(anext(servicer.Generate(messages(call), cast("Any", None))))
-        for call in "ab"
+        asyncio.ensure_future(anext(servicer.Generate(messages(call), context))) for call in "ab"
     ]
     await _settled()
     assert sorted(Counter(supervisor.checker.callers).values()) == [2, 2]
