@@ -77,7 +77,7 @@ def serving_site(args: argparse.Namespace, folder: Path) -> Iterator[Site]:
     shard = shard_flags(
         args,
         *("--max-model-len", 65_536, "--max-num-seqs", 512, "--kv-blocks", 200_000),
-        *("--max-num-batched-tokens", 65_536, "--metrics-port", metrics_port),
+        *("--metrics-port", metrics_port),
     )
     router = router_flags(
         args,

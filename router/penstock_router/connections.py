@@ -18,7 +18,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -37,6 +38,10 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 
 _SHORT_HEAD_BYTES = 16 * 1024
 # The pause after the system has refused a connection, for want of files for example.
 _ACCEPT_AGAIN_S = 0.1
+# How many connections are accepted before anything else gets a turn.
+_ACCEPTS_A_TURN = 64
+# How many TLS handshakes of one client may be under way.
+_HANDSHAKES_A_CLIENT = 16
 # How long a client may go on sending a body that nobody reads until it reads the answer instead.
 _LINGER_S = 5.0
 _HTTP: dict[str, Any] = {
@@ -95,12 +100,11 @@ class Runner(web.AppRunner):
         door = cast(Door, self.server)
         listener.listen(BACKLOG)
         listener.setblocking(False)
-        accepting = asyncio.create_task(door.accept_tls(listener, tls))
+        door.accept_tls(listener, tls)
         try:
             yield
         finally:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
+            asyncio.get_running_loop().remove_reader(listener)
             listener.close()
 
 
@@ -160,33 +164,52 @@ class Door:
         self.memory = memory
         self.error_response = error_response
         self._handshakes: set[asyncio.Task[None]] = set()
+        # By client, for as long as one of its handshakes is under way.
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def __call__(self) -> Connection:
         return Connection(self, self._server)
 
-    async def accept_tls(self, listener: socket.socket, context: ssl.SSLContext) -> NoReturn:
-        """Accept connections until cancelled. asyncio's own servers tell nobody of a connection
-        before its handshake is over, nor of one whose handshake fails.
+    def accept_tls(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+        """Accept connections until the listener is closed. asyncio's own servers tell nobody of a
+        connection before its handshake is over, nor of one whose handshake fails.
         """
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener, context)
+
+    def _accept(self, listener: socket.socket, context: ssl.SSLContext) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for _ in range(_ACCEPTS_A_TURN):
             try:
-                accepted, address = await loop.sock_accept(listener)
+                accepted, address = listener.accept()
+            except BlockingIOError:
+                return
             except OSError as error:
                 logger.error("cannot accept a connection: %s", error.strerror)
-                await asyncio.sleep(_ACCEPT_AGAIN_S)
-                continue
+                loop.remove_reader(listener)
+                loop.call_later(_ACCEPT_AGAIN_S, self.accept_tls, listener, context)
+                return
+            accepted.setblocking(False)
             connection = self()
-            if connection.let_in(address):
-                task = loop.create_task(self._shake_hands(connection, accepted, context))
-                self._handshakes.add(task)
-                task.add_done_callback(self._handshakes.discard)
-            else:
+            if not connection.let_in(address):
                 accepted.close()
+                continue
+            task = loop.create_task(self._shake_hands(connection, accepted, context))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
 
     async def _shake_hands(
         self, connection: Connection, accepted: socket.socket, context: ssl.SSLContext
     ) -> None:
+        """Handshakes take a millisecond each: those of one client wait for each other."""
+        turns = self._turns.setdefault(connection.client, asyncio.Semaphore(_HANDSHAKES_A_CLIENT))
+        try:
+            async with asyncio.timeout(self.header_timeout_s):
+                await turns.acquire()
+        except TimeoutError:
+            connection.leave()
+            accepted.close()
+            return
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,
@@ -198,6 +221,8 @@ class Door:
         except OSError:
             # It failed or took too long; or the client left.
             connection.leave()
+        finally:
+            turns.release()
 
 
 class Connection(web.RequestHandler):
@@ -237,6 +262,11 @@ class Connection(web.RequestHandler):
         self._client = client
         self._head = self._door.memory.hold(client)
         return True
+
+    @property
+    def client(self) -> str:
+        """Whose it is; "" once it counts no more."""
+        return self._client or ""
 
     def leave(self) -> None:
         """Count it no more. Idempotent."""

@@ -18,7 +18,7 @@ from aiohttp import web
 from support.certificates import Authority
 
 from penstock_router import connections
-from penstock_router.connections import Connection, Door, Runner, _allowed
+from penstock_router.connections import _HANDSHAKES_A_CLIENT, Connection, Door, Runner, _allowed
 from penstock_router.shared_budget import MEMORY_BYTES, SharedBudget
 
 REQUEST = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -75,8 +75,12 @@ async def _served(
 
 
 @asynccontextmanager
-async def _connected(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
+async def _connected(
+    port: int, tls: ssl.SSLContext | None = None, address: str = "127.0.0.1"
+) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", port, ssl=tls, local_addr=(address, 0)
+    )
     try:
         yield reader, writer
     finally:
@@ -301,6 +305,36 @@ def test_handshakes_count_and_end_with_the_timeout_of_headers(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(open_many())
+
+
+@LOOPS
+def test_handshakes_of_one_client_wait_for_each_other_and_delay_no_others(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None, tmp_path: Path
+) -> None:
+    pair = (authority := Authority(tmp_path, "own")).issue("127.0.0.1")
+    here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    here.load_cert_chain(pair.cert, pair.key)
+    there = ssl.create_default_context(cafile=str(authority.file))
+
+    async def ask(port: int, address: str) -> bytes:
+        async with _connected(port, there, address) as client:
+            return await _answer(client)
+
+    async def hold_turns() -> None:
+        async with _served(timeout_s=30, tls=here) as port, AsyncExitStack() as open_ones:
+            silent = [
+                await open_ones.enter_async_context(_connected(port, None, "127.0.0.2"))
+                for _ in range(_HANDSHAKES_A_CLIENT)
+            ]
+            asking = asyncio.create_task(ask(port, "127.0.0.2"))
+            for _ in range(10):
+                assert (await ask(port, "127.0.0.1")).endswith(b"done")
+            assert not asking.done()
+            silent[0][1].transport.abort()
+            assert (await asking).endswith(b"done")
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(hold_turns())
 
 
 # ---- Bodies that nobody reads ------------------------------------------------------------------
