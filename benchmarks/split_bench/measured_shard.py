@@ -23,6 +23,7 @@ async def _start_engine(program: str, *arguments: str, **options: Any) -> Proces
     if arguments[1] != "penstock_shard.engine_main":
         return await _start_process(program, *arguments, **options)
     module = "benchmarks.split_bench.measured_shard"
+    options["env"] |= {STEPS_VARIABLE: os.environ[STEPS_VARIABLE]}
     return await _start_process(program, "-m", module, _ENGINE, *arguments[2:], **options)
 
 

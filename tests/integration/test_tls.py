@@ -215,7 +215,7 @@ def test_a_new_certificate_is_shown_by_all_workers_and_open_connections_stay(
         open_one = http.client.HTTPSConnection(
             host, int(port), context=_context(authority), timeout=5
         )
-        open_one.request("GET", "/health")
+        open_one.request("GET", "/live")
         open_one.getresponse().read()
         # Half of it, as no mount does but a person may.
         new = authority.issue("127.0.0.1")
@@ -228,7 +228,7 @@ def test_a_new_certificate_is_shown_by_all_workers_and_open_connections_stay(
         assert len(after) == 1
         assert before not in after
         assert router.log.count("not the key of") == 2
-        open_one.request("GET", "/health")
+        open_one.request("GET", "/live")
         assert open_one.getresponse().status == 200
         open_one.close()
     finally:

@@ -154,7 +154,7 @@ def echo(line: str) -> int:
 
 
 def messages(log: str) -> list[str]:
-    """Of a log in JSON, with their exceptions."""
+    """Of a log in JSON, with all other fields."""
     found = []
     for line in log.splitlines():
         try:
@@ -162,5 +162,5 @@ def messages(log: str) -> list[str]:
         except ValueError:
             found.append(line)
         else:
-            found.append(f"{entry.get('message')} {entry.get('exception', '')}")
+            found.append(" ".join([entry.pop("message"), *map(str, entry.values())]))
     return found
