@@ -19,7 +19,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.certificates import Authority
-from support.processes import ask, free_port
+from support.processes import ask
 
 from benchmarks.router_bench import figures, loads
 from benchmarks.router_bench.attackers import Target, attack
@@ -73,11 +73,9 @@ def _measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 def serving_site(args: argparse.Namespace, folder: Path) -> Iterator[Site]:
     """A shard and a router that asks for keys, over TLS."""
     authority = Authority(folder, "bench")
-    pair, metrics_port = authority.issue("127.0.0.1"), free_port()
+    pair = authority.issue("127.0.0.1")
     shard = shard_flags(
-        args,
-        *("--max-model-len", 65_536, "--max-num-seqs", 512, "--kv-blocks", 200_000),
-        *("--metrics-port", metrics_port),
+        args, *("--max-model-len", 65_536, "--max-num-seqs", 512, "--kv-blocks", 200_000)
     )
     router = router_flags(
         args,
@@ -86,16 +84,15 @@ def serving_site(args: argparse.Namespace, folder: Path) -> Iterator[Site]:
         "--trust-request-chat-template",
         *pair.server_flags,
     )
-    with serving(folder, shard, router, pin=args.pin) as servers:
-        yield Site(servers, metrics_port, authority)
+    with serving(folder, shard, router, shards=2, pin=args.pin) as servers:
+        yield Site(servers, authority)
 
 
 class Site:
     """The servers, and how to ask the router."""
 
-    def __init__(self, servers: Servers, metrics_port: int, authority: Authority) -> None:
+    def __init__(self, servers: Servers, authority: Authority) -> None:
         self.servers = servers
-        self.metrics_port = metrics_port
         self.ca_file = authority.file
         self._context = ssl.create_default_context(cafile=str(authority.file))
         self._url = f"https://127.0.0.1:{servers.port}"
@@ -196,10 +193,11 @@ def _attackers(site: Site, args: argparse.Namespace) -> list[Load]:
     """One with a key and one without, each from an address of its own."""
     seconds = args.seconds + _WARMUP_S
     who = ((_ATTACKER, "127.0.0.2"), ("", "127.0.0.3"))
+    _, theirs = site.servers.addresses
     return [
         Load(
             attack,
-            Target(site.servers.port, site.metrics_port, site.ca_file, key, address),
+            Target(site.servers.port, site.ca_file, theirs, key, address),
             seconds,
         )
         for key, address in who
@@ -209,8 +207,9 @@ def _attackers(site: Site, args: argparse.Namespace) -> list[Load]:
 def _honest(site: Site, seed: int, args: argparse.Namespace) -> Row:
     """Short requests, long ones beside them, and probes."""
     port, ca_file = site.servers.port, site.ca_file
-    short = [chat(stream=True, max_tokens=_OUTPUT_TOKENS, key=_HONEST)]
-    long = [chat("word " * _LONG_WORDS, stream=True, max_tokens=1, key=_HONEST)]
+    ours, _ = site.servers.addresses
+    short = [chat(stream=True, max_tokens=_OUTPUT_TOKENS, key=_HONEST, shard=ours)]
+    long = [chat("word " * _LONG_WORDS, stream=True, max_tokens=1, key=_HONEST, shard=ours)]
     arrivals = Arrivals(args.rate, _WARMUP_S, args.seconds, seed, _PATIENCE_S)
     rarely = Arrivals(_LONG_RATE, _WARMUP_S, args.seconds, seed + 1, _PATIENCE_S)
     with (
@@ -274,7 +273,8 @@ ATTACK = Scenario(
 Honest requests at random moments over TLS, alone and beside two attackers, one with a key and one
 without. Each of the two does all of this at once: bodies that unpack to a gigabyte, answers and
 resumable streams that are not read, long bodies a byte at a time, connections without a handshake,
-chat templates that never end, and responses that fill the store.""",
+chat templates that never end, and responses that fill the store. What they ask of shards goes to
+one of their own: this measures the router.""",
     columns=(
         ("case", "case", ""),
         ("accepted", "accepted", ".0f"),

@@ -50,9 +50,9 @@ class Target:
     """What is attacked, by whom, and what came of it."""
 
     port: int
-    # Of a shard: it speaks no TLS.
-    metrics_port: int
     ca_file: Path
+    # The shard that serves what is asked for: an honest one's time is not what is attacked.
+    shard: str
     # "": without a key.
     key: str
     address: str
@@ -65,6 +65,7 @@ class Target:
             "Host: bench",
             "Content-Type: application/json",
             f"Content-Length: {length}",
+            f"x-penstock-shard: {self.shard}",
             *([f"Authorization: Bearer {self.key}"] if self.key else []),
             *more,
         ]
@@ -174,10 +175,9 @@ async def _leave_stream_unread(target: Target) -> None:
 
 async def _say_nothing(target: Target) -> None:
     """Neither a handshake nor a request."""
-    for port in (target.port, target.metrics_port):
-        with await target.opened(port) as own:
-            await asyncio.get_running_loop().sock_recv(own, 1)
-            target.statuses["silent closed"] += 1
+    with await target.opened(target.port) as own:
+        await asyncio.get_running_loop().sock_recv(own, 1)
+        target.statuses["silent closed"] += 1
 
 
 async def _template(target: Target) -> None:

@@ -18,6 +18,8 @@ from penstock_router.request import Options
 
 # What a log-probability takes in an answer, with its token's text.
 LOGPROB_BYTES = 64
+# Counts bytes as held in memory, or raises.
+Hold = Callable[[int], None]
 # How many deltas are taken before the event loop gets a turn: those of many choices may be ready.
 _DELTAS_A_TURN = 32
 
@@ -172,17 +174,19 @@ class _Taking:
         return True
 
 
-def bounded(deltas: Deltas, options: Options, max_bytes: int) -> Deltas:
-    """The same deltas, for a reader that keeps them all.
+def bounded(deltas: Deltas, options: Options, max_bytes: int, hold: Hold) -> Deltas:
+    """The same deltas, for a reader that keeps them all. `hold` is called with the bytes that the
+    log-probabilities of each take.
 
-    Raises `BadRequest` once their log-probabilities take more than `max_bytes`.
+    Raises `BadRequest` once they take more than `max_bytes`, and what `hold` raises.
     """
-    return deltas if options.logprobs is None else _Bounded(deltas, options, max_bytes)
+    return deltas if options.logprobs is None else _Bounded(deltas, options, max_bytes, hold)
 
 
 class _Bounded(_Wrapped):
-    def __init__(self, source: Deltas, options: Options, max_bytes: int) -> None:
+    def __init__(self, source: Deltas, options: Options, max_bytes: int, hold: Hold) -> None:
         super().__init__(source)
+        self._hold = hold
         columns = 1 + (options.logprobs or 0) + len(options.logprob_token_ids)
         self._token_bytes = LOGPROB_BYTES * columns
         self._max_bytes = max_bytes
@@ -191,17 +195,19 @@ class _Bounded(_Wrapped):
     def take(self) -> Delta | None:
         delta = self._source.take()
         if delta is not None:
-            self._num_bytes += self._token_bytes * len(delta.token_ids)
+            num_bytes = self._token_bytes * len(delta.token_ids)
+            self._num_bytes += num_bytes
             if self._num_bytes > self._max_bytes:
                 raise BadRequest(
                     f"logprobs: those of this answer are more than {self._max_bytes} bytes by now; "
                     "stream it, or ask for fewer of them or of tokens",
                     param="logprobs",
                 )
+            self._hold(num_bytes)
         return delta
 
 
-async def collect(deltas: Deltas, job: Job, max_bytes: int) -> list[Delta]:
+async def collect(deltas: Deltas, job: Job, max_bytes: int, hold: Hold) -> list[Delta]:
     """All deltas of a job: one for each choice of the answer, in the answer's order.
 
     Raises what `bounded` raises.
@@ -214,7 +220,7 @@ async def collect(deltas: Deltas, job: Job, max_bytes: int) -> list[Delta]:
         else:
             gathered[delta.index] = Gathered(delta)
 
-    await for_each(bounded(deltas, job.options, max_bytes), add)
+    await for_each(bounded(deltas, job.options, max_bytes, hold), add)
     return _best(job, [gathered[index].whole() for index in sorted(gathered)])
 
 

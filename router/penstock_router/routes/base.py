@@ -363,7 +363,7 @@ async def send(request: web.Request, response: web.StreamResponse) -> None:
     router, num_bytes = request.app[ROUTER], _num_bytes(response)
     with router.memory.hold(client_of(request)) as held:
         if num_bytes > LONG_BYTES:
-            held.grow(num_bytes, functools.partial(_too_much_unread, router.metrics, num_bytes))
+            held.grow(num_bytes, functools.partial(too_much_unread, router.metrics, num_bytes))
             _divide(response)
         if not request.content.is_eof():
             # Nothing is read after a body that was not read.
@@ -384,11 +384,12 @@ def _num_bytes(response: web.StreamResponse) -> int:
     return len(body) if isinstance(body, bytes | bytearray) else 0
 
 
-def _too_much_unread(
+def too_much_unread(
     metrics: Metrics, num_bytes: int, held_bytes: int, max_bytes: int
 ) -> TooManyRequests:
+    """The refusal of an answer for which its client's share of memory is too small now."""
     metrics.refused.labels("unread_answers").inc()
     return TooManyRequests(
-        f"this answer has {num_bytes} bytes, and the server holds {held_bytes} for this client "
+        f"this answer takes {num_bytes} bytes, and the server holds {held_bytes} for this client "
         f"already (of {max_bytes} for all); read the answers before it, then try again"
     )

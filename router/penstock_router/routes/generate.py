@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict, TypeVar
 
@@ -23,7 +23,15 @@ from penstock_router import long_json, sse
 from penstock_router.admission import Ticket
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
 from penstock_router.bodies import LONG_BYTES, Body
-from penstock_router.deltas import LOGPROB_BYTES, Deltas, Usage, bounded, collect, spaced
+from penstock_router.deltas import (
+    LOGPROB_BYTES,
+    Deltas,
+    Hold,
+    Usage,
+    bounded,
+    collect,
+    spaced,
+)
 from penstock_router.errors import BadRequest
 from penstock_router.fields import STRING, Field, one_of, string, table
 from penstock_router.generation import Generation
@@ -36,10 +44,12 @@ from penstock_router.routes.base import (
     REQUEST_ID,
     ROUTER,
     Handler,
+    client_of,
     encoded_response,
     flag_header,
     let_in,
     send,
+    too_much_unread,
     usable_request_id,
     with_body,
 )
@@ -49,6 +59,8 @@ _Result = TypeVar("_Result")
 
 # The router ends a request at its deadline; shards do so a little later, in case it has died.
 _SHARDS_WAIT_S = 0.1
+# What a log-probability takes in objects, while an answer is made, for each byte in the answer.
+_OBJECT_BYTES = 3
 # Answers of at most so many tokens are rendered on the event loop: some tens of microseconds.
 _INLINE_TOKENS = 10_000
 
@@ -128,10 +140,12 @@ async def dispatch(
 async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) -> web.StreamResponse:
     """Generate and answer; `before_end` is called with the whole answer before its end is sent."""
     with entered(call) as ticket:
-        job = await started(call, await prepared(call, call.asked, ticket), ticket)
-        if call.asked.stream:
-            return await _streamed(call, job, ticket, before_end)
-        response = await _whole(call, job, ticket, before_end)
+        job = await prepared(call, call.asked, ticket)
+        with scores_held(call, job) as hold:
+            job = await started(call, job, ticket)
+            if call.asked.stream:
+                return await _streamed(call, job, ticket, before_end, hold)
+            response = await _whole(call, job, ticket, before_end, hold)
         # Its places are given back once the client has it, and all but its bytes is gone by then.
         del job
         ticket.charge.settle()
@@ -140,7 +154,7 @@ async def answer(call: Call[AnyRequest], before_end: BeforeEnd | None = None) ->
 
 
 async def _streamed(
-    call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None
+    call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.StreamResponse:
     router = call.request.app[ROUTER]
     async with generation_of(call, job) as generation:
@@ -148,7 +162,7 @@ async def _streamed(
         return await sse.stream(
             call.request,
             generation,
-            _deltas(call, generation),
+            _deltas(call, generation, hold),
             shape,
             request_id=call.request[REQUEST_ID],
             config=router.config,
@@ -162,14 +176,14 @@ async def _streamed(
 
 
 async def _whole(
-    call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None
+    call: Call[AnyRequest], job: Job, ticket: Ticket, before_end: BeforeEnd | None, hold: Hold
 ) -> web.Response:
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
     async with generation_of(call, job) as generation:
         shape = make_shape(call, job, generation, int(time.time()))
         usage = generation.usage
         async with ticket.limit.scope():
-            deltas = await collect(generation, job, max_bytes)
+            deltas = await collect(generation, job, max_bytes, hold)
             body = await worked_out(call, usage, functools.partial(shape.whole, deltas))
             if before_end is not None:
                 await before_end(shape)
@@ -190,12 +204,33 @@ def generation_of(call: Call[Any], job: Job) -> Generation:
     )
 
 
-def _deltas(call: Call[Any], generation: Generation) -> Deltas:
+def _deltas(call: Call[Any], generation: Generation, hold: Hold) -> Deltas:
     deltas = spaced(generation, call.asked.stream_interval)
     if not call.api.repeats_answer:
         return deltas
     max_bytes = call.request.app[ROUTER].config.max_answer_bytes
-    return bounded(deltas, call.asked, max_bytes)
+    return bounded(deltas, call.asked, max_bytes, hold)
+
+
+@contextmanager
+def scores_held(call: Call[Any], job: Job) -> Iterator[Hold]:
+    """Count the log-probabilities of an answer that is being made as memory of its client: those of
+    the prompts at once, others by what is yielded.
+
+    Raises `TooManyRequests` where a client's long answers take its share of memory already.
+    """
+    router = call.request.app[ROUTER]
+    with router.memory.hold(client_of(call.request)) as held:
+
+        def hold(num_bytes: int) -> None:
+            num_bytes *= _OBJECT_BYTES
+            if held.amount + num_bytes > LONG_BYTES:
+                held.grow(num_bytes, functools.partial(too_much_unread, router.metrics, num_bytes))
+            else:
+                held.add(num_bytes)
+
+        hold(_prompt_scores_bytes(job))
+        yield hold
 
 
 async def worked_out(call: Call[Any], usage: Usage, work: Callable[[], _Result]) -> _Result:
@@ -272,13 +307,18 @@ async def started(call: Call[Any], job: Job, ticket: Ticket) -> Job:
     return dataclasses.replace(job, requests=tuple(requests))
 
 
-def _check_size(job: Job, max_bytes: int) -> None:
-    """Refuse prompt log-probabilities too large for an answer: they are held in memory whole."""
-    num_bytes = sum(
+def _prompt_scores_bytes(job: Job) -> int:
+    """What the log-probabilities of the prompts take in the answer."""
+    return sum(
         LOGPROB_BYTES * (1 + request.prompt_logprobs) * len(request.prompt_token_ids)
         for request in job.requests
         if request.prompt_logprobs is not None
     )
+
+
+def _check_size(job: Job, max_bytes: int) -> None:
+    """Refuse prompt log-probabilities too large for an answer: they are held in memory whole."""
+    num_bytes = _prompt_scores_bytes(job)
     if num_bytes > max_bytes:
         raise BadRequest(
             f"prompt_logprobs: log-probabilities of so many tokens are about {num_bytes} bytes; "

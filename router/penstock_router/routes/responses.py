@@ -30,7 +30,7 @@ from penstock_router.apis.responses_answers import (
 )
 from penstock_router.apis.responses_request import ResponsesRequest
 from penstock_router.apis.responses_stored import Page
-from penstock_router.deltas import bounded, for_each
+from penstock_router.deltas import Hold, bounded, for_each
 from penstock_router.errors import BadRequest, NotFound, Unavailable, noted
 from penstock_router.fields import STRING, Field, integer, one_of, short, table
 from penstock_router.generation import Generation
@@ -56,6 +56,7 @@ from penstock_router.routes.generate import (
     generation_of,
     make_shape,
     prepared,
+    scores_held,
     started,
     worked_out,
 )
@@ -139,7 +140,9 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
         ticket = scope.enter_context(entered(call))
         # As for a stream: the output so far is available even if the generation ends early.
         asked = dataclasses.replace(call.asked, stream=True)
-        job = await started(call, await prepared(call, asked, ticket), ticket)
+        job = await prepared(call, asked, ticket)
+        hold = scope.enter_context(scores_held(call, job))
+        job = await started(call, job, ticket)
         generation = await scope.enter_async_context(generation_of(call, job))
         shape = make_shape(call, job, generation, int(time.time()))
         assert isinstance(shape, ResponseShape)
@@ -147,7 +150,7 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
             begun = encoded_response(await _put(call, shape))
         router.background.start(
             call.response_id,
-            _make(generation, shape, ticket.limit, router.config.max_answer_bytes),
+            _make(generation, shape, ticket.limit, router.config.max_answer_bytes, hold),
             scope.pop_all(),
             functools.partial(_keep_end, call, shape),
         )
@@ -155,11 +158,11 @@ async def _begin(call: Call[ResponsesRequest]) -> web.Response:
 
 
 async def _make(
-    generation: Generation, shape: ResponseShape, limit: TimeLimit, max_bytes: int
+    generation: Generation, shape: ResponseShape, limit: TimeLimit, max_bytes: int, hold: Hold
 ) -> None:
     try:
         async with limit.scope():
-            deltas = bounded(generation, generation.job.options, max_bytes)
+            deltas = bounded(generation, generation.job.options, max_bytes, hold)
             await for_each(deltas, shape.take)
     except asyncio.CancelledError:
         generation.abandon(None)

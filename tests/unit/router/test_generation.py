@@ -140,7 +140,7 @@ async def test_a_stream_that_ends_without_a_reason_is_an_error(
         fleet.running["r1"].cancel()
         generation._choices[0].stream.cancel()
         with pytest.raises(ShardFailed, match="without saying why"):
-            await collect(generation, generation.job, 2**28)
+            await collect(generation, generation.job, 2**28, lambda num_bytes: None)
 
 
 async def test_an_aborted_sequence_is_an_error_not_a_short_answer(
@@ -377,7 +377,7 @@ async def test_a_merged_output_is_one_gap_between_tokens(fleet: FakeFleet, model
     bundles = iter([1, 50, 50])
     fleet.bundle = lambda: next(bundles)
     async with Generation(job, fleet, metrics, record()) as generation:
-        await collect(generation, generation.job, 2**28)
+        await collect(generation, generation.job, 2**28, lambda num_bytes: None)
     name = f'{{model="{job.model.info.model}"}}'
     assert f"penstock_router_output_tokens_total{name} 101.0" in await shown(metrics)
     assert f"penstock_router_between_tokens_seconds_count{name} 2.0" in await shown(metrics)
@@ -397,7 +397,7 @@ async def test_an_answer_that_is_shown_whole_is_made_of_many_tokens_at_a_time(
     for stream, expected in ((False, [1, 64, 35]), (True, [1] * 100)):
         job = await job_of(models, max_tokens=100, stream=stream)
         async with Generation(job, fleet, Metrics(), record()) as generation:
-            [whole] = await collect(generation, job, 2**28)
+            [whole] = await collect(generation, job, 2**28, lambda num_bytes: None)
         assert sizes == expected
         assert whole.token_ids == hashed_tokens(job.requests[0])
         sizes.clear()
