@@ -301,8 +301,8 @@ async def test_unread_answers_count_as_memory_of_their_client_and_what_does_not_
     fleet = FakeFleet(model_files(byte_level))
     async with memory_router(fleet) as router:
         memory = router.app[ROUTER].memory
-        memory.total = 1_000_000
-        # Some 200 kB each.
+        # Some 200 kB each, and two megabytes while one is made.
+        memory.total = 7_000_000
         long = {"prompt": "x", "max_tokens": 500, "logprobs": 5, "n": 4}
         connections: list[Connection] = []
 
@@ -341,3 +341,29 @@ async def test_files_metrics_and_stored_responses_count_too(byte_level: Tokenize
         connection.go_on_reading()
         await _until(lambda: not memory.held)
         connection.close()
+
+
+async def test_log_probabilities_count_while_an_answer_is_made_of_them(
+    byte_level: Tokenizer,
+) -> None:
+    fleet = FakeFleet(model_files(byte_level))
+    async with memory_router(fleet) as router:
+        memory = router.app[ROUTER].memory
+        memory.total = 1_500_000
+        prompt = {"prompt": [5] * 500, "max_tokens": 1, "prompt_logprobs": 5}
+        output = {"prompt": "x", "max_tokens": 500, "logprobs": 5, "ignore_eos": True}
+        with memory.hold("") as besides:
+            besides.add(100)
+            for body in (prompt, output):
+                answer = await router.post("/v1/completions", body)
+                assert answer.status == 200
+                assert memory.held == besides.amount
+            besides.add(700_000)
+            # What is known before is refused before a shard is asked.
+            for body, asked in ((prompt, 0), (output, 1)):
+                before = len(fleet.requests)
+                answer = await router.post("/v1/completions", body)
+                assert answer.status == 429
+                assert "read the answers before it" in answer.error["message"]
+                assert len(fleet.requests) == before + asked
+                assert memory.held == besides.amount
