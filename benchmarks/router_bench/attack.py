@@ -80,7 +80,7 @@ def serving_site(args: argparse.Namespace, folder: Path) -> Iterator[Site]:
     router = router_flags(
         args,
         *("--api-keys-file", write_keys(folder / "keys.toml", _HONEST, _ATTACKER)),
-        *("--max-concurrent-requests-per-key", 256, "--response-store-bytes", 32 * 2**20),
+        *("--max-concurrent-requests-per-key", 64, "--response-store-bytes", 32 * 2**20),
         "--trust-request-chat-template",
         *pair.server_flags,
     )
@@ -192,15 +192,11 @@ def window(site: Site, case: str, seed: int, args: argparse.Namespace) -> Row:
 def _attackers(site: Site, args: argparse.Namespace) -> list[Load]:
     """One with a key and one without, each from an address of its own."""
     seconds = args.seconds + _WARMUP_S
-    who = ((_ATTACKER, "127.0.0.2"), ("", "127.0.0.3"))
+    who = ((_ATTACKER, "127.0.0.2", "127.0.0.4"), ("", "127.0.0.3", "127.0.0.5"))
     _, theirs = site.servers.addresses
     return [
-        Load(
-            attack,
-            Target(site.servers.port, site.ca_file, theirs, key, address),
-            seconds,
-        )
-        for key, address in who
+        Load(attack, Target(site.servers.port, site.ca_file, theirs, key, address, silent), seconds)
+        for key, address, silent in who
     ]
 
 

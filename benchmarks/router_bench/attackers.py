@@ -37,9 +37,9 @@ _SLOW_BODY_BYTES = 33_000_000
 _LONG_BYTES = 70_000
 # Log-probabilities of so many tokens, 20 each, are an answer of some 30 MB.
 _PROMPT_TOKENS = 15_000
-_STREAM_CHOICES = 64
+_STREAM_CHOICES = 16
 _STORED_BYTES = 200_000
-_PAUSE_S = 0.2
+_PAUSE_S = 1.0
 # After which a client that is held, or refused, begins again.
 _PATIENCE_S = 15.0
 _ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -56,6 +56,8 @@ class Target:
     # "": without a key.
     key: str
     address: str
+    # Of those that never shake hands: handshakes of one address wait for each other.
+    silent_address: str
     statuses: Counter[str] = field(default_factory=Counter)
 
     def head(self, path: str, length: int, *more: str) -> bytes:
@@ -92,14 +94,16 @@ class Target:
             finally:
                 writer.transport.abort()
 
-    async def opened(self, port: int, receive_bytes: int | None = None) -> socket.socket:
+    async def opened(
+        self, port: int, receive_bytes: int | None = None, address: str = ""
+    ) -> socket.socket:
         """A bare connection."""
         own = socket.socket()
         own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if receive_bytes is not None:
             own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         own.setblocking(False)
-        own.bind((self.address, 0))
+        own.bind((address or self.address, 0))
         try:
             await asyncio.get_running_loop().sock_connect(own, ("127.0.0.1", port))
         except BaseException:
@@ -175,7 +179,7 @@ async def _leave_stream_unread(target: Target) -> None:
 
 async def _say_nothing(target: Target) -> None:
     """Neither a handshake nor a request."""
-    with await target.opened(target.port) as own:
+    with await target.opened(target.port, address=target.silent_address) as own:
         await asyncio.get_running_loop().sock_recv(own, 1)
         target.statuses["silent closed"] += 1
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock_router import programs
@@ -138,6 +138,7 @@ class Bodies:
         self.room = Room(memory, metrics)
         self._numbers = itertools.count(1)
         self._turns = asyncio.Semaphore(_CONNECTIONS_A_TURN)
+        self._inflating = asyncio.Lock()
 
     def stop(self) -> None:
         """Refuse the bodies that wait for a process, and any that arrive."""
@@ -155,6 +156,17 @@ class Bodies:
         """
         async with self._turns:
             await asyncio.sleep(0)
+
+    async def inflate(self, inflate: Callable[[], bytes]) -> bytes:
+        """Inflate more of a long body in a thread: of one body at a time, and for half of that time
+        at most, as a kilobyte may keep a core busy for as long as a megabyte that is not packed.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._inflating:
+            begun_s = loop.time()
+            data = await self.threads.run(inflate)
+            await asyncio.sleep(loop.time() - begun_s)
+        return data
 
     @contextmanager
     def incoming(self, client: str) -> Iterator[Incoming]:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 # What a worker may hold in memory for slow clients: little beside a router's own.
-MEMORY_BYTES = 256 * 1024 * 1024
+MEMORY_BYTES = 192 * 1024 * 1024
 
 
 class _Gauge(Protocol):

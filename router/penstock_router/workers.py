@@ -49,8 +49,9 @@ from penstock_router.https import https_context
 from penstock_router.response_store import StoreUnusable, store_file
 
 if TYPE_CHECKING:
+    from penstock_router.malloc import return_large_blocks
     from penstock_router.metrics import Metrics
-    from penstock_router.models import Models
+from penstock_router.models import Models
 
 logger = logging.getLogger("penstock.router")
 
@@ -93,6 +94,7 @@ def run(config: RouterConfig) -> int:
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
+    return_large_blocks()
     # uvloop's sockets cost a third of the processor time of asyncio's own.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serving)

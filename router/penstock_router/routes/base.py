@@ -281,7 +281,7 @@ async def _receive(request: web.Request, incoming: Incoming, max_bytes: int) -> 
             else:
                 inflater.feed(piece)
                 is_short = len(piece) <= _SHORT_PACKED_BYTES
-                while data := await _inflate(router.threads, inflater, is_short, incoming):
+                while data := await _inflate(router.bodies, inflater, is_short, incoming):
                     _add(incoming, data, max_bytes)
             if incoming.is_long:
                 await router.bodies.take_turn()
@@ -317,13 +317,11 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
-async def _inflate(
-    threads: Threads, inflater: Inflater, is_short: bool, incoming: Incoming
-) -> bytes:
+async def _inflate(bodies: Bodies, inflater: Inflater, is_short: bool, incoming: Incoming) -> bytes:
     """`Inflater.inflate`: in a thread if that may take longer than a thread's start."""
     if is_short and not incoming.is_long:
         return inflater.inflate(LONG_BYTES)
-    return await threads.run(functools.partial(inflater.inflate, _INFLATED_BYTES))
+    return await bodies.inflate(functools.partial(inflater.inflate, _INFLATED_BYTES))
 
 
 async def _next_piece(content: StreamReader, until_s: float) -> bytes:

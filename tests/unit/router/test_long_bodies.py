@@ -710,7 +710,7 @@ async def test_one_clients_bodies_leave_memory_and_places_to_others(fleet: FakeF
     async with made_bodies(fleet) as bodies:
         with ExitStack() as scope:
             # None of them is complete.
-            with pytest.raises(TooManyRequests, match="bytes of yours are in memory, of 268435456"):
+            with pytest.raises(TooManyRequests, match="bytes of yours are in memory, of 201326592"):
                 take_all(bodies, scope, lambda incoming: incoming.add(b" " * 16_000_000))
             assert await outcome(bodies, "tokenize", body)
         assert taken(bodies) == (0, 0)
