@@ -29,7 +29,8 @@ PAGE = (ROOT / "docs/quick-start.md").read_text()
 BLOCKS = re.findall(r"^```(?:sh|python)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TIMEOUT_S = 60.0
 SHOWN = next(iter(re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)))
-BREAK = "pkill -9 -f engine_main -P $(pgrep -f 'penstock_shard --port 6000 ')"
+BREAK = "shard=$(pgrep -f 'penstock_shard --port 6000 ')"
+CHECK = "answers, {len"
 
 
 def block(words: str) -> str:
@@ -58,13 +59,19 @@ class Served:
 
     def run(self, code: str, folder: Path) -> str:
         """A block of the shell, to its end; what it printed."""
+        ended = self.tried(code, folder)
+        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+        return ended.stdout
+
+    def tried(self, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        """The same, whether it succeeds or not."""
         code = code.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
         code = code.replace("--port 6000", f"--port {self.shard_port}")
         # A file: in the shell's own command line pgrep would find what it looks for.
         script = folder / "script.sh"
         script.write_text(code)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        ended = subprocess.run(
+        return subprocess.run(
             ["bash", "-e", str(script)],
             cwd=folder,
             env={**os.environ, "PATH": path},
@@ -74,8 +81,6 @@ class Served:
             timeout=TIMEOUT_S,
             check=False,
         )
-        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-        return ended.stdout
 
 
 def made_by(target: str) -> list[str]:
@@ -121,7 +126,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_every_block_is_tried_here_or_is_named() -> None:
-    tried = ["/v1/models", "curl -N", "import OpenAI", "--shards 2", BREAK, "answers, {len"]
+    tried = ["/v1/models", "curl -N", "import OpenAI", "--shards 2", BREAK, CHECK]
     tried += ["helm template", "helm_python", "make serve FAKE=1\n"]
     by_hand = ["make serve\n", "penstock chat"]
     named = [block for block in BLOCKS if any(words in block for words in tried + by_hand)]
@@ -190,25 +195,43 @@ def test_answers_outlive_the_shard_that_is_broken(served, tmp_path) -> None:
     before = served.engines()
     first, second = served.shard_port, served.shard_port + 1
     assert set(before) == {first, second}
-    served.run(block(BREAK), tmp_path)
-    printed = served.run(block("answers, {len"), tmp_path)
-    assert re.sub(r" [1-4]\.0$", " 2.0", printed, flags=re.MULTILINE) == SHOWN
+    printed = served.run(block(BREAK) + block(CHECK), tmp_path)
+    assert re.sub(r"^[1-4] continued", "2 continued", printed, flags=re.MULTILINE) == SHOWN
     assert f" shard 127.0.0.1:{second} after engine_died request " in served.log_file.read_text()
+    # Nothing is left in the folder from which the blocks are run.
+    assert [path.name for path in tmp_path.iterdir()] == ["script.sh"]
     wait_until(lambda: len(served.engines()) == 2, timeout_s=20, what="the engine is back")
     # Of all engines on this machine it was that of the shard on the first port.
     after = served.engines()
     assert after[first] != before[first]
     assert after[second] == before[second]
+    check_that_nothing_was_broken(served, tmp_path)
+
+
+def check_that_nothing_was_broken(served: Served, folder: Path) -> None:
+    """The same without a kill, of a router that may have seen one before."""
+    code = block(BREAK) + block(CHECK)
+    nobodys = free_port()
+    ended = served.tried(code.replace("--port 6000", f"--port {nobodys}"), folder)
+    assert ended.returncode == 1
+    assert ended.stdout == "no shard on port 6000\n4 answers, 1 text\n"
+    assert ended.stderr == (
+        "no answer continued on another shard: nothing was killed while they ran\n"
+    )
 
 
 def test_the_check_fails_where_nothing_was_broken(served, tmp_path) -> None:
-    """Before the test that breaks something, or beside it: of a router that saw no death."""
-    quiet = (
-        block("answers, {len").splitlines()[-1].replace("curl -s http://127.0.0.1:8000", "cat .")
-    )
-    (tmp_path / "metrics").write_text('penstock_router_fleet_events_total{event="sent"} 4.0\n')
-    script = f"set -o pipefail; {quiet}"
-    assert subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=False).returncode == 1
+    check_that_nothing_was_broken(served, tmp_path)
+
+
+def test_the_check_fails_where_nobody_answers(served, tmp_path) -> None:
+    nobodys = f"127.0.0.1:{free_port()}"
+    code = (block(BREAK) + block(CHECK)).replace("127.0.0.1:8000", nobodys)
+    ended = served.tried(code.replace("--port 6000", f"--port {free_port()}"), tmp_path)
+    assert ended.returncode == 1
+    assert "text" not in ended.stdout
+    assert "Failed to connect" in ended.stderr
+    assert "FileNotFoundError" in ended.stderr
 
 
 def test_the_chart_renders_with_the_values_that_are_shown(served, tmp_path) -> None:
