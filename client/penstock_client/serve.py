@@ -101,8 +101,18 @@ def main(arguments: Sequence[str]) -> int:
         return USAGE_STATUS
     scheme = "https" if args.tls_cert_file else "http"
     here = authority(_HERE.get(args.host, args.host), args.port)
-    needs_key = bool(args.api_key or os.environ.get("PENSTOCK_API_KEY"))
+    needs_key = _needs_key(args.api_key, router_flags)
     return asyncio.run(_serve(found, f"{scheme}://{here}", needs_key=needs_key))
+
+
+def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
+    """Whether callers of the router must send a key."""
+    variables = ("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE")
+    return (
+        bool(api_key)
+        or any(os.environ.get(variable) for variable in variables)
+        or any(flag.partition("=")[0] in ("--api-key", "--api-keys-file") for flag in router_flags)
+    )
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -425,27 +435,37 @@ def _kill_all(children: list[_Child]) -> None:
 
 async def _greet(url: str, *, needs_key: bool = False) -> None:
     """Wait until the router is ready, then say how to use it."""
-    while not await asyncio.to_thread(_answers, url + "/health"):
+    while not await asyncio.to_thread(_answers, url + "/health", verify=False):
         await asyncio.sleep(_POLL_S)
+    is_known = url.startswith("http:") or await asyncio.to_thread(
+        _answers, url + "/health", verify=True
+    )
     # Quoted, as brackets of an IPv6 address are special in some shells.
     chat = shlex.quote(url + "/v1/chat/completions")
-    body = '{"stream": true, "messages": [{"role": "user", "content": "What is penstock?"}]}'
+    content = '"messages": [{"role": "user", "content": "What is penstock?"}]'
+    body = f'{{"stream": true, "max_tokens": 60, {content}}}'
     # Not the key itself: this may be a log.
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if needs_key else ""
-    first = ", with its key in PENSTOCK_API_KEY" if needs_key else ""
+    authority_flag = "" if is_known else ' --cacert "$SSL_CERT_FILE"'
+    needed = ["a key in PENSTOCK_API_KEY"] if needs_key else []
+    needed += [] if is_known else ["the file of its certificate's authority in SSL_CERT_FILE"]
+    first = f", with {' and '.join(needed)}" if needed else ""
     print(
         f"\npenstock is ready at {url} (Ctrl-C ends it). Try{first}:\n\n"
-        f"  curl -N {chat} -H 'Content-Type: application/json'{key} \\\n"
+        f"  curl -N {chat}{authority_flag} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{body}'\n\n"
         f"or, in another terminal: penstock chat --url {shlex.quote(url)}\n",
         flush=True,
     )
 
 
-def _answers(url: str) -> bool:
-    # Only a check that our own router is up; its certificate may be for another name.
+def _answers(url: str, *, verify: bool) -> bool:
+    """Whether our own router is up; `verify`: with a certificate of an authority known here."""
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    # It may be for another name than the address at which it is reached here.
+    context.check_hostname = False
+    if not verify:
+        context.verify_mode = ssl.CERT_NONE
     try:
         with open_directly(url, 1.0, context):
             return True

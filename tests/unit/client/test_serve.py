@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import sys
 from pathlib import Path
 
 import pytest
+from support.certificates import Authority
+from support.http_stub import http_stub
 from support.processes import free_port
 
 from penstock_client import serve, serve_flags
@@ -289,11 +292,60 @@ def test_ports_for_shards_are_not_sought_without_end(
 
 
 @pytest.mark.parametrize("needs_key", [False, True])
-async def test_what_to_try_first_has_the_key_where_one_is_needed_but_never_says_it(
-    needs_key: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_what_to_try_first_has_the_key_and_the_authority_that_are_needed_but_never_a_key(
+    needs_key: bool,
+    is_known: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(serve, "_answers", lambda _: True)
-    await serve._greet("http://127.0.0.1:8000", needs_key=needs_key)
+    monkeypatch.setattr(serve, "_answers", lambda _, verify: is_known or not verify)
+    await serve._greet("https://127.0.0.1:8000", needs_key=needs_key)
     said = capsys.readouterr().out
     assert ('-H "Authorization: Bearer $PENSTOCK_API_KEY"' in said) == needs_key
-    assert ("Try, with its key in PENSTOCK_API_KEY:" in said) == needs_key
+    assert ("a key in PENSTOCK_API_KEY" in said) == needs_key
+    assert ('--cacert "$SSL_CERT_FILE"' in said) == (not is_known)
+    assert ("authority in SSL_CERT_FILE" in said) == (not is_known)
+
+
+@pytest.mark.parametrize(
+    ("key", "flags", "variable", "needed"),
+    [
+        (None, [], "HOME", False),
+        (None, ["--policy", "round-robin"], "HOME", False),
+        ("sk-1", [], "HOME", True),
+        (None, ["--api-keys-file", "keys.toml"], "HOME", True),
+        (None, ["--api-keys-file=keys.toml"], "HOME", True),
+        (None, ["--api-key", "sk-1"], "HOME", True),
+        (None, [], "PENSTOCK_API_KEY", True),
+        (None, [], "PENSTOCK_API_KEYS_FILE", True),
+    ],
+)
+def test_a_key_is_needed_wherever_one_or_a_file_of_them_is_given(
+    key: str | None,
+    flags: list[str],
+    variable: str,
+    needed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "given")
+    assert serve._needs_key(key, flags) == needed
+
+
+def test_an_authority_that_is_not_known_here_is_told_from_one_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path, "ours")
+    pair = authority.issue("another.example")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.cert, pair.key)
+    ok = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with http_stub(ok, tls=context) as port:
+        url = f"https://127.0.0.1:{port}/health"
+        assert serve._answers(url, verify=False)
+        assert not serve._answers(url, verify=True)
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        assert serve._answers(url, verify=True)
