@@ -37,7 +37,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 help: ## List the targets
 	@echo "make TARGET [PYTHON=python3.12] [TORCH='torch==2.13.0']"; echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve: MODEL=, PORT=, FAKE=1, ARGS=
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
@@ -86,7 +86,8 @@ $(BIN)/python:
 		f"{v[0]}.{v[1]}; choose another with PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
 
-# Whether one of these was installed from pyproject.toml as it is; each has all of what asks for it.
+# Begins a command that runs only where none of these was installed from pyproject.toml as it is: each
+# holds all that the target which asks would install.
 has = $(foreach marker,$(1),test $(VENV)/$(marker) -nt pyproject.toml ||)
 
 $(VENV)/.fake: pyproject.toml | $(BIN)/python
@@ -101,11 +102,17 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 		$(PIP) install --quiet -e '.[docs]'; }
 	@touch $@
 
+# Says which torch was installed. One that is asked for by name replaces another; without, any is kept.
+ifneq ($(filter command environment,$(firstword $(origin TORCH))),)
+ifneq ($(TORCH),$(shell cat $(VENV)/.torch 2>/dev/null))
+.PHONY: $(VENV)/.torch
+endif
+endif
 $(VENV)/.torch: | $(BIN)/python
 	@echo "Installing $(TORCH) into $(VENV): about 200 MB to download for a CPU build,"
 	@echo "several GB where the package index gives a CUDA build."
 	@$(PIP) install '$(TORCH)'
-	@touch $@
+	@echo '$(TORCH)' > $@
 
 $(VENV)/.shard: pyproject.toml $(VENV)/.torch
 	@$(call has,.dev) { \

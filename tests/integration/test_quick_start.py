@@ -96,6 +96,24 @@ def made_by(target: str) -> list[str]:
     return shlex.split(line)[1:]
 
 
+def commands_that_print(venv: Path) -> None:
+    """Stand-ins for what is in an environment."""
+    (venv / "bin").mkdir()
+    for name in ("python", "penstock"):
+        (venv / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        (venv / "bin" / name).chmod(0o755)
+
+
+def made_in(venv: Path, *target: str) -> list[str]:
+    """What `make serve` prints with this environment."""
+    command = ["make", "serve", f"VENV={venv}", *target]
+    # Not those of a make that runs these tests.
+    left_out = ("MAKE", "TORCH")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return made.stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log_file = tmp_path_factory.mktemp("serve") / "log"
@@ -147,22 +165,43 @@ def test_every_block_is_tried_here_or_is_named() -> None:
 def test_make_says_that_it_installs_only_where_it_does(
     target: list[str], there: list[str], installs: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    for name in ("python", "penstock"):
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
-        (tmp_path / "bin" / name).chmod(0o755)
+    commands_that_print(tmp_path)
     # Whatever the clock of the checkout: an older one is an older environment.
     later_s = time.time() + 60
     for marker in there:
         (tmp_path / marker).touch()
         os.utime(tmp_path / marker, (later_s, later_s))
-    command = ["make", "serve", f"VENV={tmp_path}", *target]
-    # Not those of a make that runs these tests.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    *before, served = made.stdout.splitlines()
+    *before, served = made_in(tmp_path, *target)
     assert served.startswith("penstock serve ")
     assert [line.split()[0] for line in before] == (["Installing", "python"] if installs else [])
+
+
+@pytest.mark.parametrize(
+    ("installed", "asked", "installs"),
+    [
+        ("torch==2.13.0", [], False),
+        ("torch==2.13.0+cpu", [], False),
+        ("torch==2.13.0+cpu", ["TORCH=torch==2.13.0+cpu"], False),
+        ("torch==2.13.0", ["TORCH=torch==2.13.0+cpu"], True),
+    ],
+)
+def test_a_torch_that_is_asked_for_replaces_another(
+    installed: str, asked: list[str], installs: bool, tmp_path: Path
+) -> None:
+    commands_that_print(tmp_path)
+    for marker, text in ((".torch", installed), (".shard", "")):
+        (tmp_path / marker).write_text(f"{text}\n")
+    later_s = time.time() + 60
+    for seconds, marker in enumerate((".torch", ".shard")):
+        os.utime(tmp_path / marker, (later_s + seconds, later_s + seconds))
+    *before, _ = made_in(tmp_path, *asked)
+    said = [line for line in before if line.startswith("Installing torch")]
+    assert said == ([f"Installing {asked[0][6:]} into {tmp_path}: about 200 MB to download for a "
+                     "CPU build,"] if installs else [])  # fmt: skip
+    if installs:
+        # The next time it is there.
+        assert (tmp_path / ".torch").read_text() == f"{asked[0][6:]}\n"
+        assert not [line for line in made_in(tmp_path, *asked) if line.startswith("Installing t")]
 
 
 def test_make_serves_the_fake_runner() -> None:
