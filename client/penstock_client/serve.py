@@ -349,6 +349,10 @@ async def _serve(children: list[_Child], url: str, *, needs_key: bool = False) -
         # A second Ctrl-C does not wait for running requests. A second SIGHUP means nothing: a
         # terminal that is closed often sends two.
         loop.add_signal_handler(signum, _kill_all, children)
+    if stopped in done:
+        # A terminal that is closed cannot be written to.
+        with contextlib.suppress(OSError):
+            _say("ending as soon as running requests have; Ctrl-C again ends them at once")
     # The router first: it lets its requests finish, and for that it needs the shards.
     for child in reversed(children):
         await _end(child)

@@ -206,10 +206,15 @@ async def _store_responses(app: web.Application) -> AsyncIterator[None]:
 
 async def _end_requests(app: web.Application) -> None:
     router = app[ROUTER]
-    waiting = (router.admission.in_flight, router.admission.queued)
-    logger.info("stopping: waiting for %d sequences in flight and %d queued", *waiting)
+    timeout_s = router.config.shutdown_timeout_s
+    in_flight, queued = router.admission.in_flight, router.admission.queued
+    sequences = f"{in_flight} {'sequence' if in_flight == 1 else 'sequences'}"
+    logger.info(
+        "stopping: waiting at most %g s for %s in flight and %d queued",
+        *(timeout_s, sequences, queued),
+    )
     router.live_streams.stop()
-    await router.admission.stop(router.config.shutdown_timeout_s)
+    await router.admission.stop(timeout_s)
     await router.live_streams.wait_ended()
     await router.background.close()
     # Refuses bodies that still wait to be parsed: all other requests have ended by now.

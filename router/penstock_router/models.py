@@ -130,14 +130,15 @@ class Models:
         if self._shard_wait_s is not None and not infos:
             return None
         if not infos:
-            return self._none_serves()
+            return self.none_serves()
         for info in infos:
             task = self._texts.get((info.model, info.tokenizer_hash))
             if task is not None and task.done() and not _failed(task):
                 return None
         return next(iter(self._troubles.values()), "the models are being loaded")
 
-    def _none_serves(self) -> str:
+    def none_serves(self) -> str:
+        """Why nothing is served; only where no shard is ready."""
         when = "at present" if self._texts else "yet"
         states = Counter(state_of(shard) for shard in self._fleet.shards)
         shown = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
@@ -201,10 +202,10 @@ class Models:
         served = self._served(name, infos)
         if served is not None:
             return served
+        if not infos:
+            raise Unavailable(f"{self.none_serves()}; try again shortly")
         if name in self._names or self._is_away(name):
             raise Unavailable(f"no shard serves {name[:200]} at present; try again shortly")
-        if not infos:
-            raise Unavailable("no shard serves at present; try again shortly")
         if name in _ANY_MODEL:
             if len(infos) > 1:
                 text = "model: needed, as several are served; see /v1/models"

@@ -75,7 +75,7 @@ async def list_models(request: web.Request) -> web.Response:
         for name, (info, adapter) in models.names().items()
     ]
     if not cards:
-        raise Unavailable("no shard serves at present; try again shortly")
+        raise Unavailable(f"{models.none_serves()}; try again shortly")
     answer: ModelList = {"object": "list", "data": cards}
     return json_response(answer)
 

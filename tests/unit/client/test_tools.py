@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import signal
 import socket
 import ssl
@@ -504,13 +505,13 @@ def test_a_router_is_probed_without_the_proxies_of_the_environment(
     with http_stub(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as port:
         url = f"http://127.0.0.1:{port}"
         assert _status(health.main, url) == 0
-        assert serve._answers(url + "/health")
+        assert serve._answers(url + "/health", verify=False)
     assert capsys.readouterr().out == f"{url}: healthy\n"
 
 
 def test_serve_waits_on_while_something_else_answers() -> None:
     with http_stub(_GRPC) as port:
-        assert not serve._answers(f"http://127.0.0.1:{port}/health")
+        assert not serve._answers(f"http://127.0.0.1:{port}/health", verify=False)
 
 
 _SERVE = """
@@ -526,10 +527,14 @@ sys.exit(asyncio.run(serve._serve([child], "http://127.0.0.1:" + sys.argv[1])))
 
 def test_a_closed_terminal_ends_serve_and_its_children() -> None:
     command = [sys.executable, "-c", _SERVE, str(free_port())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    reader, writer = os.pipe()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer) as process:
+        os.close(writer)
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         (child,) = psutil.Process(process.pid).children()
+        # What is said of the end can no longer be written.
+        os.close(reader)
         try:
             process.send_signal(signal.SIGHUP)
             assert process.wait(30) == 0
@@ -538,6 +543,21 @@ def test_a_closed_terminal_ends_serve_and_its_children() -> None:
             process.kill()
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+
+
+def test_serve_says_how_to_end_at_once_when_it_is_interrupted() -> None:
+    command = [sys.executable, "-c", _SERVE, str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        try:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert said.decode() == (
+        "penstock serve: ending as soon as running requests have; Ctrl-C again ends them at once\n"
+    )
 
 
 def test_serve_under_nohup_outlives_its_terminal() -> None:

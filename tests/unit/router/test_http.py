@@ -839,6 +839,11 @@ async def test_a_router_says_in_one_line_why_it_is_not_healthy(byte_level: Token
 
     async with memory_router(fleet) as router:
         assert await why(router) == "not ready: no shard serves yet (1 gone, 1 loading)"
+        for refused in (await router.get("/v1/models"), await router.complete()):
+            assert refused.status == 503
+            assert refused.error["message"] == (
+                "no shard serves yet (1 gone, 1 loading); try again shortly"
+            )
         shards[0].ready = shards[0].connected = True
         async with asyncio.timeout(5):
             while (await router.get("/health")).status != 200:
@@ -1173,6 +1178,20 @@ async def test_stopping_refuses_what_comes_and_finishes_what_is_there(
         assert (await router.get("/health")).status == 503
         assert (await router.get("/live")).status == 200
         assert (await running).status == 200
+
+
+async def test_a_shutdown_says_how_long_it_waits_for_what(
+    byte_level: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock_router.app")
+    fleet = FakeFleet(model_files(byte_level), step_s=0.01, script=lambda request: [5] * 100_000)
+    async with memory_router(fleet, shutdown_timeout_s=0.1) as router:
+        whole = asyncio.create_task(router.complete())
+        await until(lambda: fleet.requests)
+        await router.app.shutdown()
+        await whole
+    said = "stopping: waiting at most 0.1 s for 1 sequence in flight and 0 queued"
+    assert said in caplog.messages
 
 
 async def test_a_stream_cut_by_the_shutdown_says_so(byte_level: Tokenizer) -> None:
