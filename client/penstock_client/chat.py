@@ -40,8 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     }
     messages = [{"role": "system", "content": args.system}] if args.system else []
     try:
-        models = _models(args.url, args.api_key)
-        print(_greeting(args.url, args.model or _only(models)))
+        names = _names(args.url, args.api_key)
+        model = _served(args.model, names) if args.model else _only(names)
+        print(_greeting(args.url, model))
         while text := _read_line():
             messages.append({"role": "user", "content": text})
             body = {"messages": messages, "stream": True, **options}
@@ -57,28 +58,44 @@ def _greeting(url: str, model: str) -> str:
     return f"{model} at {url}. An empty line ends the chat, Ctrl-C an answer."
 
 
-def _models(url: str, key: str | None) -> list[str]:
-    """A name of each model that is served; adapters are none. Raises as `_deltas` does."""
+def _names(url: str, key: str | None) -> dict[str, str]:
+    """Every name that is served, with the model it means, "" for an adapter. Raises as `_deltas`
+    does.
+    """
     with _sent(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:
             listed = json.loads(response.read())["data"]
-            # By what a name means: a model may have several. Without `root` each is one.
-            names: dict[object, str] = {}
-            for model in listed:
-                if not model.get("parent"):
-                    names.setdefault(model.get("root", model["id"]), str(model["id"]))
-            return list(names.values())
+            # Without `root` each name is a model.
+            return {
+                str(model["id"]): "" if model.get("parent") else str(model.get("root", model["id"]))
+                for model in listed
+            }
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(f"what answers at {url} is no router: it lists no models") from None
 
 
-def _only(models: list[str]) -> str:
-    """Raises ValueError where there is none, or a choice."""
-    if len(models) == 1:
-        return models[0]
+def _only(names: dict[str, str]) -> str:
+    """A name of the only model. Raises ValueError where there is none, or a choice."""
+    # The first name of each: a model may have several.
+    models: dict[str, str] = {}
+    for name, model in names.items():
+        if model:
+            models.setdefault(model, name)
     if not models:
         raise ValueError("no model is served: start a shard, or wait until one has loaded")
-    raise ValueError(f"several models are served; choose with --model: {', '.join(models)}")
+    name, *others = models.values()
+    if others:
+        raise ValueError(
+            f"several models are served; choose with --model: {', '.join([name, *others])}"
+        )
+    return name
+
+
+def _served(name: str, names: dict[str, str]) -> str:
+    """The name, if it is served. Raises ValueError where it is not."""
+    if name not in names:
+        raise ValueError(f"--model {name}: not served; choose one of: {', '.join(names)}")
+    return name
 
 
 def _read_line() -> str:
@@ -87,6 +104,10 @@ def _read_line() -> str:
     except EOFError:
         print()
         return ""
+    except KeyboardInterrupt:
+        # The shell's prompt begins a line of its own.
+        print()
+        raise
 
 
 def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:

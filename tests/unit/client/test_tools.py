@@ -448,8 +448,28 @@ def test_other_names_of_a_model_and_its_adapters_are_no_choice(monkeypatch, caps
     assert _opened(monkeypatch, _models(*names)) == 0
     assert capsys.readouterr().out.startswith("toy at ")
     two = _models(*names, {"id": "big", "root": "big"})
-    assert _opened(monkeypatch, two, "--model", "big") == 0
-    assert capsys.readouterr().out.startswith("big at ")
+    for name in ("big", "alias", "sql"):
+        assert _opened(monkeypatch, two, "--model", name) == 0
+        assert capsys.readouterr().out.startswith(f"{name} at ")
+
+
+def test_a_model_that_is_not_served_is_refused_before_the_first_prompt(monkeypatch, capsys) -> None:
+    answer = _models({"id": "toy", "root": "toy"}, {"id": "sql", "root": "toy", "parent": "toy"})
+    assert _opened(monkeypatch, answer, "--model", "gpt-4") == 1
+    assert capsys.readouterr() == (
+        "",
+        "penstock chat: --model gpt-4: not served; choose one of: toy, sql\n",
+    )
+
+
+def test_ctrl_c_at_the_prompt_leaves_the_shell_a_line_of_its_own(monkeypatch, capsys) -> None:
+    def interrupted(_: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    with http_stub(_MODELS) as port, pytest.raises(KeyboardInterrupt):
+        chat.main(["--url", f"http://127.0.0.1:{port}"])
+    assert capsys.readouterr().out.endswith("an answer.\n\n")
 
 
 # ---- serve -------------------------------------------------------------------------------------
