@@ -59,6 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     args, added = parser.parse_known_args(arguments[:split])
     words = arguments[split + 1 :]
     try:
+        if "--" not in arguments:
+            raise UnknownCommand(
+                "put -- before the command, as in: penstock translate -- vllm serve MODEL"
+            )
         if len(words) == 1:
             # As one word, in quotes.
             words = _split(words[0])

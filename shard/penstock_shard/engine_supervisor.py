@@ -409,8 +409,14 @@ class EngineSupervisor:
             await self._listen_to(reader)
         finally:
             watchdog.cancel()
+        was_ready, num_live = self._ready is not None, len(self._routes)
         self._died()
-        return _manner_of(await self._stop())
+        # The requests have ended by now: the process may take a while.
+        manner = _manner_of(await self._stop())
+        if was_ready:
+            ended = "1 request ends" if num_live == 1 else f"{num_live} requests end"
+            logger.error("the engine died: %s; %s as retryable", manner, ended)
+        return manner
 
     async def _kill_when_it_hangs(self) -> None:
         """Kill the engine when it hangs, so that its requests end and another is started."""
@@ -543,7 +549,6 @@ class EngineSupervisor:
         """End the live requests as retryable, and mark those that may have killed the engine."""
         if self._ready is not None:
             self.metrics.engine_died()
-            logger.error("the engine died; %d requests end as retryable", len(self._routes))
         self._ready = None
         self.load = link.Load()
         self._beat = link.Beat(0.0, 0.0)
@@ -580,7 +585,7 @@ async def _engine_process(its_end: socket.socket) -> asyncio.subprocess.Process:
 def _manner_of(status: int | None) -> str:
     """How a process ended that reported no error itself."""
     if status is not None and status < 0:
-        return f"killed by signal {-status}"
+        return f"it was killed by signal {-status}"
     return f"it exited with status {status} and without a word"
 
 

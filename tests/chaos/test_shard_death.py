@@ -58,6 +58,8 @@ async def test_clients_of_a_killed_engine_see_a_retryable_error_and_it_serves_ag
                         break
                     await asyncio.sleep(0.05)
             assert (await client.info()).instance_id != before
+    said = "the engine died: it was killed by signal 9; 8 requests end as retryable"
+    assert said in (tmp_path / "log").read_text()
 
 
 def test_a_killed_server_leaves_no_engine_behind(tmp_path: Path) -> None:

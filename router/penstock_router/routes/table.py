@@ -43,7 +43,7 @@ def _generation(path: str, kind: BodyKind, summary: str, detour: Detour | None =
 
 
 ROUTES: tuple[Route, ...] = (
-    _generation("/v1/completions", text_work.COMPLETIONS, "Go on after a prompt.", resumable),
+    _generation("/v1/completions", text_work.COMPLETIONS, "Complete a prompt.", resumable),
     _generation("/v1/chat/completions", text_work.CHATS, "Answer a chat.", resumable),
     _generation("/v1/messages", text_work.MESSAGES, "Answer a chat, as Anthropic has it."),
     Route(
@@ -80,14 +80,14 @@ ROUTES: tuple[Route, ...] = (
         method="DELETE",
         path="/v1/responses/{id}",
         handler=responses.delete,
-        summary="Keep a response no longer.",
+        summary="Delete a response that is kept.",
         answer=DeletedAnswer,
     ),
     Route(
         method="POST",
         path="/v1/responses/{id}/cancel",
         handler=responses.cancel,
-        summary="Stop what is made in the background.",
+        summary="Cancel a response that is made in the background.",
         answer=ResponseAnswer,
     ),
     Route(

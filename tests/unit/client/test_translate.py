@@ -422,6 +422,15 @@ def test_what_is_no_such_command_is_refused_in_a_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("typed", ["vllm serve X", "--run vllm serve X", ""])
+def test_a_command_without_dashes_before_it_is_told_where_they_go(typed: str, capsys) -> None:
+    assert translate.main(shlex.split(typed)) == 2
+    assert capsys.readouterr().err == (
+        "penstock translate: put -- before the command, as in: "
+        "penstock translate -- vllm serve MODEL\n"
+    )
+
+
 def test_a_quote_that_is_not_closed_is_refused_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
