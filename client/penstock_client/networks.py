@@ -35,12 +35,12 @@ PRIVATE_NETWORKS: tuple[Network, ...] = tuple(
     )
 )
 # Where clouds answer a machine's questions about itself, its credentials included, besides the
-# link-local 169.254.169.254.
-_METADATA = frozenset(
-    ip_address(text)
+# link-local 169.254.169.254. Over IPv6, Amazon has several such services in one network.
+_METADATA: tuple[Network, ...] = tuple(
+    ip_network(text)
     for text in (
         *("100.100.100.200", "168.63.129.16", "192.0.0.192"),
-        *("fd00:ec2::254", "fd20:ce::254"),
+        *("fd00:ec2::/32", "fd20:ce::/64"),
     )
 )
 # IPv6 addresses that lead to the IPv4 address in their last 32 bits.
@@ -72,7 +72,7 @@ def _never_a_shard(ip: Ip) -> str:
         return "link-local"
     if ip.is_multicast:
         return "multicast"
-    if ip in _METADATA:
+    if any(ip in network for network in _METADATA):
         return "a cloud's metadata service"
     if isinstance(ip, IPv4Address):
         return "unspecified" if ip in IPv4Network("0.0.0.0/8") else "reserved" * ip.is_reserved
