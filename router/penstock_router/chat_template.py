@@ -9,7 +9,6 @@ to Python's internals, and what it raises is an answer to the client, never a cr
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -111,6 +110,29 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
+def _variables(environment: jinja2.Environment, source: str) -> set[str]:
+    return jinja2.meta.find_undeclared_variables(environment.parse(source))
+
+
+# Jinja makes Python code of a template, and Python refuses some that jinja does not.
+_UNCOMPILED = (
+    jinja2.exceptions.TemplateError,
+    SyntaxError,
+    ValueError,
+    RecursionError,
+    MemoryError,
+)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        # Without the line: it is one of the Python code.
+        return error.msg
+    if isinstance(error, RecursionError | MemoryError):
+        return "it is nested too deeply"
+    return str(error)
+
+
 class TemplateUnusable(Exception):
     """A model's or a user's template that does not parse; the text says which and why."""
 
@@ -126,21 +148,19 @@ class ChatTemplate:
         self.source = sources.get("default", "")
         self._sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
+        # Whether the template that is used with tools reads the `tools` variable.
+        self.takes_tools = False
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-            except jinja2.exceptions.TemplateError as error:
-                raise TemplateUnusable(f"chat template {name!r}: {error}") from None
+                if source == self.tools_source:
+                    self.takes_tools = "tools" in _variables(environment, source)
+            except _UNCOMPILED as error:
+                raise TemplateUnusable(f"chat template {name!r}: {_why(error)}") from None
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._templates)
-
-    @functools.cached_property
-    def takes_tools(self) -> bool:
-        """Whether the template that is used with tools reads the `tools` variable."""
-        tree = _environment().parse(self.tools_source)
-        return "tools" in jinja2.meta.find_undeclared_variables(tree)
 
     @property
     def tools_source(self) -> str:
@@ -186,7 +206,7 @@ class ChatTemplate:
 
 def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
-        return template.render(variables)
+        text = template.render(variables)
     except jinja2.exceptions.TemplateError as error:
         text = f"the chat template refused the messages: {error}"
         raise TemplateFailed(text, param="messages") from None
@@ -194,9 +214,18 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
         # A template that adds a string to a missing value fails as Python does.
         text = f"the chat template cannot render these messages: {error}"
         raise TemplateFailed(text, param="messages") from None
-    except (RecursionError, OverflowError, ArithmeticError, LookupError):
+    except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError):
         text = "the chat template cannot render these messages"
         raise TemplateFailed(text, param="messages") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        character = f"U+{ord(text[error.start]):04X}"
+        raise TemplateFailed(
+            f"chat_template: it makes {character}, half of a surrogate pair, which is no character",
+            param="chat_template",
+        ) from None
+    return text
 
 
 def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:

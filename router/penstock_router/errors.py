@@ -46,7 +46,8 @@ class ApiError(Exception):
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
-        self.message = message[:MAX_MESSAGE_CHARS]
+        # A template can make characters that no encoding has, and quote them in its error.
+        self.message = message[:MAX_MESSAGE_CHARS].encode(errors="replace").decode()
         self.param = param
 
     def headers(self) -> dict[str, str]:

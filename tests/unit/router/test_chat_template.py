@@ -196,6 +196,9 @@ def test_what_a_template_raises_is_a_bad_request_with_its_words() -> None:
         "{% for i in range(99999999) %}x{% endfor %}",
         "{{ dict.__init__.__globals__ }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ cycler() }}",
+        "{{ ''|truncate(-1) }}",
+        "{{ '%c' % 0xd800 }}",
     ],
 )
 def test_a_template_that_fails_or_breaks_out_is_a_bad_request(source: str) -> None:
