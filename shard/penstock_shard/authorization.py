@@ -15,6 +15,8 @@ from typing import Any
 
 import grpc
 
+from penstock_shard.wire import UnreadableMessage
+
 _PROBE = "/grpc.health.v1.Health/Check"
 # A health check names a service, and comes in one packet with its call.
 _MAX_PROBE_BYTES = 1024
@@ -74,7 +76,13 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             text = f"a health check has at most {_MAX_PROBE_BYTES} bytes, and comes at once"
             _end(context, grpc.StatusCode.INVALID_ARGUMENT, text)
             return
-        await context.write(await check.unary_unary(check.request_deserializer(message), context))
+        try:
+            request = check.request_deserializer(message)
+        except UnreadableMessage:
+            text = "the health check cannot be read; send a HealthCheckRequest"
+            _end(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            return
+        await context.write(await check.unary_unary(request, context))
 
 
 async def _small(context: Any) -> bytes | None:

@@ -39,6 +39,9 @@ _MAX_REPORT_INTERVAL_S = 1.0
 # nothing would pile up refusals.
 _MAX_UNREAD_OUTPUTS = 4096
 _MAX_ABORTS_IN_RPC = 65_536
+# What gRPC tells of a caller's certificate: the first of these that is there says who it is. One
+# without names stands for itself.
+_CALLER_NAMES = ("x509_subject_alternative_name", "x509_common_name", "x509_pem_cert")
 
 
 class Outbox:
@@ -344,10 +347,11 @@ def _namespace(context: Context) -> str:
     cannot end or take over its requests. Empty where callers show none.
     """
     shown = context.auth_context() or {}
-    names = shown.get("x509_subject_alternative_name") or shown.get("x509_common_name")
-    if not names:
-        return ""
-    return hashlib.blake2b(b"\n".join(sorted(names)), digest_size=8).hexdigest() + "/"
+    for key in _CALLER_NAMES:
+        # gRPC gives a certificate without a common name an empty one.
+        if any(names := shown.get(key, ())):
+            return hashlib.blake2b(b"\n".join(sorted(names)), digest_size=8).hexdigest() + "/"
+    return ""
 
 
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:

@@ -449,6 +449,14 @@ async def test_a_health_check_needs_no_key_and_brings_no_large_message(locked: S
     assert health([locked.address, "--live"]) == 0
 
 
+async def test_a_health_check_that_cannot_be_read_is_refused_in_one_line(locked: Shard) -> None:
+    # A name of no length, and then a field with the number 0, which none may have.
+    ends = await _send_all(locked, _CHECK, 2)
+    refused = ("INVALID_ARGUMENT", "the health check cannot be read; send a HealthCheckRequest")
+    assert refused in ends
+    assert {code for code, _ in ends} <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+
+
 @pytest.mark.parametrize("path", [_CHECK, "/penstock.v1.Shard/Abort"])
 async def test_a_compressed_message_is_refused_before_it_is_inflated(
     locked: Shard, path: str

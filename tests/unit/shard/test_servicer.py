@@ -450,11 +450,35 @@ class _Context:
 
     ended: tuple[grpc.StatusCode, str] | None = None
 
+    def __init__(self, **certificate: list[bytes]) -> None:
+        self._certificate = certificate
+
     async def abort(self, status: grpc.StatusCode, text: str) -> None:
         self.ended = status, text
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        return {}
+        return self._certificate
+
+
+async def test_callers_whose_certificates_have_no_name_have_request_ids_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By their certificates: as gRPC shows those, each has the same empty name."""
+    supervisor = _Supervisor()
+    ids: list[str] = []
+    monkeypatch.setattr(supervisor, "abort", lambda request_id, attempt: ids.append(request_id))
+    contexts = [
+        _Context(),
+        *(_Context(x509_common_name=[b""], x509_pem_cert=[pem]) for pem in (b"one", b"two")),
+        *(_Context(x509_pem_cert=[pem]) for pem in (b"three", b"four")),
+        _Context(x509_common_name=[b"router"], x509_pem_cert=[b"five"]),
+    ]
+    servicer = ShardServicer(supervisor, ShardConfig())
+    for context in contexts:
+        await servicer.Abort(pb.AbortRequest(request_ids=["known"]), cast("Any", context))
+    assert ids[0] == "known"
+    assert len(set(ids)) == len(contexts)
+    assert all(request_id.endswith("/known") for request_id in ids[1:])
 
 
 async def test_an_attempt_is_not_left_alone_when_the_next_one_is_refused() -> None:
