@@ -103,7 +103,9 @@ class Choice:
         self.has_news = False
         # `stream.progress` at the last check, and how many checks in a row found no progress.
         self._seen_progress, self._silent_looks = -1, 0
-        self.cached_tokens: int | None = None
+        delivered = job.delivered_of(index)
+        # The first attempt's: later ones find what it cached.
+        self.cached_tokens = delivered.cached_tokens
         self.last_arrival_s: float | None = None
         # Tokens received, shown or not.
         self.num_tokens = 0
@@ -128,7 +130,6 @@ class Choice:
         self._echo = self._echoed(prompt.text) if options.echo and prompt.text else ""
         self._prompt_logprobs: Logprobs | None = None
         # What the client already has, and `_cut` takes off.
-        delivered = job.delivered_of(index)
         self._known_tokens, self._known_characters = delivered.tokens, delivered.characters
         self._known_ids: list[int] = []
         self._resumed = delivered.begun

@@ -69,6 +69,14 @@ class Generation(Deltas):
             prompt_tokens=sum(len(prompt.token_ids) for prompt in job.prompts),
             completion_tokens=sum(delivered.tokens for delivered in job.delivered),
         )
+        for delivered in job.delivered:
+            # None of those that are unfinished: their tokens come again.
+            if delivered.reasoning_tokens is not None:
+                self._count_reasoning(delivered.reasoning_tokens)
+        self._counts = [
+            (delivered.cached_tokens, delivered.reasoning_tokens)
+            for delivered in map(job.delivered_of, range(len(job.requests)))
+        ]
         self._record = record
         record.usage = self.usage
         self._fleet = fleet
@@ -91,6 +99,7 @@ class Generation(Deltas):
             # `__aexit__` does not run when `__aenter__` raises.
             self.abandon(error)
             raise
+        self._count_cached()
         self._metrics.prompt_tokens.labels(self._model).inc(self.usage.prompt_tokens)
         if self._silence_timeout_s < math.inf:
             self._look_again()
@@ -210,6 +219,11 @@ class Generation(Deltas):
         return found.pop() if len(found) == 1 else ""
 
     @property
+    def counts(self) -> tuple[tuple[int | None, int | None], ...]:
+        """Of each choice: cached tokens and, once it is finished, tokens of reasoning."""
+        return tuple(self._counts)
+
+    @property
     def ended(self) -> bool:
         return not self._unfinished
 
@@ -256,6 +270,9 @@ class Generation(Deltas):
             self._count_reasoning((choice.reasoning_tokens or 0) - reasoning)
         if output.cached_tokens is not None:
             self._count_cached()
+        if output.cached_tokens is not None or choice.finished:
+            whole = choice.reasoning_tokens if choice.finished else None
+            self._counts[choice.index] = choice.cached_tokens, whole
         if output.queue_s is not None:
             self.usage.queue_s = max(output.queue_s, self.usage.queue_s or 0.0)
         if delta is not None:
@@ -263,9 +280,7 @@ class Generation(Deltas):
         return delta
 
     def _count_reasoning(self, tokens: int) -> None:
-        # For a resumed choice that was delivered as a whole, its reasoning tokens are unknown.
-        if not any(delivered.finished for delivered in self.job.delivered):
-            self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + tokens
+        self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + tokens
 
     def _refused(self, error: RequestRefused) -> Exception:
         """The shard's refusal, naming the request body's field instead of the shard's field."""

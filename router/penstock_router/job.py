@@ -35,6 +35,10 @@ class Delivered:
     tokens: int = 0
     characters: int = 0
     finished: bool = False
+    # As the answer's first attempt found it; None: not known yet.
+    cached_tokens: int | None = None
+    # Of a finished one; None if reasoning is not separated from content.
+    reasoning_tokens: int | None = None
 
     @property
     def begun(self) -> bool:

@@ -49,7 +49,7 @@ MAX_WAITING_BYTES = 4 * 1024 * 1024
 RESERVED_BYTES = 64 * 1024
 # What an event takes beside its frame, and for each choice in its cursor.
 _EVENT_BYTES = 256
-_CHOICE_BYTES = 8
+_CHOICE_BYTES = 16
 # How many events are made, or sent, before the event loop gets a turn: each takes some 30 us.
 EVENTS_A_TURN = 16
 
@@ -68,6 +68,8 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
     choices: tuple[tuple[int, int, bool], ...] = ()
     # `job_digest` of the request.
     job: bytes = b""
+    # (cached tokens, tokens of reasoning) of each choice, as far as they are known.
+    counts: tuple[tuple[int | None, int | None], ...] = ()
 
     @property
     def answer(self) -> tuple[bytes, str, int, int]:
@@ -76,7 +78,9 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def delivered(self) -> tuple[Delivered, ...]:
-        return tuple(Delivered(*choice) for choice in self.choices)
+        counts = self.counts or ((None, None),) * len(self.choices)
+        pairs = zip(self.choices, counts, strict=True)
+        return tuple(Delivered(*choice, *known) for choice, known in pairs)
 
 
 def body_digest(body: object) -> bytes:

@@ -189,7 +189,10 @@ async def _put_events(
 
     def here() -> Cursor:
         return msgspec.structs.replace(
-            cursor, numerics=generation.numerics, choices=progress.choices
+            cursor,
+            numerics=generation.numerics,
+            choices=progress.choices,
+            counts=generation.counts,
         )
 
     num_deltas = 0

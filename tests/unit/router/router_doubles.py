@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -348,10 +349,13 @@ class FakeFleet:
             if output.finish_reason is not None:
                 return
 
+    def _num_cached(self, request: GenerationRequest) -> int:
+        return 0
+
     def _output(self, request: GenerationRequest, ids: list[int], position: int) -> Output:
         output = Output(ids, position)
         if position == 0:
-            output.cached_tokens = 0
+            output.cached_tokens = self._num_cached(request)
             output.queue_s = 0.0
             if request.prompt_logprobs is not None:
                 prompt = request.prompt_token_ids[1:]
@@ -359,6 +363,16 @@ class FakeFleet:
         if request.logprobs is not None:
             output.logprobs = fake_logprobs(ids, request.logprobs, request.logprob_token_ids)
         return output
+
+
+class CachingFleet(FakeFleet):
+    """Finds all of a prompt but its last token cached where an earlier request had that prompt."""
+
+    def _num_cached(self, request: GenerationRequest) -> int:
+        earlier = itertools.takewhile(lambda other: other is not request, self.requests)
+        if any(other.prompt_token_ids == request.prompt_token_ids for other in earlier):
+            return len(request.prompt_token_ids) - 1
+        return 0
 
 
 def fake_logprobs(

@@ -12,6 +12,7 @@ from support.budget import budget, seeded
 from tokenizers import AddedToken, Tokenizer
 from unit.router.router_doubles import (
     INFO,
+    CachingFleet,
     FakeFleet,
     MemoryRouter,
     byte_level_tokenizer,
@@ -425,6 +426,39 @@ async def test_a_stream_with_reasoning_and_calls_is_taken_up_where_it_was(
         both = [*frames[: number + 1], *_frames(again.body)]
         assert _said([event for _, event in both]) == said, number
     assert len(cursors) > 10
+
+
+async def test_what_an_answer_took_is_the_same_wherever_it_is_taken_up(
+    tokenizer: Tokenizer,
+) -> None:
+    """Whichever choices were finished before, and whatever is cached by then."""
+    seeds: list[int | None] = []
+
+    def said(request: GenerationRequest) -> list[int]:
+        if request.sampling.seed not in seeds:
+            seeds.append(request.sampling.seed)
+        longer = "Well. " * (3 * seeds.index(request.sampling.seed))
+        return encoded(tokenizer, f"<think>\nHm.\n</think>\n\n{longer}")
+
+    body = {
+        "messages": [{"role": "user", "content": "1 + 1?"}],
+        "n": 3,
+        "max_tokens": 100,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    flag = {"x-penstock-resumable": "1"}
+    async with memory_router(CachingFleet(model_files(tokenizer, TEMPLATE), said)) as router:
+        frames = _frames((await router.post("/v1/chat/completions", body, **flag)).body)
+        usage = frames[-1][1]["usage"]
+        assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+        for last_id in [last_id for last_id, _ in frames if last_id]:
+            router.app[ROUTER].live_streams.stop()
+            again = await router.post(
+                "/v1/chat/completions", body, **flag, **{"Last-Event-ID": last_id}
+            )
+            assert _frames(again.body)[-1][1]["usage"] == usage
 
 
 def _frames(body: bytes) -> list[tuple[str, Any]]:

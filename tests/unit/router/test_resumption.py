@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 from unit.router.router_doubles import (
+    CachingFleet,
     Connection,
     FakeFleet,
     MemoryRouter,
@@ -184,6 +185,7 @@ class _ManyAtOnce(Deltas):
     """A token of each of many choices, all there already."""
 
     numerics = "n"
+    counts = ((None, None),) * MAX_SEQUENCES
 
     def __init__(self) -> None:
         options = SimpleNamespace(stream_interval=1)
@@ -329,9 +331,7 @@ async def test_from_every_event_on_the_rest_is_the_rest(more: dict[str, Any]) ->
             assert _joined(datas) == whole
             if "stream_options" in more:
                 usage = json.loads(rest[-2][1])["usage"]
-                assert usage == json.loads(events[-2][1])["usage"] | {
-                    "prompt_tokens_details": usage["prompt_tokens_details"]
-                }
+                assert usage == json.loads(events[-2][1])["usage"]
 
 
 async def test_without_a_seed_the_answer_that_is_made_again_is_still_the_same() -> None:
@@ -493,23 +493,31 @@ def _live(router: MemoryRouter) -> LiveStream:
     return stream
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 3, "logprobs": 2}, {"stop": ["qqq"], "echo": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({}, {"n": 3, "logprobs": 2}, {"stop": ["qqq"], "echo": True}),
+        {"prompt": ["Hello", "there", "you"]},
+    ],
+)
 @pytest.mark.usefixtures("small")
 async def test_what_nobody_reads_is_put_down_and_made_when_it_is_read(more: dict[str, Any]) -> None:
-    fleet = FakeFleet(model_files(byte_level_tokenizer()))
-    body = {**LONG, **more}
+    files = model_files(byte_level_tokenizer())
+    body = {**LONG, **more, "stream_options": {"include_usage": True}}
+    sequences = 3 if "n" in more or "prompt" in more else 1
+    async with memory_router(CachingFleet(files)) as router:
+        undisturbed = await _all_events(router, body)
+    fleet = CachingFleet(files)
     async with memory_router(fleet) as router:
         parts = router.app[ROUTER]
-        whole = _joined([data for _, data in await _all_events(router, body)])
-        before = len(fleet.requests)
         connection, headers = await _stalled(router, body)
         for _ in range(20):
             await _until(lambda: not fleet.running)
             await asyncio.sleep(0.02)
             streams = parts.live_streams._streams.values()
             assert all(stream._waiting_bytes < 45_000 for stream in streams)
-            assert parts.admission.in_flight == body.get("n", 1)
-            if len(fleet.requests) > before + 3 * body.get("n", 1):
+            assert parts.admission.in_flight == sequences
+            if len(fleet.requests) > 3 * sequences:
                 break
             connection.go_on_reading()
             await asyncio.sleep(0)
@@ -519,8 +527,11 @@ async def test_what_nobody_reads_is_put_down_and_made_when_it_is_read(more: dict
         connection.go_on_reading()
         rest = b"".join([part async for part in connection.chunks(headers)])
         events = _events(rest)
-        assert _joined([data for _, data in events]) == whole
+        assert _joined([data for _, data in events]) == _joined([data for _, data in undisturbed])
         assert events[-1][1] == "[DONE]"
+        assert len(fleet.requests) > sequences
+        usage, expected = (json.loads(said[-2][1])["usage"] for said in (events, undisturbed))
+        assert usage == expected
         connection.close()
         await _until(lambda: not parts.admission.num_keys)
         text = (await router.get("/metrics")).body.decode()
