@@ -4,8 +4,9 @@ ends whose request was refused before its body came.
 
 aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
 but not how long headers take: a client that sends a byte at a time would hold a connection for an
-hour. Bodies have timeouts of their own (`routes/base.py`). A connection counts from the moment it
-is accepted, its TLS handshake included. Knows nothing of what requests ask.
+hour. It would keep whatever trailers and further headers come while a request is answered. Bodies
+have timeouts of their own (`routes/base.py`). A connection counts from the moment it is accepted,
+its TLS handshake included. Knows nothing of what requests ask.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 # What has come of a request is let in up to this size, so that whoever holds too much is told so.
+# While a request is answered, this is also how much may come that its body does not take: trailers
+# and further requests.
 _SHORT_HEAD_BYTES = 16 * 1024
 # The pause after the system has refused a connection, for want of files for example.
 _ACCEPT_AGAIN_S = 0.1
@@ -112,7 +115,7 @@ class Runner(web.AppRunner):
 async def _tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Middleware: tells the connection when a request's headers are complete, and its answer."""
     connection = cast(Connection, request.protocol)
-    connection.request_begins()
+    connection.request_begins(request)
     try:
         response = await handler(request)
         if not request.content.is_eof():
@@ -120,6 +123,13 @@ async def _tell_connection(request: web.Request, handler: Handler) -> web.Stream
         return response
     finally:
         connection.request_ends()
+
+
+def _head_bytes(request: web.Request) -> int:
+    """How long its request line and headers were, but for white space that need not be."""
+    line = len(f"{request.method} {request.raw_path} HTTP/1.1\r\n")
+    headers = sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
+    return line + headers + len("\r\n")
 
 
 def _allowed(max_connections: int) -> int:
@@ -229,8 +239,8 @@ class Connection(web.RequestHandler):
     """A connection in aiohttp's protocol: counted, with timeouts of headers and of writes."""
 
     __slots__ = (
-        *("_begun", "_begun_before", "_client", "_door", "_ended", "_head", "_header_timer"),
-        *("_is_answering", "_is_last", "_unfinished", "write_timeout"),
+        *("_begun", "_begun_before", "_body_bytes", "_client", "_door", "_ended", "_end_of_data"),
+        *("_head", "_header_timer", "_is_last", "_request", "_unfinished", "write_timeout"),
     )
 
     def __init__(self, door: Door, server: web.Server) -> None:
@@ -238,13 +248,17 @@ class Connection(web.RequestHandler):
         self._door = door
         # Whose it is, while it counts.
         self._client: str | None = None
-        # What has arrived of a request's headers.
+        # What has arrived and belongs neither to the headers nor to the body of a request that has
+        # begun: the next one's headers, or trailers.
         self._head: Holding | None = None
+        # The last few bytes that arrived.
+        self._end_of_data = b""
         self._header_timer: asyncio.TimerHandle | None = None
         # Requests whose headers have come, and how many had when the timer was set.
         self._begun = self._begun_before = 0
-        # The last request has no answer yet.
-        self._is_answering = False
+        # The last request, until it is answered, and how much of its body has been counted.
+        self._request: web.Request | None = None
+        self._body_bytes = 0
         # The number of the request whose headers have arrived in part.
         self._unfinished = 0
         # Nothing more is read: a request was answered whose body was not read.
@@ -291,30 +305,70 @@ class Connection(web.RequestHandler):
         self._set_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_last:
-            return
-        if self._head is not None and not self._is_answering:
-            self._head.add(len(data))
-            if self._head.amount > _SHORT_HEAD_BYTES and self._head.is_over:
-                self._head.close()
-                self.force_close()
-                return
-        super().data_received(data)
         # aiohttp also calls this, with no data, when it reads on what it has buffered.
-        if data and not self._is_answering:
-            # If these were the last of its headers, `request_begins` follows in a moment.
-            self._unfinished = self._begun + 1
-            if self._header_timer is None:
-                self._set_timer()
+        if self._is_last or self._head is None:
+            return
+        self._head.add(len(data))
+        self._end_of_data = (self._end_of_data + data[-4:])[-4:]
+        is_long = self._head.amount > _SHORT_HEAD_BYTES
+        if self._request is None and is_long and self._head.is_over:
+            self._cut_off()
+            return
+        super().data_received(data)
+        has_grown = self._count_body()
+        if data and self._request is None:
+            self._time_head()
+        elif data and is_long and not has_grown:
+            self._cut_off()
 
-    def request_begins(self) -> None:
-        self._begun += 1
-        self._is_answering = True
+    def _cut_off(self) -> None:
         if self._head is not None:
             self._head.close()
+        self.force_close()
+
+    def _time_head(self) -> None:
+        """A request's headers have arrived in part. If they are complete, `request_begins` follows
+        in a moment.
+        """
+        self._unfinished = self._begun + 1
+        if self._header_timer is None:
+            self._set_timer()
+
+    def _count_body(self) -> bool:
+        """Count what the body took as arrived with it. Returns whether it took anything."""
+        if self._request is None or self._head is None:
+            return False
+        body = self._request.content
+        taken_bytes = body.total_bytes - self._body_bytes
+        self._body_bytes = body.total_bytes
+        self._take(taken_bytes)
+        if taken_bytes and self._request.content_length is None and not body.is_eof():
+            # The rest marks the body's chunks.
+            self._head.close()
+        return taken_bytes > 0
+
+    def _take(self, num_bytes: int) -> None:
+        if self._head is not None:
+            self._head.shrink(min(num_bytes, self._head.amount))
+
+    def request_begins(self, request: web.Request) -> None:
+        """The request's headers are complete."""
+        self._begun += 1
+        self._request = request
+        self._body_bytes = 0
+        self._take(_head_bytes(request))
+        self._count_body()
 
     def request_ends(self) -> None:
-        self._is_answering = False
+        """The request is answered, or its handler failed."""
+        self._request = None
+        if self._head is None:
+            return
+        if self._end_of_data == b"\r\n\r\n":
+            # No headers are left in part: these bytes would have ended them.
+            self._head.close()
+        elif self._head.amount:
+            self._time_head()
 
     async def answer_last(self, request: web.Request, response: web.StreamResponse) -> None:
         """Answer a request whose body was not read, and read no other.

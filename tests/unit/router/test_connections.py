@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import uvloop
 from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.test_utils import make_mocked_request
 from support.certificates import Authority
 
 from penstock_router import connections
@@ -44,7 +46,11 @@ async def _read(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def _served(
-    *, max_connections: int = 100, timeout_s: float = 0.15, tls: ssl.SSLContext | None = None
+    *,
+    max_connections: int = 100,
+    timeout_s: float = 0.15,
+    tls: ssl.SSLContext | None = None,
+    memory: SharedBudget | None = None,
 ) -> AsyncIterator[int]:
     """The port of a server with such bounds."""
     app = web.Application()
@@ -61,7 +67,7 @@ async def _served(
         max_connections=max_connections,
         header_timeout_s=timeout_s,
         write_timeout_s=10.0,
-        memory=SharedBudget(MEMORY_BYTES),
+        memory=memory or SharedBudget(MEMORY_BYTES),
         error_response=lambda reason: web.Response(status=400, text=reason),
     )
     await runner.setup()
@@ -261,7 +267,10 @@ async def test_unfinished_headers_of_one_address_leave_memory_to_others() -> Non
     assert len(open_ones) == 6
     assert memory.held == 6 * len(head)
     # A request whose headers are complete holds its memory elsewhere.
-    open_ones[0].request_begins()
+    headers = dict(line.split(": ") for line in head.decode().splitlines()[1:])
+    open_ones[0].request_begins(
+        make_mocked_request("GET", "/quick", headers, payload=EMPTY_PAYLOAD)
+    )
     assert memory.held == 5 * len(head)
     for connection in open_ones:
         connection.connection_lost(None)
@@ -335,6 +344,75 @@ def test_handshakes_of_one_client_wait_for_each_other_and_delay_no_others(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(hold_turns())
+
+
+# ---- What comes behind a request ---------------------------------------------------------------
+
+SLOW = REQUEST.replace(b"quick", b"slow")
+WITH_BODY = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody"
+CHUNKED = b"POST /read HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+FIELD = b"X-A: " + b"a" * 8000 + b"\r\n"
+
+
+@pytest.mark.parametrize("request_", [SLOW, WITH_BODY, CHUNKED + b"4\r\nbody\r\n0\r\n\r\n"])
+@pytest.mark.parametrize("with_request", [True, False])
+async def test_headers_that_began_behind_a_request_have_the_same_time(
+    request_: bytes, with_request: bool
+) -> None:
+    head = REQUEST[:-2] + FIELD
+    async with _served() as port, _connected(port) as client:
+        if with_request:
+            await _answer(client, request_ + head)
+        else:
+            client[1].write(request_)
+            await asyncio.sleep(0)
+            await _answer(client, head)
+        assert await _is_closed(client, within_s=3)
+
+
+async def test_headers_that_come_while_another_request_is_answered_count_as_memory() -> None:
+    memory = SharedBudget(MEMORY_BYTES)
+    async with _served(memory=memory, timeout_s=30) as port, _connected(port) as client:
+        client[1].write(SLOW)
+        await client[1].drain()
+        client[1].write(REQUEST[:-2] + FIELD)
+        async with asyncio.timeout(10):
+            while memory.held < len(FIELD):
+                await asyncio.sleep(0.01)
+        assert (await _answer(client, b"")).endswith(b"slow")
+        assert len(FIELD) < memory.held <= len(REQUEST + FIELD)
+        assert (await _answer(client, b"\r\n")).endswith(b"done")
+        assert memory.held == 0
+
+
+@pytest.mark.parametrize(
+    "head", [SLOW, CHUNKED + b"4\r\nbody\r\n0\r\n", CHUNKED + b"4\r\nbody\r\n4;"]
+)
+async def test_who_sends_much_besides_the_body_of_a_request_is_cut_off(head: bytes) -> None:
+    async with _served(timeout_s=30) as port, _connected(port) as client:
+        client[1].write(head)
+        if head == SLOW:
+            client[1].write(REQUEST[:-2])
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            client[1].write(FIELD)
+        assert await _is_closed(client, within_s=0.3)
+
+
+async def test_a_body_of_small_chunks_may_be_long_and_have_a_trailer() -> None:
+    memory = SharedBudget(MEMORY_BYTES)
+    async with _served(memory=memory) as port, _connected(port) as client:
+        for _ in range(2):
+            client[1].write(CHUNKED + b"1\r\nx\r\n" * 100_000)
+            answer = await _answer(client, b"0\r\n" + FIELD + b"\r\n")
+            assert answer.endswith(b"100000")
+            assert memory.held == 0
+        assert not await _is_closed(client, within_s=0.5)
+        long = WITH_BODY.replace(b"h: 4", b"h: 1000000").replace(b"body", b"x" * 1_000_000)
+        for _ in range(2):
+            assert (await _answer(client, long)).endswith(b"1000000")
+            assert memory.held == 0
+        assert not await _is_closed(client, within_s=0.5)
 
 
 # ---- Bodies that nobody reads ------------------------------------------------------------------
