@@ -47,6 +47,10 @@ _ACCEPTS_A_TURN = 64
 _HANDSHAKES_A_CLIENT = 16
 # How long a client may go on sending a body that nobody reads until it reads the answer instead.
 _LINGER_S = 5.0
+# What the system takes of what is sent to a client; it doubles this for its own structures. By
+# itself it takes megabytes at once and then nothing for as long as the client reads a third of
+# them, which for one that reads slowly is longer than the write timeout.
+_SEND_BUFFER_BYTES = 128 * 1024
 _HTTP: dict[str, Any] = {
     "access_log": None,
     # How much of a body aiohttp buffers before its handler reads it: small, so that many long
@@ -94,6 +98,8 @@ class Runner(web.AppRunner):
         self, listener: socket.socket, tls: ssl.SSLContext | None
     ) -> AsyncIterator[None]:
         """Accept connections for as long as the scope lasts."""
+        # Connections have it of their listener.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if tls is None:
             site = web.SockSite(self, listener, backlog=BACKLOG)
             await site.start()

@@ -142,9 +142,11 @@ async def _whole(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def _served(
-    tls: ssl.SSLContext | None = None,
+    tls: ssl.SSLContext | None = None, *, timeout_s: float = 0.4, send_bytes: int | None = 4096
 ) -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
-    """The port of a server, and the requests that it is answering."""
+    """The port of a server, and the requests that it is answering. `send_bytes` is what the system
+    takes of what is sent to a client; None: as it is in a router.
+    """
     running: list[web.BaseRequest] = []
 
     @web.middleware
@@ -163,7 +165,7 @@ async def _served(
         app,
         max_connections=10,
         header_timeout_s=60.0,
-        write_timeout_s=0.4,
+        write_timeout_s=timeout_s,
         memory=SharedBudget(MEMORY_BYTES),
         error_response=lambda reason: web.Response(status=400, text=reason),
         handler_cancellation=True,
@@ -171,11 +173,12 @@ async def _served(
     await runner.setup()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    # Little is in flight, so that short answers do not fit either.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    await web.SockSite(runner, listener, ssl_context=tls).start()
     try:
-        yield listener.getsockname()[1], running
+        async with runner.listening(listener, tls):
+            if send_bytes is not None:
+                # Little is in flight, so that short answers do not fit either.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+            yield listener.getsockname()[1], running
     finally:
         await runner.cleanup()
 
@@ -207,6 +210,36 @@ def test_an_answer_that_is_not_streamed_and_not_read_is_cut_off_too(
 ) -> None:
     with asyncio.Runner(loop_factory=loop_factory) as runner:  # type: ignore[arg-type]
         runner.run(_unread(num_bytes))
+
+
+async def _slowly_read() -> None:
+    loop = asyncio.get_running_loop()
+    num_bytes, each_bytes, each_s = 6_000_000, 16_384, 0.05
+    async with _served(timeout_s=0.8, send_bytes=None) as (port, running):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            await loop.sock_sendall(
+                client, b"GET /?bytes=%d HTTP/1.1\r\nHost: x\r\n\r\n" % num_bytes
+            )
+            await _until(lambda: running)
+            received, begun_s = 0, loop.time()
+            # Four timeouts.
+            while loop.time() - begun_s < 3.2:
+                data = await loop.sock_recv(client, each_bytes)
+                assert data
+                received += len(data)
+                assert running
+                await asyncio.sleep(each_s)
+            # It is not sent yet: the system took little at once.
+            assert received < num_bytes / 2
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_who_reads_a_long_answer_slowly_is_not_cut_off(loop_factory: object) -> None:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:  # type: ignore[arg-type]
+        runner.run(_slowly_read())
 
 
 async def _both_ends_over_tls(here: ssl.SSLContext, there: ssl.SSLContext) -> None:
