@@ -123,6 +123,8 @@ class GenerationRequest:
     cache_salt: str = ""
     label: str = ""
     traceparent: str = ""
+    # Who of those that share this client it is for: an opaque name. Shards have them take turns.
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)

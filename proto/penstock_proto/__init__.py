@@ -5,5 +5,5 @@ OTLP, and names of metrics. Knows gRPC and protobuf; no models, no text and no H
 """
 
 # Raise with every additive change of shard.proto; raise the minimum only with a new package.
-SCHEMA_REVISION = 7
+SCHEMA_REVISION = 8
 MIN_SCHEMA_REVISION = 1

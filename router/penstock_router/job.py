@@ -142,6 +142,7 @@ def _sequence(
         shard=options.shard,
         label=options.request_id or "",
         traceparent=options.traceparent,
+        caller=options.caller,
         objective=Objective(
             priority=options.priority,
             seconds_between_tokens=options.seconds_between_tokens,

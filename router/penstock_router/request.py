@@ -112,6 +112,8 @@ class Options:
     request_id: str | None = None
     # The W3C trace context that shards get.
     traceparent: str = ""
+    # The name of its client that shards get.
+    caller: str = ""
     # Its time limit, from arrival to end; None: the server's.
     timeout_s: float | None = None
     # `exact`: continue only at shards that compute the same bits. `session`: requests that

@@ -215,7 +215,12 @@ class ShardServicer(wire.Servicer):
         deadline_ms = incoming.deadline_ms
         deadline_s = None if deadline_ms is None else deadline_ms / 1000
         self._engine.submit(
-            submit, outlet, deadline_s=deadline_s, suspect=incoming.suspect, caller=outbox
+            submit,
+            outlet,
+            deadline_s=deadline_s,
+            suspect=incoming.suspect,
+            # A name counts on its own call only: nobody takes another's turns by it.
+            caller=(outbox, incoming.caller[:MAX_ID_CHARACTERS]),
         )
 
     async def Abort(self, request: Any, context: Context) -> Any:

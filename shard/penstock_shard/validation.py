@@ -127,6 +127,8 @@ class IncomingRequest:
     # For logs and traces only; not checked.
     label: str = ""
     traceparent: str = ""
+    # Who of those that share the call it is for; not checked.
+    caller: str = ""
 
 
 def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> Submit:

@@ -98,6 +98,7 @@ def incoming(message: pb.GenerateRequest) -> IncomingRequest:
         suspect=message.suspect,
         label=message.label,
         traceparent=message.traceparent,
+        caller=message.caller,
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import io
 import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -95,6 +97,8 @@ _MIN_BYTES_A_SECOND = 8192
 _SHORT_PACKED_BYTES = 4096
 # How much a thread inflates at a time, in a few milliseconds.
 _INFLATED_BYTES = 1024 * 1024
+# Of this process: a shard tells clients apart on each call for itself.
+_CALLER_KEY = secrets.token_bytes(16)
 # The same text for a key that is missing, unknown, revoked or expired.
 WRONG_KEY = "Unauthorized: missing or wrong API key"
 
@@ -178,6 +182,14 @@ def client_of(request: web.Request) -> str:
     """
     key: Key | None = request.get(KEY)
     return network_of(request.remote or "") if key is None else key.name
+
+
+def caller_of(request: web.Request) -> str:
+    """The client's name for shards, which have those of one router take turns: says nothing of the
+    key's name or the address.
+    """
+    client = client_of(request).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(client, digest_size=8, key=_CALLER_KEY).hexdigest()
 
 
 def usable_request_id(given: str | None) -> str | None:

@@ -44,6 +44,7 @@ from penstock_router.routes.base import (
     REQUEST_ID,
     ROUTER,
     Handler,
+    caller_of,
     client_of,
     encoded_response,
     flag_header,
@@ -111,6 +112,7 @@ class Call(Generic[AnyRequest]):
             body.asked,
             request_id=request[REQUEST_ID],
             traceparent=record.traceparent,
+            caller=caller_of(request),
             **_wishes(request),
         )
         response_id = api.name_answer(request[REQUEST_ID], named)

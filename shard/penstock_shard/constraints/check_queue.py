@@ -67,8 +67,8 @@ class CheckQueue:
         total, own = len(self._pending), self._counts.get(caller, 0)
         if own >= MAX_PENDING - total:
             raise QueueFull(
-                f"{total} constraints wait to be checked, {own} of them on this call; "
-                f"at most {MAX_PENDING}, and on one call as many as are free"
+                f"{total} constraints wait to be checked, {own} of them of this caller; "
+                f"at most {MAX_PENDING}, and of one caller as many as are free; try again shortly"
             )
 
     def take(self, *, slow: bool) -> Pending | None:

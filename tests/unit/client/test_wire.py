@@ -73,6 +73,7 @@ FULL = GenerationRequest(
     cache_salt="salt",
     label="mine",
     traceparent="00-ab-cd-01",
+    caller="someone",
 )
 
 
@@ -223,7 +224,7 @@ def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[
     assert str(result) == "why"
 
 
-@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (9, 8)])
+@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (SCHEMA_REVISION + 2, SCHEMA_REVISION + 1)])
 def test_a_shard_of_another_revision_is_refused_with_both_ranges(
     revision: int, minimum: int
 ) -> None:
