@@ -271,6 +271,7 @@ def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
         session="",
         shard=shard,
         traceparent="",
+        caller="",
     )
 
 

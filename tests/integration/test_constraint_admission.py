@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
+import aiohttp
 import psutil
 import pytest
 from support.processes import Router, Shard, ask, is_alive, running, wait_until
@@ -182,6 +183,43 @@ def test_over_http_a_refusal_is_a_400_with_the_reason(
         assert "unclosed" in error["message"]
         good = {"structured_outputs": {"regex": "[ab]{3}"}}
         assert ask(f"{router.url}/v1/completions", {**body, **good})[0] == 200
+
+
+async def test_clients_of_one_router_take_turns_with_their_slow_constraints(
+    shard: Shard, client: ShardClient, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    router = Router(tmp_path_factory.mktemp("router") / "log", [shard.address])
+    ended: list[str] = []
+
+    async def ask_from(address: str, number: int) -> None:
+        connector = aiohttp.TCPConnector(local_addr=(address, 0))
+        schema = {"allOf": [_pattern(number, length) for length in range(20, 32)]}
+        body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": schema}}
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.post(f"{router.url}/v1/completions", json=body) as answer,
+        ):
+            await answer.read()
+        ended.append(address)
+
+    async def wait_at_shard(count: int) -> None:
+        while (await anext(client.watch_load())).waiting < count:
+            await asyncio.sleep(0.02)
+
+    with running(router):
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            with _held_up(shard):
+                for number in range(12):
+                    tasks.create_task(ask_from("127.0.0.2", number))
+                await wait_at_shard(12)
+                tasks.create_task(ask_from("127.0.0.3", 12))
+                await wait_at_shard(13)
+    assert ended.index("127.0.0.3") < 6
+
+
+def _pattern(number: int, length: int) -> dict[str, str]:
+    """All of some of these take long, and then have no answer."""
+    return {"type": "string", "pattern": f".*{number}.*[a-z]{{{length}}}"}
 
 
 # ---- meant to do harm ----

@@ -224,7 +224,9 @@ def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[
     assert str(result) == "why"
 
 
-@pytest.mark.parametrize(("revision", "minimum"), [(0, 0), (SCHEMA_REVISION + 2, SCHEMA_REVISION + 1)])
+@pytest.mark.parametrize(
+    ("revision", "minimum"), [(0, 0), (SCHEMA_REVISION + 2, SCHEMA_REVISION + 1)]
+)
 def test_a_shard_of_another_revision_is_refused_with_both_ranges(
     revision: int, minimum: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import threading
@@ -246,6 +247,25 @@ async def test_without_known_keys_an_address_says_whose_a_request_is_whatever_ke
         running.append(send(router, address=other))
         await until(lambda: router.app[ROUTER].admission.in_flight == 2)
         await leave(*running)
+
+
+async def test_shards_get_one_name_for_all_requests_of_a_client_that_says_nothing_of_it(
+    byte_level: Tokenizer, keys: dict[str, str]
+) -> None:
+    fleet = FakeFleet(model_files(byte_level))
+    here, elsewhere = "127.0.0.1", "127.0.0.2"
+    async with small_router(fleet) as router:
+        for address, headers in ((here, {}), (here, bearer("made-up")), (elsewhere, {})):
+            await send(router, max_tokens=1, address=address, headers=headers)
+    async with small_router(fleet, **keys) as router:
+        for address, key in ((here, "one"), (elsewhere, "one"), (here, "two")):
+            await send(router, max_tokens=1, address=address, headers=bearer(key))
+    first, same, other, one, one_elsewhere, two = (request.caller for request in fleet.requests)
+    assert (first, one) == (same, one_elsewhere)
+    assert len({first, other, one, two}) == 4
+    for client in (here, "one"):
+        unkeyed = hashlib.blake2b(client.encode(), digest_size=8).hexdigest()
+        assert not {client, unkeyed} & {first, one}
 
 
 async def test_a_key_is_neither_kept_nor_logged_nor_shown(

@@ -311,15 +311,18 @@ async def test_a_call_that_ends_takes_requests_with_it_whose_constraints_are_tri
     assert supervisor.num_live == 1
 
 
-async def test_each_call_is_a_caller_of_its_own_that_takes_turns_with_others() -> None:
+async def test_each_name_on_each_call_is_a_caller_of_its_own_that_takes_turns_with_others() -> None:
     supervisor = _Supervisor()
     servicer = ShardServicer(supervisor, ShardConfig())
 
     async def messages(call: str) -> AsyncIterator[pb.GenerateRequest]:
-        for number in range(2):
-            constraint = pb.Constraint(regex=f"{call}{number}")
+        for number in range(6):
+            constraint, name = pb.Constraint(regex=f"{call}{number}"), ("", "x", "y")[number % 3]
             yield pb.GenerateRequest(
-                request_id=f"{call}{number}", prompt_token_ids=[7], constraint=constraint
+                request_id=f"{call}{number}",
+                prompt_token_ids=[7],
+                constraint=constraint,
+                caller=name,
             )
         await asyncio.Event().wait()
 
@@ -328,7 +331,7 @@ async def test_each_call_is_a_caller_of_its_own_that_takes_turns_with_others() -
         asyncio.ensure_future(anext(servicer.Generate(messages(call), context))) for call in "ab"
     ]
     await _settled()
-    assert sorted(Counter(supervisor.checker.callers).values()) == [2, 2]
+    assert sorted(Counter(supervisor.checker.callers).values()) == [2] * 6
     for task in reading:
         task.cancel()
     await asyncio.wait(reading)
