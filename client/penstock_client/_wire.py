@@ -109,15 +109,9 @@ def generate_request(
     _set(message, "attempt", attempt.number)
     for name in ("instance_id", "hand_back", "suspect"):
         _set(message, name, getattr(attempt, name))
-    for name in (
-        "model",
-        "adapter",
-        "adapter_hash",
-        "cache_salt",
-        "label",
-        "traceparent",
-        "caller",
-    ):
+    for name in ("model", "adapter", "adapter_hash", "cache_salt"):
+        _set(message, name, getattr(request, name))
+    for name in ("label", "traceparent", "caller"):
         _set(message, name, getattr(request, name))
     _set_ids(message, "prompt_token_ids", request.prompt_token_ids)
     _set_ids(message, "output_token_ids", request.output_token_ids)

@@ -39,10 +39,11 @@ INFO = dataclasses.replace(
 )
 # Of a fleet's own: where a request goes. No shard hears of them.
 OF_THE_FLEET = {"tokenizer_hash", "exact", "numerics", "session", "shard"}
-# Only in the message: for logs and traces, and to be refused where it is not served.
+# Only in the message: for logs, traces and turns, and to be refused where it is not served.
 OF_THE_MESSAGE: dict[str, Any] = {
     "label": "mine",
     "traceparent": "00-ab-cd-01",
+    "caller": "someone",
     "adapter_hash": "f00d",
     "model": "two",
 }
