@@ -342,7 +342,10 @@ def _error_of_code(
     refusal = _REFUSALS.get(code)
     if refusal is not None:
         return refusal(text, field=field, value=value, bound=bound)
-    return _FAILURES.get(code, ShardFailed)(text)
+    failure = _FAILURES.get(code, ShardFailed)(text)
+    if isinstance(failure, Overloaded):
+        failure.field = field
+    return failure
 
 
 def call_error(error: grpc.RpcError, address: str) -> PenstockError:

@@ -44,7 +44,9 @@ class PoisonousRequest(RequestRefused):
 
 
 class Overloaded(PenstockError):
-    """The shard's queue is full."""
+    """The shard's queue is full: the one of what `field` names, if it names anything."""
+
+    field = ""
 
 
 class ShardUnavailable(PenstockError):

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from penstock_client.errors import RequestRefused, ShardFailed
+from penstock_client.errors import Overloaded, RequestRefused, ShardFailed
 from penstock_client.types import ConstraintKind, GenerationRequest, Output
 from penstock_router.backend import Fleet
 from penstock_router.choice import Choice, Delta
@@ -32,6 +32,7 @@ from penstock_router.errors import (
     BadRequest,
     SlowReader,
     TimedOut,
+    TooManyRequests,
     Unavailable,
     as_api_error,
     unknown_model,
@@ -252,7 +253,7 @@ class Generation(Deltas):
     def _take_of(self, choice: Choice) -> Delta | None:
         try:
             output = choice.stream.take()
-        except RequestRefused as error:
+        except (RequestRefused, Overloaded) as error:
             raise self._refused(error) from None
         if output is None:
             if choice.stream.ended:
@@ -282,7 +283,7 @@ class Generation(Deltas):
     def _count_reasoning(self, tokens: int) -> None:
         self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + tokens
 
-    def _refused(self, error: RequestRefused) -> Exception:
+    def _refused(self, error: RequestRefused | Overloaded) -> Exception:
         """The shard's refusal, naming the request body's field instead of the shard's field."""
         if error.field == "adapter":
             # The client named the adapter as `model`.
@@ -290,7 +291,8 @@ class Generation(Deltas):
         if error.field not in _CONSTRAINTS:
             return error
         field = self.job.options.constraint_field or "tools"
-        return BadRequest(f"{field}: {error}", param=field)
+        kind = TooManyRequests if isinstance(error, Overloaded) else BadRequest
+        return kind(f"{field}: {error}", param=field)
 
     def _count_cached(self) -> None:
         # Only each prompt's first choice counts: the others hit the blocks that it cached.

@@ -227,7 +227,8 @@ class EngineSupervisor:
             verdict = await self._checker.check(constraint, caller)
         except NotChecked as error:
             route.checking = None
-            self._end_route(route, error=link.Error(Code.RESOURCE_EXHAUSTED, str(error)))
+            full = link.Error(Code.RESOURCE_EXHAUSTED, str(error), field=constraint.kind)
+            self._end_route(route, error=full)
         except CheckFailed as error:
             route.checking = None
             self._end_route(route, error=link.Error(Code.INTERNAL, str(error)))

@@ -222,6 +222,7 @@ def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[
     result = _wire.output(message)
     assert type(result) is error
     assert str(result) == "why"
+    assert getattr(result, "field", "f") == "f"
 
 
 @pytest.mark.parametrize(

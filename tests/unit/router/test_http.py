@@ -1291,6 +1291,17 @@ async def test_a_request_that_kills_engines_is_400_and_a_line_for_the_operator(
         assert f"request mine: PoisonousRequest: {refusal}" in caplog.text
 
 
+async def test_where_too_many_constraints_wait_the_refusal_names_the_field(
+    router: MemoryRouter, fleet: FakeFleet
+) -> None:
+    error = Overloaded("256 constraints wait to be checked")
+    error.field = "regex"
+    fleet.script = lambda request: [error]
+    answer = await router.complete(structured_outputs={"regex": "a+"})
+    assert (answer.status, answer.error["param"]) == (429, "structured_outputs")
+    assert answer.error["message"] == f"structured_outputs: {error}"
+
+
 async def test_a_shard_of_another_model_is_refused_and_not_waited_for() -> None:
     other = FakeShard(replace(INFO, model="other", model_aliases=()), address="fake:2")
     fleet = FakeFleet(model_files(byte_level_tokenizer()), shards=[FakeShard(), other])

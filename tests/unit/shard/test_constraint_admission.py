@@ -151,7 +151,7 @@ async def test_what_cannot_be_checked_for_want_of_room_may_be_tried_again() -> N
     supervisor.checker.answers[GOOD].set_exception(NotChecked("too many wait"))
     await _settled()
     [output] = supervisor.outputs
-    assert output.error == link.Error(Code.RESOURCE_EXHAUSTED, "too many wait")
+    assert output.error == link.Error(Code.RESOURCE_EXHAUSTED, "too many wait", field=GOOD.kind)
 
 
 async def test_a_check_that_fails_is_an_internal_error() -> None:
