@@ -5,6 +5,10 @@ taken; what it takes gives time back, a second for each `_BYTES_A_SECOND`, and s
 nothing is left to take. When none are left, the connection is cut. So a client that reads nothing
 has the timeout, one that reads more than a kilobyte a second has as long as it needs, and a byte a
 minute buys nothing. Knows a transport; no HTTP.
+
+What a client takes shows only when the systems at both ends move on what they hold, in steps of a
+hundred kilobytes (`connections.py` bounds what is held here): of a long answer, a reader of some
+5 kB a second is safe with a timeout of a minute.
 """
 
 from __future__ import annotations
