@@ -46,10 +46,10 @@ from penstock_proto.trace_export import open_sink
 from penstock_router.config import RouterConfig
 from penstock_router.connections import Runner
 from penstock_router.https import https_context
+from penstock_router.malloc import return_large_blocks
 from penstock_router.response_store import StoreUnusable, store_file
 
 if TYPE_CHECKING:
-    from penstock_router.malloc import return_large_blocks
     from penstock_router.metrics import Metrics
 from penstock_router.models import Models
 
