@@ -51,7 +51,7 @@ from penstock_router.response_store import StoreUnusable, store_file
 
 if TYPE_CHECKING:
     from penstock_router.metrics import Metrics
-from penstock_router.models import Models
+    from penstock_router.models import Models
 
 logger = logging.getLogger("penstock.router")
 
