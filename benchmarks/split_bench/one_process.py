@@ -47,6 +47,7 @@ from penstock_shard import engine_main, link, wire
 from penstock_shard.command_line import parse_config as parse_shard_config
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_adapters import EngineAdapters
+from penstock_shard.engine_loop import EngineLoop
 from penstock_shard.loading import LoadedRunner, load_runner
 from penstock_shard.tokenizer_files import tokenizer_hash
 from penstock_shard.validation import IncomingRequest, check
@@ -77,7 +78,7 @@ class EngineThread:
             self.ready.set()
             # Their store is left out: nobody asks for any here.
             adapters = EngineAdapters(None, 0, lambda: None)
-            engine_main._run(self, engine, self.inbox, adapters)  # type: ignore[arg-type]
+            engine_main._run(EngineLoop(engine, adapters, self.send), self.inbox)
         finally:
             # It ends only by an error, and the router would go on without it.
             traceback.print_exc()

@@ -19,7 +19,7 @@ from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
-from penstock_shard.engine_adapters import EngineAdapters
+from penstock_shard.engine_loop import EngineLoop
 from penstock_shard.link import Inbox
 from penstock_shard.loading import LoadedRunner
 from penstock_shard.request import Request
@@ -155,11 +155,9 @@ def measure_engine(path: str) -> None:
         timed = dataclasses.replace(loaded, runner=_TimedRunner(loaded.runner, log))
         return build_engine(timed, config, tell_started, matchers)
 
-    def take(
-        engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters, *, wait: bool
-    ) -> None:
+    def take(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
         from_s = time.monotonic()
-        take_inbox(engine, inbox, adapters, wait=wait)
+        take_inbox(loop, inbox, wait=wait)
         if wait:
             log.idle_s += time.monotonic() - from_s
 

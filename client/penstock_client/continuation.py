@@ -49,6 +49,7 @@ from penstock_client.types import (
     random_seed,
 )
 from penstock_proto.bounds import TRIAL_TOKENS
+from penstock_proto.clock import Clock
 from penstock_proto.tasks import lasting
 from penstock_proto.tracing import SpanContext
 
@@ -95,6 +96,7 @@ class Continuations:
         ended: Ended,
         *,
         traces_attempts: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._shards = shards
         self._policy = policy
@@ -102,12 +104,14 @@ class Continuations:
         self._observe = observe
         self._ended = ended
         self._traces_attempts = traces_attempts
+        self._clock = clock
         self._refused = RefusedRequests(patience.refuse_s)
-        self._running: dict[str, set[FleetStream]] = {}
+        # Sets in the order in which streams came: who has waited longest is sent first.
+        self._running: dict[str, dict[FleetStream, None]] = {}
         # The running streams that are suspects: each is tried alone.
         self._suspects: set[FleetStream] = set()
-        self._waiting: set[FleetStream] = set()
-        # An ordered set of streams to send, or to move, in the next turns of the event loop.
+        self._waiting: dict[FleetStream, None] = {}
+        # Those to send, or to move, in the next turns of the event loop.
         self._due: OrderedDict[FleetStream, None] = OrderedDict()
         self._sender: asyncio.Task[None] | None = None
         self._closed = False
@@ -128,7 +132,7 @@ class Continuations:
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=random_seed())
             request = dataclasses.replace(request, sampling=sampling)
-        stream = FleetStream(request, self)
+        stream = FleetStream(request, self, self._clock())
         if not self._send(stream):
             self._check_known(request)
             self._wait(stream)
@@ -207,7 +211,7 @@ class Continuations:
         stream.last_error = error
         if isinstance(error, Overloaded):
             # A full shard is no failed attempt: the time in its queue counts as waiting.
-            stream.waited_s += time.perf_counter() - stream.attempts[-1].sent_s
+            stream.waited_s += self._clock() - stream.waiting_since_s
         else:
             stream.attempts_in_vain += 1
         final = self._verdict(stream, shard, error)
@@ -236,12 +240,12 @@ class Continuations:
         if isinstance(error, ShardUnavailable):
             stream.was_dropped = True
             if shard is not None:
-                shard.breaker.failed(time.monotonic())
+                shard.breaker.failed(self._clock())
             if error.engine_died:
                 stream.engine_deaths += 1
                 if stream.engine_deaths >= POISON_DEATHS:
                     self._observe("refused", "poison")
-                    return self._refused.add(stream.kind, time.monotonic())
+                    return self._refused.add(stream.kind, self._clock())
         elif isinstance(error, Overloaded | NotServed | Unauthenticated | InvalidRequest):
             # Another shard may take it. A request that some shard had taken is valid, so this one
             # has other limits: such a request also waits. Any other is tried only at shards that
@@ -274,7 +278,7 @@ class Continuations:
         return self._shards[decision.address], reason
 
     def _fitting(self, stream: FleetStream) -> list[ShardState]:
-        now_s, request = time.monotonic(), stream.request
+        now_s, request = self._clock(), stream.request
         shards = serving(self._shards.values(), request.model, request.tokenizer_hash)
         return [shard for shard in shards if self._fits(stream, shard, now_s)]
 
@@ -361,7 +365,7 @@ class Continuations:
 
         Raises `PoisonousRequest`, and what `ShardClient.attach` raises.
         """
-        self._refused.check(stream.request, time.monotonic())
+        self._refused.check(stream.request, self._clock())
         fitting = self._fitting(stream)
         if not fitting:
             return False
@@ -381,7 +385,7 @@ class Continuations:
     def _send_to(self, stream: FleetStream, shard: ShardState, reason: str) -> None:
         info = shard.info
         assert info is not None  # it fits
-        now_s = time.monotonic()
+        now_s = self._clock()
         record = AttemptRecord(shard.address, reason, time.perf_counter())
         request = _request_now(stream, now_s)
         if request.adapter and not request.adapter_hash:
@@ -405,10 +409,11 @@ class Continuations:
         shard.client.attach(stream, request, attempt)
         shard.sent(len(request.prompt_token_ids) + len(request.output_token_ids), now_s)
         self._stop_waiting(stream)
+        stream.waiting_since_s = now_s
         stream.shard, stream.info = shard, info
         stream.attempts.append(record)
         stream.taken_up_at = len(stream.token_ids)
-        self._running.setdefault(shard.address, set()).add(stream)
+        self._running.setdefault(shard.address, {})[stream] = None
         if stream.is_suspect:
             self._suspects.add(stream)
 
@@ -448,7 +453,7 @@ class Continuations:
             self._sender = asyncio.get_running_loop().create_task(sending)
 
     async def _send_all_due(self) -> None:
-        turn_ends_s = time.monotonic() + _TURN_S
+        turn_ends_s = self._clock() + _TURN_S
         while self._due:
             stream, _ = self._due.popitem(last=False)
             try:
@@ -461,24 +466,24 @@ class Continuations:
             except Exception as error:
                 self._end(stream, ShardFailed(f"it cannot be sent on: {type(error).__name__}"))
                 raise
-            if time.monotonic() >= turn_ends_s:
+            if self._clock() >= turn_ends_s:
                 await asyncio.sleep(0)
-                turn_ends_s = time.monotonic() + _TURN_S
+                turn_ends_s = self._clock() + _TURN_S
 
     # ---- waiting ----
 
     def _wait(self, stream: FleetStream) -> None:
         """Let the stream wait until a shard changes, or until its back-off ends."""
         self._stop_waiting(stream)
-        self._waiting.add(stream)
-        stream.waiting_since_s = time.monotonic()
+        self._waiting[stream] = None
+        stream.waiting_since_s = self._clock()
         delay_s = max(0.0, min(stream.back_off_s, self._patience_left_s(stream)))
         stream.timer = asyncio.get_running_loop().call_later(delay_s, self._waited, stream)
 
     def _patience_left_s(self, stream: FleetStream) -> float:
         left_s = self._patience.wait_s - stream.waited_s
         if stream.deadline_s is not None:
-            left_s = min(left_s, stream.deadline_s - time.monotonic())
+            left_s = min(left_s, stream.deadline_s - self._clock())
         return left_s
 
     def _waited(self, stream: FleetStream) -> None:
@@ -495,14 +500,14 @@ class Continuations:
 
     def _stop_waiting(self, stream: FleetStream) -> None:
         if stream in self._waiting:
-            self._waiting.discard(stream)
-            stream.waited_s += time.monotonic() - stream.waiting_since_s
+            del self._waiting[stream]
+            stream.waited_s += self._clock() - stream.waiting_since_s
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None
 
     def _last_words(self, stream: FleetStream) -> PenstockError:
-        if stream.deadline_s is not None and time.monotonic() >= stream.deadline_s:
+        if stream.deadline_s is not None and self._clock() >= stream.deadline_s:
             return DeadlineExceeded("the request's deadline passed while it waited for a shard")
         problems = "; ".join(
             f"{shard.address}: {shard.problem or 'cannot take it'}"
@@ -528,7 +533,7 @@ class Continuations:
         stream.attempts[-1].ended_s = time.perf_counter()
         stream.attempts[-1].ended_because = because
         running = self._running[shard.address]
-        running.discard(stream)
+        del running[stream]
         if not running:
             del self._running[shard.address]
         self._suspects.discard(stream)

@@ -24,6 +24,7 @@ from penstock_client.errors import (
 from penstock_client.policies.base import least_loaded
 from penstock_client.shard_state import ShardState, serving
 from penstock_client.types import EmbeddingRequest, ShardInfo
+from penstock_proto.clock import Clock
 
 # The most inputs and tokens of one call; a single longer input is one call.
 _BATCH_INPUTS = 32
@@ -39,9 +40,11 @@ _Call = asyncio.Task[list[list[float]]]
 class Embeddings:
     """Sends the embedding requests of a fleet."""
 
-    def __init__(self, shards: Mapping[str, ShardState]) -> None:
+    def __init__(self, shards: Mapping[str, ShardState], clock: Clock = time.monotonic) -> None:
         self._shards = shards
-        self._calls: dict[ShardState, set[_Call]] = {}
+        self._clock = clock
+        # Sets in the order in which calls began.
+        self._calls: dict[ShardState, dict[_Call, None]] = {}
 
     def num_running(self, shard: ShardState) -> int:
         """How many calls are open to a shard."""
@@ -93,23 +96,23 @@ class Embeddings:
     async def _call(self, shard: ShardState, request: EmbeddingRequest) -> list[list[float]]:
         """Raises `ShardUnavailable` if the shard is lost meanwhile, or as `ShardClient.embed`."""
         assert shard.info is not None  # it fits
-        now_s = time.monotonic()
+        now_s = self._clock()
         shard.sent(sum(map(len, request.inputs)), now_s, num_requests=len(request.inputs))
         call = asyncio.ensure_future(
             shard.client.embed(request, instance_id=shard.info.instance_id)
         )
-        self._calls.setdefault(shard, set()).add(call)
+        self._calls.setdefault(shard, {})[call] = None
         try:
             await asyncio.wait([call])
             if call.cancelled():
                 raise ShardUnavailable(f"shard {shard.address}: {shard.problem or 'was left'}")
             vectors = call.result()
         except ShardUnavailable:
-            shard.breaker.failed(time.monotonic())
+            shard.breaker.failed(self._clock())
             raise
         finally:
             call.cancel()
-            self._calls[shard].discard(call)
+            del self._calls[shard][call]
             if not self._calls[shard]:
                 del self._calls[shard]
         shard.breaker.succeeded()
@@ -142,7 +145,7 @@ class Embeddings:
         self, request: EmbeddingRequest, info: ShardInfo, failed: set[str] | None = None
     ) -> list[ShardState]:
         """The shards that make the same vectors, except engines that failed the batch."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         return [
             shard
             for shard in serving(self._shards.values(), request.model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -28,6 +29,7 @@ from penstock_client.policies import make_policy
 from penstock_client.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.types import EmbeddingRequest, GenerationRequest, ShardInfo
 from penstock_client.verification import Verification
+from penstock_proto.clock import Clock
 from penstock_proto.tasks import lasting
 from penstock_proto.tls import Tls
 from penstock_proto.transport import Connector
@@ -49,6 +51,7 @@ class Fleet:
         *,
         api_key: str | None = None,
         tls: Tls | None = None,
+        connector: Connector | None = None,
         policy: str = "least-load",
         patience: Patience | None = None,
         stall_timeout_s: float = 3.0,
@@ -56,9 +59,10 @@ class Fleet:
         audit: AuditLog | None = None,
         verify_share: float = 0.0,
         traces_attempts: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`shards` are addresses, a `Source` of addresses, or a string as `membership.parse_source`
-        reads it.
+        reads it. A `connector` takes the place of `tls`.
 
         A shard reports its load at least once a second; after `stall_timeout_s` without a report
         its requests go on elsewhere. `observe` is called with what happens to requests, for
@@ -72,7 +76,8 @@ class Fleet:
         """
         self._api_key = api_key
         # Shared: a shard that joins while TLS files are being replaced uses their former content.
-        self._connector = Connector(tls)
+        self._connector = connector or Connector(tls)
+        self._clock = clock
         self._warned_of_key = False
         self._stall_timeout_s = stall_timeout_s
         self._shards: dict[str, ShardState] = {}
@@ -84,8 +89,9 @@ class Fleet:
             observe,
             self._ended,
             traces_attempts=traces_attempts,
+            clock=clock,
         )
-        self._embeddings = Embeddings(self._shards)
+        self._embeddings = Embeddings(self._shards, clock)
         self._audit = audit
         self._verification = Verification(verify_share, self._shards, self.submit, observe)
         self._changed = asyncio.Event()
@@ -315,9 +321,9 @@ class Fleet:
         members = (self._said | self._added) - self._removed
         for address in sorted(members - self._shards.keys()):
             self._join(address)
-        for address in self._shards.keys() - members:
+        for address in sorted(self._shards.keys() - members):
             self._leave(self._shards[address])
-        for address in members & self._leaving.keys():
+        for address in sorted(members & self._leaving.keys()):
             self._leaving.pop(address).cancel()
             self._shards[address].leaving = False
             self._shard_changed(self._shards[address])
@@ -325,10 +331,10 @@ class Fleet:
     def _join(self, address: str) -> None:
         if self._api_key and not self._connector.uses_tls and not is_loopback(address):
             self._warn_of_key(address)
-        shard = ShardState(address, self._api_key, self._connector)
+        shard = ShardState(address, self._api_key, self._connector, self._clock)
         self._shards[address] = shard
         self._watches[address] = ShardWatch(
-            shard, self._stall_timeout_s, self._learned, self._shard_changed
+            shard, self._stall_timeout_s, self._learned, self._shard_changed, self._clock
         )
 
     def _warn_of_key(self, address: str) -> None:

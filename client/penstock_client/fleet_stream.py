@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Protocol
 
 from penstock_client.errors import PenstockError
@@ -63,7 +62,8 @@ class FleetStream(GenerationStream):
         "was_dropped",
     )
 
-    def __init__(self, request: GenerationRequest, keeper: Keeper) -> None:
+    def __init__(self, request: GenerationRequest, keeper: Keeper, now_s: float) -> None:
+        """`now_s` is of the clock that all its times are of."""
         given = len(request.output_token_ids)
         super().__init__(new_request_id(), -1, given, keeper.cancelled)
         self._keeper = keeper
@@ -92,11 +92,11 @@ class FleetStream(GenerationStream):
         self.last_error: PenstockError | None = None
         self.timer: asyncio.TimerHandle | None = None
         # How long it waited since its last token, for a shard or in the queue of a full one; and
-        # when the current wait for a shard began.
+        # when it began to wait for a shard, or in its queue.
         self.waited_s = 0.0
         self.waiting_since_s = 0.0
         limit_s = request.objective.deadline_s
-        self.deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        self.deadline_s = None if limit_s is None else now_s + limit_s
 
     @property
     def is_suspect(self) -> bool:

@@ -20,6 +20,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Protocol
 
 from penstock_client.networks import Resolve, check_unicast, system_resolve
+from penstock_proto.clock import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 _PORT = re.compile(r"[0-9]{1,5}")
 
-Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[object]]
 
 

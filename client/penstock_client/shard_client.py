@@ -40,6 +40,7 @@ from penstock_client.types import (
     Output,
     ShardInfo,
 )
+from penstock_proto.clock import Clock
 from penstock_proto.tls import Tls
 from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
 
@@ -97,6 +98,7 @@ class ShardClient:
         api_key: str | None = None,
         tls: Tls | None = None,
         connector: Connector | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """Without `tls` in the clear. A `connector`, in its place, is one that clients share.
 
@@ -105,6 +107,7 @@ class ShardClient:
         self.address = address
         self._metadata = call_metadata(api_key)
         self._connector = connector or Connector(tls)
+        self._clock = clock
         self._credentials = self._connector.credentials()
         self._channel = self._connector.open_aio(address, self._credentials)
         self._old_channels: set[asyncio.Task[None]] = set()
@@ -195,7 +198,7 @@ class ShardClient:
                 bound=f"at most {MAX_MESSAGE_BYTES} bytes",
             )
         if self._call is None or self._call.ended:
-            self._call = _SharedCall(self._stub, self._metadata, self.address)
+            self._call = _SharedCall(self._stub, self._metadata, self.address, self._clock)
         self._call.submit(stream, message)
 
     def _require_open(self) -> None:
@@ -341,7 +344,9 @@ class ShardClient:
 class _SharedCall:
     """One Generate call and the streams on it, alive until the call breaks or is closed."""
 
-    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...], address: str) -> None:
+    def __init__(
+        self, stub: Any, metadata: tuple[tuple[str, str], ...], address: str, clock: Clock
+    ) -> None:
         self.streams: dict[str, GenerationStream] = {}
         self.ended = False
         # By the number that tells a stream's attempt from all others of this call; and those.
@@ -349,6 +354,7 @@ class _SharedCall:
         self._number_of: dict[GenerationStream, int] = {}
         self._numbers = itertools.count(1)
         self._address = address
+        self._clock = clock
         # Bounded by the streams in flight, which the caller bounds: one message each.
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._call = stub.Generate(metadata=metadata)
@@ -415,20 +421,25 @@ class _SharedCall:
             self.end(error)
 
     async def _dispatch(self, response: Any) -> None:
-        turn_ends_s = time.monotonic() + _TURN_S
+        turn_ends_s = self._clock() + _TURN_S
         # First what is rarer, and waited for: first tokens, ends and errors.
         for message in response.outputs:
             stream = self.streams.get(message.request_id)
             if stream is not None and stream.attempt == message.attempt:
                 self._take(stream, _wire.output(message))
-            if time.monotonic() >= turn_ends_s:
-                turn_ends_s = await _next_turn()
+            if self._clock() >= turn_ends_s:
+                turn_ends_s = await self._next_turn()
         for number, output in _wire.tokens(response):
             stream = self._numbered.get(number)
             if stream is not None:
                 stream.feed(output)
-            if time.monotonic() >= turn_ends_s:
-                turn_ends_s = await _next_turn()
+            if self._clock() >= turn_ends_s:
+                turn_ends_s = await self._next_turn()
+
+    async def _next_turn(self) -> float:
+        """Let others run; when the turn after that ends."""
+        await asyncio.sleep(0)
+        return self._clock() + _TURN_S
 
     def _take(self, stream: GenerationStream, result: Output | PenstockError) -> None:
         if isinstance(result, PenstockError):
@@ -453,9 +464,3 @@ class _SharedCall:
         self._writer.cancel()
         self._reader.cancel()
         self._call.cancel()
-
-
-async def _next_turn() -> float:
-    """Let others run; when the turn after that ends, as `time.monotonic` has it."""
-    await asyncio.sleep(0)
-    return time.monotonic() + _TURN_S

@@ -23,6 +23,7 @@ from penstock_client.errors import (
 from penstock_client.policies import Candidate
 from penstock_client.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
+from penstock_proto.clock import Clock
 from penstock_proto.tasks import lasting
 from penstock_proto.transport import CONNECTION_REFUSED, Connector
 
@@ -39,9 +40,13 @@ class ShardState:
     """What is known of one shard. Only the fleet changes it."""
 
     def __init__(
-        self, address: str, api_key: str | None = None, connector: Connector | None = None
+        self,
+        address: str,
+        api_key: str | None = None,
+        connector: Connector | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self.client = ShardClient(address, api_key=api_key, connector=connector)
+        self.client = ShardClient(address, api_key=api_key, connector=connector, clock=clock)
         self.info: ShardInfo | None = None
         # The last `info`, kept while the shard is away.
         self.last_info: ShardInfo | None = None
@@ -197,6 +202,7 @@ class ShardWatch:
         stall_timeout_s: float,
         learned: Callable[[ShardState, ShardInfo], None],
         changed: Callable[[ShardState], None],
+        clock: Clock = time.monotonic,
     ) -> None:
         """`learned` is called with each new info of the shard, `changed` when anything changed that
         matters to requests.
@@ -205,6 +211,7 @@ class ShardWatch:
         self._stall_timeout_s = stall_timeout_s
         self._learned = learned
         self._changed = changed
+        self._clock = clock
         # The revision of adapters that `info` shows, and whether `changed` is still to be called.
         self._adapters_revision = 0
         self._has_new_adapters = False
@@ -220,7 +227,7 @@ class ShardWatch:
 
     async def _watch(self) -> None:
         while True:
-            started_s = time.monotonic()
+            started_s = self._clock()
             problem: PenstockError | TimeoutError
             problem = ShardUnavailable("watching it failed, as the log says")
             try:
@@ -237,7 +244,7 @@ class ShardWatch:
                 if not self._task.cancelling():
                     self._lost(problem)
             # Retry a shard that refuses at once a few times a second, not thousands.
-            await asyncio.sleep(max(0.0, _RETRY_S - (time.monotonic() - started_s)))
+            await asyncio.sleep(max(0.0, _RETRY_S - (self._clock() - started_s)))
 
     async def _follow(self) -> None:
         """Take load reports until they end; get the info whenever the engine is new."""
@@ -266,10 +273,10 @@ class ShardWatch:
         report = asyncio.ensure_future(anext(reports))
         try:
             while True:
-                asked_at_s = time.monotonic()
+                asked_at_s = self._clock()
                 if (await asyncio.wait({report}, timeout=self._stall_timeout_s))[0]:
                     return report.result()
-                late_s = time.monotonic() - asked_at_s - self._stall_timeout_s
+                late_s = self._clock() - asked_at_s - self._stall_timeout_s
                 # If this process was stopped itself, the shard may have reported all the time.
                 if late_s < _STOPPED_S:
                     raise TimeoutError

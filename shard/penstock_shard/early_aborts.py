@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
+from penstock_proto.clock import Clock
+
 # How long after an abort its request may still arrive.
 _MEMORY_S = 30.0
 _MEMORY_IDS = 200_000
@@ -16,13 +18,14 @@ _MEMORY_IDS = 200_000
 class EarlyAborts:
     """For each request id, the highest attempt that was aborted before it arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         # request id -> (until when it is remembered, the attempt)
         self._aborts: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def remember(self, request_id: str, attempt: int) -> None:
         """Remember an abort: this attempt, or a lower one, may still arrive."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])
         self._aborts[request_id] = (now_s + _MEMORY_S, attempt)
         self._aborts.move_to_end(request_id)
@@ -34,4 +37,4 @@ class EarlyAborts:
     def include(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt was aborted before it arrived."""
         until_s, last_aborted = self._aborts.get(request_id, (0.0, -1))
-        return attempt <= last_aborted and time.monotonic() < until_s
+        return attempt <= last_aborted and self._clock() < until_s

@@ -59,6 +59,8 @@ class Engine:
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
         self._in_flight: deque[StepPlan] = deque()
+        # Whether the oldest of them is to be collected before another is launched.
+        self._is_due = False
         self.steps_total = 0
         self._steps_seconds_total = 0.0
         self._sequences_total = 0
@@ -98,7 +100,12 @@ class Engine:
             self._end(request, finish=FinishReason.ABORTED)
 
     def step(self) -> list[Output]:
-        """Launch the next step, and collect the one before it; all outputs since the last call.
+        """Launch the next step, and collect the one before it; all outputs since the last call."""
+        self.launch()
+        return self.collect()
+
+    def launch(self) -> bool:
+        """Launch the next step; whether `collect` waits for one.
 
         While a step runs the next is scheduled and launched, so that the device never waits for
         Python. Where the runner does not overlap, a step is collected right after its launch.
@@ -107,7 +114,13 @@ class Engine:
             self._add_compiled()
         launched = self._launch()
         waiting = len(self._in_flight)
-        if waiting and (waiting > self._runner.info.max_steps_ahead or not launched):
+        self._is_due = waiting > (self._runner.info.max_steps_ahead if launched else 0)
+        return self._is_due
+
+    def collect(self) -> list[Output]:
+        """Collect the oldest step if `launch` said so; all outputs since the last call."""
+        if self._is_due:
+            self._is_due = False
             self._collect()
         outputs, self._outputs = self._outputs, []
         return outputs

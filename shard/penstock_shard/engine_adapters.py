@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,10 +37,14 @@ class EngineAdapters:
     """Used by the thread that steps; only `on_read` is called from another."""
 
     def __init__(
-        self, store: AdapterStore | None, max_adapters: int, on_read: Callable[[], None]
+        self,
+        store: AdapterStore | None,
+        max_adapters: int,
+        on_read: Callable[[], None],
+        thread: Executor | None = None,
     ) -> None:
-        """Without a `store` there are no adapters. `on_read` is called in another thread when
-        `settle` has something to do.
+        """Without a `store` there are no adapters. They are read in `thread`, one of their own by
+        default, in which `on_read` is called when `settle` has something to do.
         """
         self._store = store
         self._on_read = on_read
@@ -50,7 +54,7 @@ class EngineAdapters:
         self._leaving: set[int] = set()
         self._read: queue.SimpleQueue[tuple[AdapterChange, Future[ReadAdapter]]]
         self._read = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._answers: list[AdapterChanged] = []
 
     @property
@@ -77,7 +81,7 @@ class EngineAdapters:
             self._answers.append(AdapterChanged(change.number))
             return
         assert self._store is not None
-        reading = self._pool.submit(self._store.read, change.source)
+        reading = self._thread.submit(self._store.read, change.source)
         reading.add_done_callback(partial(self._was_read, change))
 
     def _was_read(self, change: AdapterChange, reading: Future[ReadAdapter]) -> None:

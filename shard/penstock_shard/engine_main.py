@@ -17,42 +17,35 @@ import socket
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from typing import NoReturn
 
 from penstock_proto.logs import set_up_logging
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
-from penstock_shard.constraints.matchers import PendingMatchers
+from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
 from penstock_shard.engine import Engine
-from penstock_shard.engine_adapters import NO_ADAPTER, EngineAdapters, PlacedAdapter
+from penstock_shard.engine_adapters import EngineAdapters
+from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heart
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
-    Beat,
     EngineEnd,
     Inbox,
-    Load,
     LoadFailed,
     Progress,
     Ready,
     Start,
     Started,
-    StepOutputs,
-    Submit,
 )
 from penstock_shard.loading import LoadedRunner, ModelError, load_runner
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import CONSTRAINT_KINDS, NO_OBJECTIVE, Request
+from penstock_shard.request import CONSTRAINT_KINDS
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 from penstock_shard.tokenizer_files import tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
-_BEAT_S = 0.25
 _SWITCH_S = 0.0005
-# A beat that is later than this means that the whole process was held up, its step included.
-_LATEST_BEAT_S = 1.0
 
 
 def run() -> NoReturn:
@@ -106,7 +99,7 @@ def main() -> int:
         capabilities = info.capabilities - CONSTRAINT_KINDS
         info = dataclasses.replace(info, capabilities=capabilities)
     engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
-    threading.Thread(target=_beat, args=(link, engine), daemon=True).start()
+    threading.Thread(target=_beat, args=(link, Heart(engine)), daemon=True).start()
     # All objects so far live as long as the process: keep the garbage collector from walking them.
     gc.collect()
     gc.freeze()
@@ -115,7 +108,7 @@ def main() -> int:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
         checks = start.config.check_integrity
-        return _run_or_say(link, engine, inbox, adapters, checks=checks)
+        return _run_or_say(EngineLoop(engine, adapters, link.send, checks=checks), inbox)
     return 0
 
 
@@ -149,7 +142,7 @@ def _matchers(
     except TokenizerUnusable as error:
         logger.warning("outputs cannot be constrained: %s", error)
         return None
-    return PendingMatchers(compiler, on_done, config.constraint_threads)
+    return PendingMatchers(compiler, on_done, compiling_threads(config.constraint_threads))
 
 
 def _build_engine(
@@ -181,91 +174,31 @@ def _build_engine(
     )
 
 
-def _run_or_say(
-    link: EngineEnd,
-    engine: Engine,
-    inbox: queue.SimpleQueue[Inbox],
-    adapters: EngineAdapters,
-    *,
-    checks: bool = False,
-) -> int:
+def _run_or_say(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> int:
     """`_run`; if the model fails for good, the last line of the log is its error."""
     try:
-        _run(link, engine, inbox, adapters, checks=checks)
+        _run(loop, inbox)
     except ModelError as error:
         logger.critical("%s", error)
         return 1
 
 
-def _run(
-    link: EngineEnd,
-    engine: Engine,
-    inbox: queue.SimpleQueue[Inbox],
-    adapters: EngineAdapters,
-    *,
-    checks: bool = False,
-) -> NoReturn:
-    """Step for ever. With `checks`, the records are checked whenever the last request has ended."""
-    sent = Load()
+def _run(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> NoReturn:
+    """Step for ever."""
     while True:
-        is_idle = not engine.has_work
-        if is_idle and checks:
-            engine.check_integrity()
-        _take_inbox(engine, inbox, adapters, wait=is_idle)
-        for answer in adapters.settle(engine.adapter_indices):
-            link.send(answer)
-        outputs = engine.step()
-        load = engine.load()
-        if outputs or load != sent:
-            link.send(StepOutputs(outputs, load))
-            sent = load
+        _take_inbox(loop, inbox, wait=loop.is_idle)
+        loop.launch()
+        loop.collect()
 
 
-def _take_inbox(
-    engine: Engine, inbox: queue.SimpleQueue[Inbox], adapters: EngineAdapters, *, wait: bool
-) -> None:
+def _take_inbox(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
     """Handle all messages in the inbox; with `wait`, wait for one first."""
     try:
         while True:
-            message = inbox.get(block=wait)
+            loop.take(inbox.get(block=wait))
             wait = False
-            for submit in message.submits:
-                engine.submit(_request(submit, adapters.find(submit.adapter)))
-            for request_id, attempt in message.aborts:
-                engine.abort(request_id, attempt)
-            for change in message.adapter_changes:
-                adapters.change(change)
     except queue.Empty:
         return
-
-
-def _request(submit: Submit, placed: PlacedAdapter = NO_ADAPTER) -> Request:
-    prompt = array("I", submit.prompt)
-    output = array("I", submit.output)
-    return Request(
-        request_id=submit.request_id,
-        attempt=submit.attempt,
-        token_ids=prompt.tolist() + output.tolist(),
-        num_prompt_tokens=len(prompt),
-        num_delivered=len(output),
-        sampling=submit.sampling,
-        max_tokens=submit.max_tokens,
-        stop_token_ids=frozenset(submit.stop_token_ids),
-        min_tokens=submit.min_tokens,
-        logprobs=submit.logprobs,
-        prompt_logprobs=submit.prompt_logprobs,
-        logprob_token_ids=submit.logprob_token_ids,
-        cache_salt=submit.cache_salt,
-        adapter=placed.adapter.content_hash,
-        adapter_index=placed.index,
-        pooling=submit.pooling,
-        constraint=submit.constraint,
-        reluctant_stop_ids=frozenset(submit.reluctant_stop_ids),
-        thinking_budget=submit.thinking_budget,
-        # Decoding makes a new object, but the scheduler compares with `NO_OBJECTIVE` by identity.
-        hand_back=submit.hand_back,
-        objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,
-    )
 
 
 def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
@@ -278,22 +211,14 @@ def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
     os._exit(0)
 
 
-def _beat(link: EngineEnd, engine: Engine) -> None:
+def _beat(link: EngineEnd, heart: Heart) -> None:
     """Send beats from a thread outside the step, so that a long step does not look like a hang."""
-    step_s, stopped_s, late_s = None, 0.0, 0.0
     while True:
-        started_s = engine.step_started_s
-        # Time for which this process was stopped does not count as running time of the step.
-        stopped_s = stopped_s + late_s if started_s == step_s else late_s
-        step_s = started_s
-        running_s = 0.0 if started_s is None else time.monotonic() - started_s - stopped_s
         try:
-            link.send(Beat(max(0.0, running_s), engine.step_expected_s))
+            link.send(heart.beat())
         except OSError:
             return
-        slept_at_s = time.monotonic()
-        time.sleep(_BEAT_S)
-        late_s = max(0.0, time.monotonic() - slept_at_s - _LATEST_BEAT_S)
+        time.sleep(BEAT_S)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from penstock_proto.bounds import TRIAL_TOKENS
-from penstock_proto.child_environment import HUB, child_environment
+from penstock_proto.clock import Clock
 from penstock_shard import link
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.checker import CheckFailed, ConstraintChecker, NotChecked
 from penstock_shard.early_aborts import EarlyAborts
+from penstock_shard.engine_process import EngineProcess, StartProcess, start_engine_process
 from penstock_shard.metrics import ShardMetrics
 from penstock_shard.request import CONSTRAINT_KINDS, Constraint, FinishReason
 from penstock_shard.server_adapters import Loaded, ServerAdapters
@@ -61,6 +60,7 @@ class _Route:
     attempt: int
     deliver: Deliver
     num_tokens: int
+    arrived_s: float
     # It was running in engines that died, and has not been cleared yet.
     suspect: bool = False
     num_given: int = 0
@@ -69,7 +69,6 @@ class _Route:
     deadline: asyncio.TimerHandle | None = None
     # Runs while its constraint is checked; the engine does not have the request yet.
     checking: asyncio.Task[None] | None = None
-    arrived_s: float = field(default_factory=time.monotonic)
     # How long it waited for its first step; None before that step, and once an output carried it.
     queue_s: float | None = None
 
@@ -77,24 +76,31 @@ class _Route:
 class EngineSupervisor:
     """Owns the engine process and the routes of its live requests."""
 
-    def __init__(self, config: ShardConfig) -> None:
+    def __init__(
+        self,
+        config: ShardConfig,
+        start_process: StartProcess = start_engine_process,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._config = config
+        self._start_process = start_process
+        self._clock = clock
         self.metrics = ShardMetrics()
         self._checker = ConstraintChecker(config.constraint_limits)
         self._ready: link.Ready | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProcess | None = None
         self._routes: dict[str, _Route] = {}
         self._live_tokens = 0
-        self._early_aborts = EarlyAborts()
+        self._early_aborts = EarlyAborts(clock)
         self._submits: list[link.Submit] = []
         self._aborts: list[tuple[str, int]] = []
         self._adapter_changes: list[link.AdapterChange] = []
         self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
         self._flush_scheduled = False
-        self._listeners: set[asyncio.Event] = set()
+        # A set in the order in which they came.
+        self._listeners: dict[asyncio.Event, None] = {}
         self._beat = link.Beat(0.0, 0.0)
-        self._beat_at_s = time.monotonic()
+        self._beat_at_s = self._clock()
         # Whether the engine gave any output: if so, its death is not a failed start.
         self._worked = False
         # Why the last engine could not load; empty when it could.
@@ -115,7 +121,7 @@ class EngineSupervisor:
 
     @property
     def beat_age_s(self) -> float:
-        return time.monotonic() - self._beat_at_s
+        return self._clock() - self._beat_at_s
 
     @property
     def step_running_s(self) -> float:
@@ -153,11 +159,11 @@ class EngineSupervisor:
     def listen(self) -> asyncio.Event:
         """An event that is set whenever the load or the state changes; `unlisten` it later."""
         event = asyncio.Event()
-        self._listeners.add(event)
+        self._listeners[event] = None
         return event
 
     def unlisten(self, event: asyncio.Event) -> None:
-        self._listeners.discard(event)
+        self._listeners.pop(event, None)
 
     # ---- requests ----
 
@@ -187,7 +193,7 @@ class EngineSupervisor:
         present = self._routes.get(submit.request_id)
         if present is not None:
             self._supersede(present, submit)
-        route = _Route(*key, deliver, submit.num_tokens, suspect)
+        route = _Route(*key, deliver, submit.num_tokens, self._clock(), suspect)
         if deadline_s is not None:
             loop = asyncio.get_running_loop()
             route.deadline = loop.call_later(deadline_s, self._overdue, route)
@@ -334,7 +340,7 @@ class EngineSupervisor:
             route.deadline.cancel()
         if route.checking is not None:
             route.checking.cancel()
-        self.metrics.ended(last, route.num_given, time.monotonic() - route.arrived_s)
+        self.metrics.ended(last, route.num_given, self._clock() - route.arrived_s)
 
     def _schedule_flush(self) -> None:
         """Send one message to the engine for all that this turn of the event loop queues."""
@@ -346,8 +352,8 @@ class EngineSupervisor:
         self._flush_scheduled = False
         inbox = link.Inbox(self._submits, self._aborts, self._adapter_changes)
         self._submits, self._aborts, self._adapter_changes = [], [], []
-        if self._writer is not None:
-            self._writer.write(link.encode_frame(inbox))
+        if self._process is not None:
+            self._process.writer.write(link.encode_frame(inbox))
 
     # ---- the process ----
 
@@ -399,7 +405,7 @@ class EngineSupervisor:
         """
         self._worked = False
         try:
-            reader = await self._start()
+            process = await self._start()
         except OSError as error:
             # No memory for a process or no file descriptor; retrying may succeed.
             logger.error("the engine cannot be started: %s", error)
@@ -407,7 +413,7 @@ class EngineSupervisor:
             return f"it cannot be started: {error}"
         watchdog = asyncio.create_task(self._kill_when_it_hangs())
         try:
-            await self._listen_to(reader)
+            await self._listen_to(process.reader)
         finally:
             watchdog.cancel()
         was_ready, num_live = self._ready is not None, len(self._routes)
@@ -422,9 +428,9 @@ class EngineSupervisor:
     async def _kill_when_it_hangs(self) -> None:
         """Kill the engine when it hangs, so that its requests end and another is started."""
         while self._ready is None or not self.hangs:
-            slept_at_s = time.monotonic()
+            slept_at_s = self._clock()
             await asyncio.sleep(_WATCHDOG_S)
-            self._excuse(time.monotonic() - slept_at_s - _WATCHDOG_S)
+            self._excuse(self._clock() - slept_at_s - _WATCHDOG_S)
         logger.error(
             "the engine hangs (no sign of life for %.1f s, its step runs for %.1f s); killing it",
             self.beat_age_s,
@@ -432,20 +438,19 @@ class EngineSupervisor:
         )
         if self._process is not None:
             self._process.kill()
-        if self._writer is not None:
             # A process stuck in a device driver may not die when killed. Closing the link ends its
             # requests all the same, so that callers retry them elsewhere.
-            self._writer.transport.abort()
+            self._process.writer.transport.abort()
 
     def _excuse(self, late_s: float) -> None:
         """Do not count the time that this process was stopped as silence of the engine."""
         if late_s > _STOPPED_S:
-            self._beat_at_s = min(time.monotonic(), self._beat_at_s + late_s)
+            self._beat_at_s = min(self._clock(), self._beat_at_s + late_s)
 
     async def _listen_to(self, reader: asyncio.StreamReader) -> None:
         """Handle the engine's messages until it closes the link."""
         while (message := await link.receive_from_engine(reader)) is not None:
-            self._beat_at_s = time.monotonic()
+            self._beat_at_s = self._clock()
             match message:
                 case link.StepOutputs():
                     self._take_step(message)
@@ -462,31 +467,23 @@ class EngineSupervisor:
                 case link.LoadFailed():
                     self._refusal = message.message
 
-    async def _start(self) -> asyncio.StreamReader:
-        """Start a process and return our end of its link. Raises OSError if the system refuses."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = await _engine_process(theirs)
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
+    async def _start(self) -> EngineProcess:
+        """Start a process. Raises OSError if the system refuses."""
+        self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None)
-        self._writer.write(link.encode_frame(link.Start(config, self.adapters.to_start_with)))
-        self._beat_at_s = time.monotonic()
-        return reader
+        start = link.Start(config, self.adapters.to_start_with)
+        process.writer.write(link.encode_frame(start))
+        self._beat_at_s = self._clock()
+        return process
 
     async def _stop(self) -> int | None:
         """Close our end, upon which the engine ends itself; kill it if it has not after a second.
         Returns its exit status.
         """
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
         process, self._process = self._process, None
         if process is None:
             return None
+        process.writer.close()
         try:
             return await asyncio.wait_for(process.wait(), timeout=1.0)
         except TimeoutError:
@@ -517,7 +514,7 @@ class EngineSupervisor:
         for request_id in request_ids:
             route = self._routes.get(request_id)
             if route is not None:
-                route.started_s = time.monotonic()
+                route.started_s = self._clock()
                 route.queue_s = route.started_s - route.arrived_s
                 self.metrics.began(route.num_tokens, route.queue_s)
 
@@ -530,7 +527,7 @@ class EngineSupervisor:
                 continue
             if output.token_ids:
                 if not route.num_given and route.started_s is not None:
-                    seconds = time.monotonic() - route.started_s
+                    seconds = self._clock() - route.started_s
                     self.metrics.prefilled(seconds, output.cached_tokens or 0)
                 route.num_given += len(output.token_ids)
                 num_tokens += len(output.token_ids)
@@ -566,21 +563,6 @@ class EngineSupervisor:
     def _notify(self) -> None:
         for event in self._listeners:
             event.set()
-
-
-async def _engine_process(its_end: socket.socket) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "penstock_shard.engine_main",
-        str(its_end.fileno()),
-        pass_fds=[its_end.fileno()],
-        stdin=asyncio.subprocess.DEVNULL,
-        # A terminal's signals must reach the server only, which drains.
-        start_new_session=True,
-        # OpenMP threads that spin while they wait would take the processor from other threads.
-        env={"OMP_WAIT_POLICY": "PASSIVE", **child_environment(*HUB)},
-    )
 
 
 def _manner_of(status: int | None) -> str:

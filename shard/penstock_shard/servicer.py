@@ -60,10 +60,9 @@ class Outbox:
         self.namespace = namespace
         # The error that ends the call itself.
         self.broken: Error | None = None
-        # Request ids and attempts of this call that have not ended.
-        self.live: set[tuple[str, int]] = set()
-        # The numbers that the caller gave them, to name them in columns.
-        self.numbers: dict[tuple[str, int], int] = {}
+        # Request ids and attempts of this call that have not ended, in the order they came; and the
+        # numbers that the caller gave them, to name them in columns: 0 for none.
+        self.live: dict[tuple[str, int], int] = {}
         self.requests_total = 0
         self.last_error: Error | None = None
 
@@ -77,8 +76,7 @@ class Outbox:
             waiting.merge(output)
         if output.is_last:
             self.last_error = output.error
-            self.numbers.pop(key, None)
-            self.live.discard(key)
+            self.live.pop(key, None)
         self._changed.set()
 
     def close(self, broken: Error | None = None) -> None:
@@ -159,7 +157,7 @@ class ShardServicer(wire.Servicer):
         self._outboxes.add(outbox)
         try:
             while outputs := await outbox.take():
-                for response in wire.responses(outputs, outbox.numbers):
+                for response in wire.responses(outputs, outbox.live):
                     yield response
             error = outbox.broken
             if error is None and outbox.requests_total == 1:
@@ -209,9 +207,7 @@ class ShardServicer(wire.Servicer):
             refused = Output(outbox.namespace + request_id, attempt, 0, [], error=refusal.error)
             outlet(refused)
             return
-        outbox.live.add((request_id, attempt))
-        if incoming.number:
-            outbox.numbers[request_id, attempt] = incoming.number
+        outbox.live[request_id, attempt] = incoming.number
         deadline_ms = incoming.deadline_ms
         deadline_s = None if deadline_ms is None else deadline_ms / 1000
         self._engine.submit(

@@ -170,7 +170,7 @@ def responses(
     others: list[Output] = []
     for output in outputs:
         number = _number_of(output, numbers)
-        if number is None:
+        if not number:
             others.append(output)
         else:
             columns[0].append(number)
@@ -196,11 +196,9 @@ def responses(
         yield response
 
 
-def _number_of(output: Output, numbers: Mapping[tuple[str, int], int]) -> int | None:
-    """The number under which the output goes into the columns; None if it cannot."""
-    if not _is_one_token(output):
-        return None
-    return numbers.get((output.request_id, output.attempt))
+def _number_of(output: Output, numbers: Mapping[tuple[str, int], int]) -> int:
+    """The number under which the output goes into the columns; 0 if it cannot."""
+    return numbers.get((output.request_id, output.attempt), 0) if _is_one_token(output) else 0
 
 
 def _is_one_token(output: Output) -> bool:

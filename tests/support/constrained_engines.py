@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable, Sequence
 
 from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.matchers import PendingMatchers
+from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
@@ -35,7 +35,7 @@ class ConstrainedEngine:
     ) -> None:
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.matchers = PendingMatchers(
-            compiler or two_ended_compiler(), lambda: self._done.put(None)
+            compiler or two_ended_compiler(), lambda: self._done.put(None), compiling_threads(1)
         )
         runner = fake_runner(num_blocks) if make_runner is None else make_runner()
         info = runner.info

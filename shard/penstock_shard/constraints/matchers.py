@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher
@@ -31,6 +31,11 @@ def _stand_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
+def compiling_threads(count: int) -> ThreadPoolExecutor:
+    """Threads that stand back behind the one that steps."""
+    return ThreadPoolExecutor(count, thread_name_prefix="constraints", initializer=_stand_back)
+
+
 class OutputRefused(Exception):
     """A request's delivered output does not match its constraint."""
 
@@ -46,15 +51,11 @@ class _Discarded(Exception):
 class PendingMatchers:
     """Matchers that requests wait for, each advanced past the request's delivered output."""
 
-    def __init__(
-        self, compiler: Compiler, on_done: Callable[[], None], num_threads: int = 1
-    ) -> None:
+    def __init__(self, compiler: Compiler, on_done: Callable[[], None], threads: Executor) -> None:
         """`on_done` is called, in a thread, whenever `take` has something new."""
         self._compiler = compiler
         self._on_done = on_done
-        self._threads = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="constraints", initializer=_stand_back
-        )
+        self._threads = threads
         self._waiting: dict[Request, Future[LLMatcher]] = {}
         # A queue, so that a step looks only at requests that are done, however many wait.
         self._done: SimpleQueue[Request] = SimpleQueue()

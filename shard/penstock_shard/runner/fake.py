@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock_proto.clock import Clock
 from penstock_shard.constraints.state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.models.lora_files import read_adapter_files
 from penstock_shard.request import CONSTRAINT_KINDS, Pooling, Request
@@ -87,6 +88,10 @@ class _Progress:
     num_tokens: int = 0
 
 
+def _exit() -> None:
+    os._exit(70)
+
+
 class FakeAdapters:
     """An `AdapterStore` that checks adapter files as far as is possible without a model, and keeps
     nothing: each request has its adapter's content hash.
@@ -123,6 +128,9 @@ class FakeRunner:
         eos_rate: float = 0.0,
         crash_on: int | None = None,
         adapters: AdapterStore | None = None,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+        crash: Callable[[], object] = _exit,
     ) -> None:
         self._info = info
         self._adapters = adapters
@@ -130,6 +138,7 @@ class FakeRunner:
         self._step_s = step_s
         self._eos_rate = eos_rate
         self._crash_on = crash_on
+        self._clock, self._sleep, self._crash = clock, sleep, crash
         # No salt for the default name, so that its tokens stay what they were before salts.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
@@ -146,14 +155,19 @@ class FakeRunner:
     def adapters(self) -> AdapterStore | None:
         return self._adapters
 
+    @property
+    def done_at_s(self) -> float:
+        """When the oldest step that was launched is over, by the clock."""
+        return self._launched[0][1]
+
     def launch(self, plan: StepPlan) -> None:
-        self._free_at_s = max(self._free_at_s, time.monotonic()) + self._step_s
+        self._free_at_s = max(self._free_at_s, self._clock()) + self._step_s
         self._launched.append((plan, self._free_at_s))
 
     def collect(self) -> list[RowResult]:
         plan, done_at_s = self._launched.popleft()
         results = [self._run(row) for row in plan.rows]
-        time.sleep(max(0.0, done_at_s - time.monotonic()))
+        self._sleep(max(0.0, done_at_s - self._clock()))
         return results
 
     def release(self, request: Request) -> None:
@@ -218,7 +232,7 @@ class FakeRunner:
 
     def _crash_if_told(self, request: Request) -> None:
         if self._crash_on in request.token_ids[: request.num_prompt_tokens]:
-            os._exit(70)
+            self._crash()
 
     def _progress_at(self, request: Request, num_tokens: int) -> _Progress:
         """The request's progress, which covers at most the first `num_tokens` tokens."""

@@ -23,7 +23,7 @@ from support.constrained_engines import ConstrainedEngine, constrained, text, to
 
 from penstock_shard.codes import Code
 from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.matchers import PendingMatchers
+from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
 
@@ -192,7 +192,7 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
         def compile(self, constraint: Constraint, *, goes_on: bool = False) -> object:
             return Counted()
 
-    matchers = PendingMatchers(Counting(), lambda: None)  # type: ignore[arg-type]
+    matchers = PendingMatchers(Counting(), lambda: None, compiling_threads(1))  # type: ignore[arg-type]
     request = constrained("r", JSON, output=[500] * 2001)
     matchers.add(request)
     while len(matchers):

@@ -14,7 +14,7 @@ from penstock_shard import link, wire
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.embedding import embed
-from penstock_shard.engine_main import _request
+from penstock_shard.engine_loop import request_of
 from penstock_shard.engine_supervisor import Deliver, EngineSupervisor
 from penstock_shard.request import FinishReason, Pooling
 from penstock_shard.validation import Refusal, check_embedding
@@ -37,7 +37,7 @@ def message(*inputs: list[int], **fields: object) -> pb.EmbedRequest:
 
 def test_each_input_becomes_a_request_of_its_own() -> None:
     asked = message([1, 2], [3], pooling=pb.EmbedRequest.POOLING_MEAN)
-    first, second = (_request(submit) for submit in submits(asked))
+    first, second = (request_of(submit) for submit in submits(asked))
     assert (first.token_ids, second.token_ids) == ([1, 2], [3])
     assert first.request_id != second.request_id
     assert (first.pooling, first.max_tokens) == (Pooling.MEAN, 1)

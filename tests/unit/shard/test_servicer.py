@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -18,6 +19,7 @@ from penstock_proto import shard_pb2 as pb
 from penstock_shard import engine_supervisor, link, wire
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
+from penstock_shard.early_aborts import EarlyAborts
 from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor
 from penstock_shard.request import FinishReason, SamplingParams
 from penstock_shard.runner.base import Logprobs
@@ -323,35 +325,26 @@ async def test_an_engine_that_makes_no_sense_is_one_that_is_gone(
 class _Process:
     """Cannot be killed, as one that waits for a device."""
 
-    killed = False
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        self.killed = False
+
+    @property
+    def writer(self) -> Any:
+        """Whose transport closes the server's end of the socket."""
+        return SimpleNamespace(transport=SimpleNamespace(abort=self.reader.feed_eof))
 
     def kill(self) -> None:
         self.killed = True
 
 
-class _Transport:
-    """Stands for the server's end of the socket."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader = reader
-        self.transport = self
-
-    def abort(self) -> None:
-        self._reader.feed_eof()
-
-    def close(self) -> None:
-        return
-
-
 async def test_requests_of_a_hung_engine_end_though_it_cannot_be_killed() -> None:
     supervisor = _Supervisor(stall_timeout_s=1)
-    reader, process = asyncio.StreamReader(), _Process()
-    supervisor._process = process  # type: ignore[assignment]
-    supervisor._writer = _Transport(reader)  # type: ignore[assignment]
+    supervisor._process = process = _Process()  # type: ignore[assignment]
     supervisor._beat_at_s -= 5
     watchdog = asyncio.create_task(supervisor._kill_when_it_hangs())
     async with asyncio.timeout(5):
-        await supervisor._listen_to(reader)
+        await supervisor._listen_to(process.reader)
     assert process.killed
     await watchdog
 
@@ -414,18 +407,12 @@ async def test_a_late_abort_of_an_earlier_attempt_does_not_undo_that_of_a_later_
     assert supervisor.live_attempt("a") == 2
 
 
-async def test_an_early_abort_is_forgotten_after_half_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    supervisor = _Supervisor()
-    outputs: list[link.Output] = []
-    now_s = time.monotonic()
-    supervisor.abort("a", 0)
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + 31)
-    supervisor._beat_at_s = now_s + 31
-    supervisor.submit(_submit("a"), outputs.append)
-    assert outputs == []
-    assert supervisor.live_attempt("a") == 0
+def test_an_early_abort_is_forgotten_after_half_a_minute() -> None:
+    times_s = iter([100.0, 129.0, 131.0])
+    aborts = EarlyAborts(lambda: next(times_s))
+    aborts.remember("a", 0)
+    assert aborts.include("a", 0)
+    assert not aborts.include("a", 0)
 
 
 async def test_an_attempt_that_takes_over_takes_the_place_too() -> None:

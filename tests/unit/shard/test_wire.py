@@ -22,7 +22,7 @@ from penstock_client import Output as ClientOutput
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, request, wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_main import _request
+from penstock_shard.engine_loop import request_of
 from penstock_shard.runner.base import Logprobs
 from penstock_shard.validation import check
 
@@ -71,7 +71,7 @@ def _at_the_engine(sent: GenerationRequest) -> request.Request:
         ours.sendall(link.encode_frame(link.Inbox([submit], [])))
         inbox = link.EngineEnd(theirs).receive()
     assert isinstance(inbox, link.Inbox)
-    return _request(inbox.submits[0])
+    return request_of(inbox.submits[0])
 
 
 def test_every_field_reaches_the_engine() -> None:

@@ -1,0 +1,123 @@
+"""What an engine process does over and over: takes messages, steps, and sends what came of it.
+
+Knows no threads, no sockets and no time but the clock it is given; `engine_main` has the threads.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+
+from penstock_proto.clock import Clock
+from penstock_shard.engine import Engine
+from penstock_shard.engine_adapters import NO_ADAPTER, EngineAdapters, PlacedAdapter
+from penstock_shard.link import Beat, FromEngine, Inbox, Load, StepOutputs, Submit
+from penstock_shard.request import NO_OBJECTIVE, Request
+
+BEAT_S = 0.25
+# A beat that is later than this means that the whole process was held up, its step included.
+_LATEST_BEAT_S = 1.0
+
+
+class EngineLoop:
+    """Turns of an engine: all that came is taken, then `launch`, then `collect`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapters: EngineAdapters,
+        send: Callable[[FromEngine], None],
+        *,
+        checks: bool = False,
+    ) -> None:
+        """With `checks`, the records are checked whenever the last request has ended."""
+        self._engine = engine
+        self._adapters = adapters
+        self._send = send
+        self._checks = checks
+        self._load_sent = Load()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do until a message comes."""
+        return not self._engine.has_work
+
+    def take(self, message: Inbox) -> None:
+        """Do what the server asks for."""
+        for submit in message.submits:
+            self._engine.submit(request_of(submit, self._adapters.find(submit.adapter)))
+        for request_id, attempt in message.aborts:
+            self._engine.abort(request_id, attempt)
+        for change in message.adapter_changes:
+            self._adapters.change(change)
+
+    def launch(self) -> bool:
+        """Launch the next step; whether `collect` will wait for one that was launched before."""
+        for answer in self._adapters.settle(self._engine.adapter_indices):
+            self._send(answer)
+        return self._engine.launch()
+
+    def collect(self) -> None:
+        """Collect a step if there is one to wait for, and send what is new."""
+        outputs = self._engine.collect()
+        load = self._engine.load()
+        if outputs or load != self._load_sent:
+            self._send(StepOutputs(outputs, load))
+            self._load_sent = load
+        if self._checks and self.is_idle:
+            self._engine.check_integrity()
+
+
+class Heart:
+    """Beats tell how long the step in progress has run."""
+
+    def __init__(self, engine: Engine, clock: Clock = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._beat_at_s: float | None = None
+        self._step_s: float | None = None
+        # For how long this process was stopped since that step began.
+        self._stopped_s = 0.0
+
+    def beat(self) -> Beat:
+        """To be sent every `BEAT_S`. Time for which this process was stopped does not count as
+        running time of the step.
+        """
+        now_s, started_s = self._clock(), self._engine.step_started_s
+        late_s = 0.0 if self._beat_at_s is None else now_s - self._beat_at_s - _LATEST_BEAT_S
+        late_s = max(0.0, late_s)
+        self._stopped_s = self._stopped_s + late_s if started_s == self._step_s else late_s
+        self._beat_at_s, self._step_s = now_s, started_s
+        running_s = 0.0 if started_s is None else now_s - started_s - self._stopped_s
+        return Beat(max(0.0, running_s), self._engine.step_expected_s)
+
+
+def request_of(submit: Submit, placed: PlacedAdapter = NO_ADAPTER) -> Request:
+    """A submitted request as the engine keeps it."""
+    prompt = array("I", submit.prompt)
+    output = array("I", submit.output)
+    return Request(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        token_ids=prompt.tolist() + output.tolist(),
+        num_prompt_tokens=len(prompt),
+        num_delivered=len(output),
+        sampling=submit.sampling,
+        max_tokens=submit.max_tokens,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        min_tokens=submit.min_tokens,
+        logprobs=submit.logprobs,
+        prompt_logprobs=submit.prompt_logprobs,
+        logprob_token_ids=submit.logprob_token_ids,
+        cache_salt=submit.cache_salt,
+        adapter=placed.adapter.content_hash,
+        adapter_index=placed.index,
+        pooling=submit.pooling,
+        constraint=submit.constraint,
+        reluctant_stop_ids=frozenset(submit.reluctant_stop_ids),
+        thinking_budget=submit.thinking_budget,
+        # Decoding makes a new object, but the scheduler compares with `NO_OBJECTIVE` by identity.
+        hand_back=submit.hand_back,
+        objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,
+    )
