@@ -140,7 +140,7 @@ async def _run_until_stopped(
     try:
         if running.done():
             await running
-        await _drain(engine, servicer, config)
+        await drain(engine, servicer, config)
     except ModelRefused as refusal:
         _complain(str(refusal))
         return _USAGE_STATUS
@@ -222,7 +222,7 @@ async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) ->
         changed.clear()
 
 
-async def _drain(engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig) -> None:
+async def drain(engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig) -> None:
     """Admit nothing more; wait until running requests have moved, or ended and been read."""
     engine.drain(hand_over=config.drain == "migrate")
     if engine.num_live:

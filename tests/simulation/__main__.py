@@ -1,0 +1,65 @@
+"""`python -m simulation`: histories from seeds; the exit status is 1 as soon as one fails."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import sys
+import time
+
+from simulation.history import Report, run
+from simulation.plan import draw
+
+
+def main() -> int:
+    flags = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    flags.add_argument("--seeds", type=int, default=300, help="how many histories")
+    flags.add_argument("--first", type=int, default=0, help="the first seed")
+    flags.add_argument("--replay", type=int, help="only this seed, and tell what happens")
+    flags.add_argument("--keep-going", action="store_true", help="after a failure")
+    asked = flags.parse_args()
+    logging.disable()
+    gc.disable()
+    if asked.replay is not None:
+        return _replay(asked.replay)
+    return _run_all(range(asked.first, asked.first + asked.seeds), keep_going=asked.keep_going)
+
+
+def _replay(seed: int) -> int:
+    plan = draw(seed)
+    print(plan)
+    report = run(plan, lambda text, now_s: print(f"{now_s:8.3f}  {text}"))
+    print(_said(report))
+    return bool(report.faults)
+
+
+def _run_all(seeds: range, *, keep_going: bool) -> int:
+    began_s, failed = time.perf_counter(), 0
+    seconds, finished, continued = 0.0, 0, 0
+    for count, seed in enumerate(seeds, 1):
+        report = run(draw(seed))
+        if count % 50 == 0:
+            gc.collect()
+        seconds, finished = seconds + report.seconds, finished + report.finished
+        continued += report.continued
+        if report.faults:
+            failed += 1
+            print(f"after {count} seeds: {_said(report)}", flush=True)
+            if not keep_going:
+                return 1
+    took_s = time.perf_counter() - began_s
+    print(
+        f"{len(seeds)} histories, {failed} failed: {60 * len(seeds) / took_s:.0f} a minute; "
+        f"{seconds / len(seeds):.1f} s each, {finished} answers, continued {continued} times"
+    )
+    return bool(failed)
+
+
+def _said(report: Report) -> str:
+    lines = [f"seed {report.plan.seed} {'failed' if report.faults else 'holds'}"]
+    return "\n  ".join([*lines, *report.faults])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""An engine process without a process: the real loop, engine and scheduler over the fake runner."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
+from support.engines import EOS_ID, runner_info
+
+from penstock_shard.engine import Engine
+from penstock_shard.engine_adapters import EngineAdapters
+from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heart
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.link import (
+    FromEngine,
+    Inbox,
+    Ready,
+    Started,
+    ToEngine,
+    encode_frame,
+)
+from penstock_shard.prompt_lookup import Drafter
+from penstock_shard.runner.base import RunnerInfo
+from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
+
+_HEADER_BYTES = struct.calcsize("<II")
+_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+# What a process ends with that a signal ends.
+KILLED = -9
+SEGFAULT = -11
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """What all engines of a shard are."""
+
+    step_s: float = 0.02
+    num_blocks: int = 64
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 64
+    speculative_tokens: int = 0
+    eos_rate: float = 0.0
+    load_s: float = 0.5
+    fingerprint: str = "fake"
+    crash_on: int | None = None
+
+
+def info_of(kind: EngineKind) -> RunnerInfo:
+    return dataclasses.replace(
+        runner_info(num_blocks=kind.num_blocks),
+        batch_invariant=bool(kind.fingerprint),
+        numerics_fingerprint=kind.fingerprint,
+        worst_step_s=kind.step_s,
+    )
+
+
+class _Crash(Exception):
+    """The process ends amid a step."""
+
+
+class _LinkEnd(asyncio.Transport):
+    """The server's end of the link: what is written arrives at the engine as it is."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._is_closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._is_closed:
+            self._engine.receive(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self._is_closed
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.lost_its_server()
+
+    def abort(self) -> None:
+        self.close()
+        self._engine.close_link()
+
+
+class SimulatedEngine:
+    """Implements `EngineProcess`. Its steps and its beats can be stopped apart."""
+
+    def __init__(self, loop: VirtualLoop, name: str, kind: EngineKind) -> None:
+        self._loop = loop
+        self._kind = kind
+        self.steps = Process(loop, f"{name}, stepping")
+        self.beats = Process(loop, f"{name}, beating")
+        self.reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(self.reader, loop=loop)
+        self.writer = asyncio.StreamWriter(_LinkEnd(self), protocol, self.reader, loop)
+        self._inbox: deque[ToEngine] = deque()
+        self._news = asyncio.Event()
+        self._status: asyncio.Future[int] = loop.create_future()
+        self._link_is_open = True
+        # Its next step will never end.
+        self.hangs = False
+        self.engine: Engine | None = None
+        self.steps.run(self._run())
+
+    # ---- as the supervisor sees it ----
+
+    def kill(self) -> None:
+        self.die(KILLED)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._status)
+
+    # ---- what happens to it ----
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._status.done()
+
+    def die(self, status: int = SEGFAULT) -> None:
+        """It ends, whatever it was doing."""
+        if self.is_alive:
+            self.steps.kill()
+            self.beats.kill()
+            self._status.set_result(status)
+            self.close_link()
+
+    def close_link(self) -> None:
+        if self._link_is_open:
+            self._link_is_open = False
+            self.reader.feed_eof()
+
+    def lost_its_server(self) -> None:
+        """It ends itself as soon as it reads that."""
+        self.steps.call_soon(self.die, 0)
+
+    # ---- the process ----
+
+    def receive(self, frame: bytes) -> None:
+        self._inbox.append(_decoder.decode(frame[_HEADER_BYTES:]))
+        self._news.set()
+
+    def _send(self, message: FromEngine) -> None:
+        if self._link_is_open:
+            self.reader.feed_data(encode_frame(message))
+
+    async def _run(self) -> None:
+        await self._next_messages()
+        await asyncio.sleep(self._kind.load_s)
+        try:
+            await self._step_for_ever()
+        except _Crash:
+            self._loop.call_soon(self.die, SEGFAULT)
+
+    async def _step_for_ever(self) -> None:
+        runner = self._make_runner()
+        engine = self.engine = self._make_engine(runner)
+        adapters = EngineAdapters(None, 0, self._news.set, InlineExecutor())
+        loop = EngineLoop(engine, adapters, self._send, checks=True)
+        self.beats.run(self._beat(Heart(engine, self._loop.time)))
+        self._send(Ready(runner.info, {}, "", ""))
+        while True:
+            await self._take(loop, wait=loop.is_idle)
+            if loop.launch():
+                await self._await_step(runner.done_at_s)
+            loop.collect()
+
+    async def _await_step(self, done_at_s: float) -> None:
+        if self.hangs:
+            self.steps.stop()
+        await asyncio.sleep(done_at_s - self._loop.time())
+
+    async def _take(self, loop: EngineLoop, *, wait: bool) -> None:
+        for message in await self._next_messages() if wait else self._messages():
+            assert isinstance(message, Inbox)
+            loop.take(message)
+        # Others get a turn, as they would beside a thread.
+        await asyncio.sleep(0)
+
+    async def _next_messages(self) -> list[ToEngine]:
+        while not self._inbox:
+            self._news.clear()
+            await self._news.wait()
+        return self._messages()
+
+    def _messages(self) -> list[ToEngine]:
+        messages = list(self._inbox)
+        self._inbox.clear()
+        return messages
+
+    async def _beat(self, heart: Heart) -> None:
+        while True:
+            self._send(heart.beat())
+            await asyncio.sleep(BEAT_S)
+
+    def _make_runner(self) -> FakeRunner:
+        def crash() -> None:
+            raise _Crash
+
+        def overslept(seconds: float) -> None:
+            assert seconds <= 1e-6, f"a step is collected {seconds} s before its end"
+
+        return FakeRunner(
+            info_of(self._kind),
+            range(EOS_ID),
+            step_s=self._kind.step_s,
+            eos_rate=self._kind.eos_rate,
+            crash_on=self._kind.crash_on,
+            clock=self._loop.time,
+            sleep=overslept,
+            crash=crash,
+        )
+
+    def _make_engine(self, runner: FakeRunner) -> Engine:
+        kind, info = self._kind, runner.info
+        blocks = BlockManager(info.num_blocks, info.block_size, weights_hash=info.weights_hash)
+        limits = SchedulerLimits(kind.max_num_seqs, kind.max_num_batched_tokens)
+        drafter = Drafter(kind.speculative_tokens) if kind.speculative_tokens else None
+        return Engine(
+            runner,
+            Scheduler(limits, blocks, drafter),
+            blocks,
+            clock=self._loop.time,
+            tell_started=lambda ids: self._send(Started(ids)),
+        )

@@ -1,0 +1,388 @@
+"""One history: a fleet, its shards, requests and troubles on virtual time, and what must hold.
+
+Every output must be what the fake runner's hash says, whatever happened on the way; every request
+ends once; and nothing of it is left anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from simulation import virtual_time
+from simulation.channel import MemoryConnector
+from simulation.expected import Answer, expected
+from simulation.network import LATENCY_S, Network, Way
+from simulation.plan import Arrival, Plan, Trouble
+from simulation.shard import SimulatedShard
+from simulation.virtual_time import Process, VirtualLoop
+
+from penstock_client import Fleet, Patience, ShardClient
+from penstock_client.audit import AuditRecord
+from penstock_client.errors import (
+    DeadlineExceeded,
+    NoShardAvailable,
+    Overloaded,
+    PenstockError,
+    PoisonousRequest,
+    ShardUnavailable,
+)
+from penstock_client.stream import GenerationStream
+from penstock_client.types import FinishReason, Logprobs, Output
+
+# After all is calm, how long a request may take: it waits, backs off, and is computed.
+_PATIENCE_S = 60.0
+_GRACE_S = 60.0
+# Until nothing of an ended request is left anywhere.
+_SETTLE_S = 15.0
+
+
+@dataclass
+class Outcome:
+    """What the reader of a request got."""
+
+    arrival: Arrival
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    left: bool = False
+    request_id: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.left or self.error is not None or self.finish_reason is not None
+
+    def take(self, output: Output) -> None:
+        assert output.first_position == len(self.token_ids), "positions do not follow each other"
+        self.token_ids += output.token_ids
+        self.logprobs = _joined(self.logprobs, output.logprobs)
+        self.prompt_logprobs = _joined(self.prompt_logprobs, output.prompt_logprobs)
+        self.finish_reason = output.finish_reason
+
+
+def _joined(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
+    if first is None or later is None:
+        return first or later
+    first.extend(later)
+    return first
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a history: faults, one line each, and some counts."""
+
+    plan: Plan
+    faults: tuple[str, ...]
+    seconds: float = 0.0
+    finished: int = 0
+    continued: int = 0
+
+
+class _Audit:
+    """Counts how often each request ended."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+
+    def record(self, record: AuditRecord) -> None:
+        self.ended[record.request_id] += 1
+
+
+class History:
+    """A plan as it happens."""
+
+    def __init__(self, loop: VirtualLoop, plan: Plan, tell: Callable[[str], None]) -> None:
+        self.plan = plan
+        self._loop = loop
+        self._tell = tell
+        self._network = Network(loop, random.Random(f"{plan.seed} network"))
+        self._router = Process(loop, "router")
+        self._audit = _Audit()
+        self._events: Counter[str] = Counter()
+        self._drains: dict[Trouble, asyncio.Task[None]] = {}
+        self._shards = [
+            SimulatedShard(loop, self._network, f"shard-{n}:1", plan.config, plan.kind)
+            for n in range(plan.num_shards)
+        ]
+        self.outcomes = [Outcome(arrival) for arrival in plan.arrivals]
+        self._fleet: Fleet = self._router.context.run(self._make_fleet)
+
+    def _make_fleet(self) -> Fleet:
+        return Fleet(
+            [shard.address for shard in self._shards],
+            connector=MemoryConnector(self._network),
+            policy=self.plan.policy,
+            patience=Patience(wait_s=_PATIENCE_S, attempts=64),
+            observe=lambda event, reason: self._events.update([event]),
+            audit=self._audit,  # type: ignore[arg-type]
+            clock=self._loop.time,
+        )
+
+    # ---- what happens ----
+
+    async def run(self) -> Report:
+        for shard in self._shards:
+            shard.start()
+        for trouble in self.plan.troubles:
+            self._network.at(trouble.at_s, self._begin, trouble)
+        readers = [self._router.run(self._read(outcome)) for outcome in self.outcomes]
+        limit_s = self.plan.calm_at_s + _PATIENCE_S + _GRACE_S
+        await asyncio.wait(readers, timeout=limit_s)
+        # So that whatever was begun is over, and what was down is up.
+        await asyncio.sleep(max(0.0, self.plan.calm_at_s + 0.1 - self._loop.time()))
+        await self._settle()
+        faults = [*self._failed_readers(readers), *self._wrong_outcomes(), *self._leftovers()]
+        closing = self._router.run(self._fleet.close())
+        await asyncio.wait([closing], timeout=10.0)
+        if not closing.done():
+            faults.append("the fleet does not close")
+        finished = sum(outcome.finish_reason is not None for outcome in self.outcomes)
+        continued = self._events["continued"] + self._events["moved"]
+        return Report(self.plan, tuple(faults), self._loop.time(), finished, continued)
+
+    async def _read(self, outcome: Outcome) -> None:
+        arrival = outcome.arrival
+        await asyncio.sleep(arrival.at_s)
+        try:
+            if arrival.direct is None:
+                stream: GenerationStream = self._fleet.submit(arrival.request)
+                await self._read_stream(outcome, stream)
+            else:
+                address = self._shards[arrival.direct].address
+                connector = MemoryConnector(self._network)
+                async with ShardClient(
+                    address, connector=connector, clock=self._loop.time
+                ) as client:
+                    await self._read_stream(outcome, client.submit(arrival.request))
+        except PenstockError as error:
+            outcome.error = error
+        self._tell(f"request {arrival.number} is over: {_ending(outcome)}")
+
+    async def _read_stream(self, outcome: Outcome, stream: GenerationStream) -> None:
+        arrival, outcome.request_id = outcome.arrival, stream.request_id
+        self._tell(f"request {arrival.number} is {stream.request_id}")
+        async with stream:
+            if arrival.leaves_at == 0:
+                outcome.left = True
+                return
+            async for output in stream:
+                outcome.take(output)
+                if arrival.leaves_at is not None and len(outcome.token_ids) >= arrival.leaves_at:
+                    outcome.left = True
+                    return
+                if arrival.pause_s and output.finish_reason is None:
+                    await asyncio.sleep(arrival.pause_s)
+
+    # ---- troubles ----
+
+    def _begin(self, trouble: Trouble) -> None:
+        shard, network = self._shards[trouble.shard], self._network
+        path = network.path(shard.address)
+        self._tell(f"{trouble.what} {shard.address} for {trouble.lasts_s:.2f} s")
+        match trouble.what:
+            case "crash engine":
+                shard.crash_engine()
+            case "hang engine":
+                shard.hang_engine()
+            case "kill":
+                shard.kill()
+            case "stop":
+                shard.stop()
+            case "stop router":
+                self._router.stop()
+            case "upgrade":
+                shard.terminate()
+            case "drain":
+                self._drains[trouble] = self._router.run(self._drain(trouble))
+            case "leave":
+                self._router.context.run(self._remove, shard.address)
+            case "cut":
+                network.cut(shard.address)
+            case "slow":
+                path.delay_s = trouble.amount
+            case "late":
+                path.jitter_s = trouble.amount
+            case "double":
+                path.doubled = 200
+            case "half open":
+                network.close_ways(shard.address, {Way.OUT, Way.BACK})
+            case "deaf":
+                network.close_ways(shard.address, {Way.OUT})
+            case "mute":
+                network.close_ways(shard.address, {Way.BACK})
+            case "refuse":
+                path.is_refused = True
+                network.cut(shard.address)
+            case _:
+                raise AssertionError(trouble.what)
+        network.at(trouble.at_s + trouble.lasts_s, self._end, trouble)
+
+    def _end_drain(self, trouble: Trouble) -> None:
+        """Whoever asked for it waits no longer: it must not reach the shard after this."""
+        drain = self._drains.pop(trouble, None)
+        if drain is not None:
+            drain.cancel()
+
+    def _end(self, trouble: Trouble) -> None:
+        shard, network = self._shards[trouble.shard], self._network
+        path = network.path(shard.address)
+        self._tell(f"{trouble.what} {shard.address} is over")
+        match trouble.what:
+            case "kill":
+                shard.start()
+            case "stop":
+                shard.resume()
+            case "stop router":
+                self._router.resume()
+            case "upgrade" | "drain":
+                # A replacement comes when the old one is gone.
+                self._end_drain(trouble)
+                shard.terminate()
+                self._restart(shard)
+            case "leave":
+                self._router.context.run(self._fleet.add, shard.address)
+            case "slow":
+                path.delay_s = LATENCY_S
+            case "late":
+                path.jitter_s = 0.0
+            case "double":
+                path.doubled = 0
+            case "half open" | "deaf" | "mute":
+                network.open_ways(shard.address)
+            case "refuse":
+                path.is_refused = False
+
+    def _restart(self, shard: SimulatedShard) -> None:
+        if shard.is_up:
+            self._network.at(self._loop.time() + 0.1, self._restart, shard)
+        else:
+            shard.start()
+
+    async def _drain(self, trouble: Trouble) -> None:
+        address = self._shards[trouble.shard].address
+        for state in self._fleet.shards:
+            if state.address == address:
+                try:
+                    await state.drain()
+                except PenstockError as error:
+                    self._tell(f"{address} does not drain: {error}")
+
+    def _remove(self, address: str) -> None:
+        if any(state.address == address for state in self._fleet.shards):
+            self._fleet.remove(address)
+
+    # ---- what must hold ----
+
+    async def _settle(self) -> None:
+        ends_s = self._loop.time() + _SETTLE_S
+        while self._loop.time() < ends_s and self._leftovers():
+            await asyncio.sleep(0.25)
+
+    def _leftovers(self) -> list[str]:
+        found = [text for shard in self._shards for text in shard.leftovers()]
+        for state in self._fleet.shards:
+            if state.in_flight:
+                found.append(f"{state.in_flight} streams are in flight to {state.address}")
+        return found
+
+    def _failed_readers(self, readers: list[asyncio.Task[None]]) -> list[str]:
+        faults = []
+        for outcome, reader in zip(self.outcomes, readers, strict=True):
+            if not reader.done():
+                faults.append(f"{_name(outcome)} never ended")
+            elif (error := reader.exception()) is not None:
+                faults.append(f"{_name(outcome)}: {type(error).__name__}: {error}")
+        return faults
+
+    def _wrong_outcomes(self) -> list[str]:
+        faults = []
+        for outcome in self.outcomes:
+            answer = expected(outcome.arrival.request, self.plan.kind, self.plan.config)
+            faults += [f"{_name(outcome)}: {text}" for text in _differences(outcome, answer)]
+            if outcome.error is not None and not self._may_fail(outcome, outcome.error):
+                error = outcome.error
+                faults.append(f"{_name(outcome)} failed: {type(error).__name__}: {error}")
+            ends = self._audit.ended[outcome.request_id]
+            if outcome.request_id and outcome.arrival.direct is None and ends != 1:
+                faults.append(f"{_name(outcome)} ended {ends} times")
+        return faults
+
+    def _may_fail(self, outcome: Outcome, error: BaseException) -> bool:
+        """Whether such a plan may end a request with such an error."""
+        arrival = outcome.arrival
+        match error:
+            case DeadlineExceeded():
+                return arrival.request.objective.deadline_s is not None
+            case PoisonousRequest():
+                return self.plan.kind.crash_on is not None or self._num_crashes() >= 3
+            case NoShardAvailable():
+                return False
+            case Overloaded() if not outcome.token_ids:
+                return self.plan.config.max_queued_requests < len(self.plan.arrivals)
+            case ShardUnavailable():
+                # Nobody takes it elsewhere.
+                return arrival.direct is not None
+            case _:
+                return False
+
+    def _num_crashes(self) -> int:
+        deaths = ("crash engine", "hang engine", "stop")
+        return sum(trouble.what in deaths for trouble in self.plan.troubles)
+
+
+def _differences(outcome: Outcome, answer: Answer) -> list[str]:
+    """Between what came and what had to come; of one that ended early, the beginning of it."""
+    count = len(outcome.token_ids)
+    found = []
+    if outcome.token_ids != answer.token_ids[:count]:
+        found.append(f"tokens {outcome.token_ids} are not {answer.token_ids[:count]}")
+    if answer.logprobs is not None and count:
+        if outcome.logprobs != _first(answer.logprobs, count):
+            found.append("its log-probabilities are others")
+    if outcome.finish_reason is not None:
+        if outcome.finish_reason is not answer.finish_reason or count != len(answer.token_ids):
+            found.append(f"it finished with {outcome.finish_reason} after {count} tokens")
+        if outcome.prompt_logprobs != answer.prompt_logprobs:
+            found.append("the log-probabilities of its prompt are others")
+    return found
+
+
+def _first(logprobs: Logprobs, count: int) -> Logprobs:
+    """The first rows."""
+    requested_n = len(logprobs.requested) // max(1, len(logprobs.chosen))
+    return Logprobs(
+        logprobs.chosen[:count],
+        logprobs.ranks[:count],
+        logprobs.top_n,
+        logprobs.top_token_ids[: count * logprobs.top_n],
+        logprobs.top_logprobs[: count * logprobs.top_n],
+        logprobs.requested[: count * requested_n],
+    )
+
+
+def _name(outcome: Outcome) -> str:
+    return f"request {outcome.arrival.number}"
+
+
+def _ending(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return f"{type(outcome.error).__name__}: {outcome.error}"
+    reason = "left" if outcome.left else outcome.finish_reason
+    return f"{reason} after {len(outcome.token_ids)} tokens"
+
+
+def run(plan: Plan, tell: Callable[[str, float], None] = lambda text, now_s: None) -> Report:
+    """Let a plan happen. `tell` gets what does, and when."""
+
+    async def main(loop: VirtualLoop) -> Report:
+        return await History(loop, plan, lambda text: tell(text, loop.time())).run()
+
+    try:
+        return virtual_time.run(main, ends_s=plan.calm_at_s + 1000.0)
+    except virtual_time.Stuck as error:
+        return Report(plan, (f"{type(error).__name__}: {error}",))

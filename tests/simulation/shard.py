@@ -1,0 +1,152 @@
+"""A shard without processes: the real supervisor and servicer, before a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+
+from simulation.channel import MemoryServer
+from simulation.engine import EngineKind, SimulatedEngine
+from simulation.network import Network
+from simulation.virtual_time import Process, VirtualLoop
+
+from penstock_shard import wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine_process import EngineProcess
+from penstock_shard.engine_supervisor import EngineSupervisor
+from penstock_shard.server import drain
+from penstock_shard.servicer import ShardServicer
+
+
+class SimulatedShard:
+    """A host that runs one shard after another at its address, while it is up."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        network: Network,
+        address: str,
+        config: ShardConfig,
+        kind: EngineKind,
+    ) -> None:
+        self.address = address
+        self.kind = kind
+        self._loop = loop
+        self._network = network
+        self._config = config
+        self._server: Process | None = None
+        self.supervisor: EngineSupervisor | None = None
+        # Of the present server, the last of them alive perhaps.
+        self.engines: list[SimulatedEngine] = []
+        self._ending: asyncio.Task[None] | None = None
+
+    # ---- its life ----
+
+    @property
+    def is_up(self) -> bool:
+        return self._server is not None
+
+    def start(self) -> None:
+        """A new server process, which starts an engine."""
+        if self._server is not None:
+            return
+        self._server = process = Process(self._loop, f"server of {self.address}")
+        process.context.run(self._begin, process)
+
+    def _begin(self, process: Process) -> None:
+        self.supervisor = supervisor = EngineSupervisor(
+            self._config, self._start_engine, self._loop.time
+        )
+        servicer = ShardServicer(supervisor, self._config)
+        server = MemoryServer(process)
+        wire.add_servicer(servicer, server)  # type: ignore[arg-type]
+        self._servicer = servicer
+        self._network.listen(self.address, server.listener)
+        self._running = process.run(supervisor.run())
+
+    def _start_engine(self) -> Awaitable[EngineProcess]:
+        engine = SimulatedEngine(self._loop, f"engine of {self.address}", self.kind)
+        self.engines.append(engine)
+        started: asyncio.Future[EngineProcess] = self._loop.create_future()
+        started.set_result(engine)
+        return started
+
+    def kill(self) -> None:
+        """Server and engine are gone at once, as with their machine's power."""
+        if self._server is None:
+            return
+        self._server.kill()
+        self._network.unlisten(self.address)
+        for engine in self.engines:
+            engine.die(-9)
+        self._is_down()
+
+    def terminate(self) -> None:
+        """As SIGTERM: it drains, and ends."""
+        if self._server is not None and self._ending is None:
+            self._ending = self._server.run(self._drain_and_end())
+
+    async def _drain_and_end(self) -> None:
+        assert self.supervisor is not None
+        await drain(self.supervisor, self._servicer, self._config)
+        # What the last outputs need to be written.
+        await asyncio.sleep(0.5)
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._running
+        self._network.unlisten(self.address)
+        self._is_down()
+
+    def _is_down(self) -> None:
+        self._server = self.supervisor = self._ending = None
+        self.engines.clear()
+
+    # ---- what happens to it ----
+
+    @property
+    def _engine(self) -> SimulatedEngine | None:
+        return self.engines[-1] if self.engines and self.engines[-1].is_alive else None
+
+    def crash_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.die()
+
+    def hang_engine(self) -> None:
+        """Its next step never ends; it still beats."""
+        if self._engine is not None:
+            self._engine.hangs = True
+
+    def stop(self) -> None:
+        """All its processes stand still until `resume`."""
+        if self._server is not None:
+            self._server.stop()
+        if self._engine is not None:
+            self._engine.steps.stop()
+            self._engine.beats.stop()
+
+    def resume(self) -> None:
+        if self._engine is not None:
+            self._engine.steps.resume()
+            self._engine.beats.resume()
+        if self._server is not None:
+            self._server.resume()
+
+    # ---- what is left of it ----
+
+    @property
+    def num_live(self) -> int:
+        return 0 if self.supervisor is None else self.supervisor.num_live
+
+    def leftovers(self) -> list[str]:
+        """What an idle shard should not have."""
+        found = []
+        if self.num_live:
+            found.append(f"{self.address}: {self.num_live} requests are live in its server")
+        engine = None if self._engine is None else self._engine.engine
+        if engine is not None:
+            engine.check_integrity()
+            load = engine.load()
+            if load.running or load.waiting or load.referenced_blocks:
+                found.append(f"{self.address}: its engine still has {load}")
+        return found

@@ -1,0 +1,197 @@
+"""An event loop whose time passes only while everybody waits, and processes that can be stopped.
+
+What runs on it takes as long as it computes, whatever it sleeps; and the same, each time it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import heapq
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar, cast
+
+_Result = TypeVar("_Result")
+
+# Which process a callback belongs to: tasks and timers have that of the task that made them.
+_PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+class Stuck(Exception):
+    """Everybody waits, and nothing will ever happen again."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Has no file descriptors: what runs on it must open none."""
+
+    def __init__(self, ends_s: float = 3600.0) -> None:
+        """Raises `Stuck` out of whatever runs once its time is `ends_s`."""
+        super().__init__()
+        self._ends_s = ends_s
+        self._now_s = 0.0
+        # asyncio asks it for events, and how long to wait for them.
+        self._selector = self
+        self.processes: list[Process] = []
+
+    def time(self) -> float:
+        return self._now_s
+
+    def select(self, timeout_s: float | None) -> list[object]:
+        """Nothing ever happens outside: the next timer is due at once."""
+        if timeout_s is None:
+            raise Stuck(f"at {self._now_s:.3f} s nobody has anything to do")
+        self._now_s += timeout_s
+        if self._now_s > self._ends_s:
+            raise Stuck(f"at {self._now_s:.3f} s it is not over")
+        return []
+
+    def _process_events(self, event_list: object) -> None:
+        return
+
+    def _write_to_self(self) -> None:
+        return
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., _Result], *args: Any
+    ) -> asyncio.Future[_Result]:
+        """At once: threads would take turns as the machine likes."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the result
+            done.set_exception(error)
+        return done
+
+    def call_soon(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        process = _PROCESS.get() if context is None else context.get(_PROCESS)
+        if process is None or process.hold(handle):
+            cast(Any, self)._ready.append(handle)
+        return handle
+
+
+class Process:
+    """What runs in it can be stopped, let go on, and killed, as by SIGSTOP, SIGCONT and SIGKILL."""
+
+    def __init__(self, loop: VirtualLoop, name: str) -> None:
+        self.name = name
+        self.loop = loop
+        self.context = contextvars.copy_context()
+        self.context.run(_PROCESS.set, self)
+        self.is_stopped = False
+        self.is_dead = False
+        # Of a stopped process: callbacks that are due, and timers.
+        self._due: list[asyncio.Handle] = []
+        self._timers: list[Any] = []
+        loop.processes.append(self)
+
+    def run(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        """As a task of this process."""
+        return self.loop.create_task(work, context=self.context.copy())
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        self.loop.call_soon(callback, *args, context=self.context.copy())
+
+    def hold(self, handle: asyncio.Handle) -> bool:
+        """Keep a callback that is due while the process is stopped; whether it may run."""
+        if self.is_stopped or self.is_dead:
+            self._due.append(handle)
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Nothing of it runs until `resume`."""
+        if not self.is_stopped and not self.is_dead:
+            self.is_stopped = True
+            self._take_out()
+
+    def resume(self) -> None:
+        """What came due meanwhile runs now."""
+        if self.is_stopped and not self.is_dead:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self.is_stopped = self.is_dead = False
+        loop: Any = self.loop
+        due, self._due = self._due, []
+        loop._ready.extend(due)
+        for timer in self._timers:
+            heapq.heappush(loop._scheduled, timer)
+        self._timers.clear()
+
+    def kill(self) -> None:
+        """Nothing of it runs any more, not even what would clean up."""
+        if not self.is_dead:
+            self._take_out()
+            self.is_dead = True
+
+    def bury(self) -> None:
+        """After all is over: let its tasks end."""
+        if self.is_stopped or self.is_dead:
+            self._go_on()
+
+    def _take_out(self) -> None:
+        loop: Any = self.loop
+        # The loop has counted those that are ready, so that none may go.
+        for index, handle in enumerate(loop._ready):
+            if handle._context.get(_PROCESS) is self and not handle._cancelled:
+                self._due.append(handle)
+                loop._ready[index] = _nothing(loop)
+        mine = [timer for timer in loop._scheduled if timer._context.get(_PROCESS) is self]
+        if mine:
+            self._timers += mine
+            loop._scheduled[:] = [timer for timer in loop._scheduled if timer not in mine]
+            heapq.heapify(loop._scheduled)
+
+
+def _nothing(loop: asyncio.AbstractEventLoop) -> asyncio.Handle:
+    handle = asyncio.Handle(_do_nothing, (), loop)
+    return handle
+
+
+def _do_nothing() -> None:
+    return
+
+
+class InlineExecutor(Executor):
+    """Runs what it is given at once, in the thread that gives it."""
+
+    def submit(  # type: ignore[override]
+        self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any
+    ) -> Future[_Result]:
+        future: Future[_Result] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - as executors do
+            future.set_exception(error)
+        return future
+
+
+def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, _Result]], *, ends_s: float) -> _Result:
+    """The result of `main` on a loop of its own. Raises `Stuck`, and what `main` raises."""
+    loop = VirtualLoop(ends_s)
+    try:
+        return loop.run_until_complete(main(loop))
+    finally:
+        _end_all_tasks(loop)
+        loop.close()
+
+
+def _end_all_tasks(loop: VirtualLoop) -> None:
+    """Without what asyncio would say of tasks that nobody awaits."""
+    loop.set_exception_handler(lambda loop, context: None)
+    for process in loop.processes:
+        process.bury()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        with contextlib.suppress(Stuck):
+            loop.run_until_complete(asyncio.wait(tasks, timeout=60.0))
