@@ -21,11 +21,11 @@ async def embed(engine: EngineSupervisor, submits: Sequence[Submit]) -> list[byt
     try:
         for submit in submits:
             if not call.ended.done():
-                call.live.add(submit.request_id)
+                call.live[submit.request_id] = None
                 engine.submit(submit, call.take)
         await call.ended
     finally:
-        for request_id in call.live:
+        for request_id in list(call.live):
             engine.abort(request_id, 0)
     return [call.vectors[submit.request_id] for submit in submits]
 
@@ -34,7 +34,8 @@ class _Call:
     """The progress of one call's requests."""
 
     def __init__(self, count: int) -> None:
-        self.live: set[str] = set()
+        # A set in the order in which they came.
+        self.live: dict[str, None] = {}
         self.vectors: dict[str, bytes] = {}
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._count = count
@@ -42,7 +43,7 @@ class _Call:
     def take(self, output: Output) -> None:
         if not output.is_last:
             return
-        self.live.discard(output.request_id)
+        self.live.pop(output.request_id, None)
         if output.embedding is not None:
             self.vectors[output.request_id] = output.embedding
         if self.ended.done():

@@ -81,12 +81,13 @@ class EngineSupervisor:
         config: ShardConfig,
         start_process: StartProcess = start_engine_process,
         clock: Clock = time.monotonic,
+        checker: ConstraintChecker | None = None,
     ) -> None:
         self._config = config
         self._start_process = start_process
         self._clock = clock
         self.metrics = ShardMetrics()
-        self._checker = ConstraintChecker(config.constraint_limits)
+        self._checker = checker or ConstraintChecker(config.constraint_limits)
         self._ready: link.Ready | None = None
         self._process: EngineProcess | None = None
         self._routes: dict[str, _Route] = {}

@@ -9,14 +9,17 @@ import sys
 import time
 
 from simulation.history import Report, run
-from simulation.plan import draw
+from simulation.plan import Plan, draw
+from simulation.shorten import shorten
 
 
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     flags.add_argument("--seeds", type=int, default=300, help="how many histories")
     flags.add_argument("--first", type=int, default=0, help="the first seed")
-    flags.add_argument("--replay", type=int, help="only this seed, and tell what happens")
+    flags.add_argument(
+        "--replay", type=int, help="only this seed, made shorter if it fails; tell what happens"
+    )
     flags.add_argument("--keep-going", action="store_true", help="after a failure")
     asked = flags.parse_args()
     logging.disable()
@@ -27,11 +30,17 @@ def main() -> int:
 
 
 def _replay(seed: int) -> int:
-    plan = draw(seed)
-    print(plan)
+    report = run(draw(seed))
+    return _tell(shorten(report).plan if report.faults else report.plan)
+
+
+def _tell(plan: Plan) -> int:
+    """Let it happen again, and tell what does; whether it failed."""
+    for part in (plan.kind, plan.next_kind, *plan.arrivals, *plan.troubles):
+        print(part)
     report = run(plan, lambda text, now_s: print(f"{now_s:8.3f}  {text}"))
     print(_said(report))
-    return bool(report.faults)
+    return int(bool(report.faults))
 
 
 def _run_all(seeds: range, *, keep_going: bool) -> int:
@@ -46,6 +55,8 @@ def _run_all(seeds: range, *, keep_going: bool) -> int:
         if report.faults:
             failed += 1
             print(f"after {count} seeds: {_said(report)}", flush=True)
+            if not keep_going:
+                _tell(shorten(report).plan)
             if not keep_going:
                 return 1
     took_s = time.perf_counter() - began_s

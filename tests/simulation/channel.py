@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from simulation.network import CONNECT_S, Connection, Lane, Listener, Network, Way
-from simulation.virtual_time import Process
 
 from penstock_proto.transport import Connector
+from simulation.network import CONNECT_S, Connection, Lane, Listener, Network, Way
+from simulation.virtual_time import Process
 
 _WINDOW_BYTES = 64 * 1024
 # As `transport.channel_options` has them.
@@ -163,6 +163,8 @@ class _Call:
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[None] = loop.create_future()
         self._beginning = loop.create_task(self._begin())
+        # Of a call with one message: the task that writes it.
+        self.writing: asyncio.Future[None] | None = None
         self._timer = None if timeout_s is None else loop.call_later(timeout_s, self._overdue)
         channel.calls[self] = None
 
@@ -366,7 +368,7 @@ class MemoryChannel:
     ) -> Callable[..., _Call]:
         def begin(request: Any, *, metadata: Any = None, timeout: float | None = None) -> _Call:
             call = self._call(method, request_serializer, response_deserializer, timeout)
-            asyncio.ensure_future(_write_only(call, request))
+            call.writing = asyncio.ensure_future(_write_only(call, request))
             return call
 
         return begin

@@ -9,9 +9,10 @@ from collections import deque
 from dataclasses import dataclass
 
 import msgspec
-from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
-from support.engines import EOS_ID, runner_info
+from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
+from support.engines import runner_info
 
+from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
 from penstock_shard.engine_adapters import EngineAdapters
 from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heart
@@ -20,14 +21,16 @@ from penstock_shard.link import (
     FromEngine,
     Inbox,
     Ready,
+    Start,
     Started,
     ToEngine,
     encode_frame,
 )
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.runner.base import RunnerInfo
+from penstock_shard.runner.base import Adapter, ReadAdapter, RunnerInfo
 from penstock_shard.runner.fake import FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from simulation.virtual_time import InlineExecutor, Process, VirtualLoop
 
 _HEADER_BYTES = struct.calcsize("<II")
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -47,17 +50,47 @@ class EngineKind:
     speculative_tokens: int = 0
     eos_rate: float = 0.0
     load_s: float = 0.5
-    fingerprint: str = "fake"
+    weights: str = "fake"
+    # Whether it promises the same bits wherever its weights are served.
+    is_exact: bool = True
     crash_on: int | None = None
 
 
+# What is generated of the vocabulary.
+ORDINARY_IDS = range(100, VOCAB_SIZE)
+
+
 def info_of(kind: EngineKind) -> RunnerInfo:
+    """What an engine of this kind says that it serves."""
+    info = runner_info(num_blocks=kind.num_blocks)
     return dataclasses.replace(
-        runner_info(num_blocks=kind.num_blocks),
-        batch_invariant=bool(kind.fingerprint),
-        numerics_fingerprint=kind.fingerprint,
+        info,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=EOS_IDS,
+        weights_hash=kind.weights,
+        batch_invariant=kind.is_exact,
+        numerics_fingerprint=kind.weights if kind.is_exact else "",
         worst_step_s=kind.step_s,
+        capabilities=info.capabilities | {"adapter"},
     )
+
+
+def adapter_of(name: str, source: str) -> Adapter:
+    return Adapter(name, f"hash of {source}", source, 8)
+
+
+class _Adapters:
+    """An `AdapterStore` whose adapters are their sources' names."""
+
+    def read(self, source: str) -> ReadAdapter:
+        adapter = adapter_of("", source)
+        return ReadAdapter(adapter.content_hash, adapter.rank)
+
+    def place(self, index: int, adapter: ReadAdapter) -> None:
+        return
+
+    def drop(self, index: int) -> None:
+        return
 
 
 class _Crash(Exception):
@@ -151,20 +184,24 @@ class SimulatedEngine:
             self.reader.feed_data(encode_frame(message))
 
     async def _run(self) -> None:
-        await self._next_messages()
+        (start,) = await self._next_messages()
+        assert isinstance(start, Start)
         await asyncio.sleep(self._kind.load_s)
         try:
-            await self._step_for_ever()
+            await self._step_for_ever(start)
         except _Crash:
             self._loop.call_soon(self.die, SEGFAULT)
 
-    async def _step_for_ever(self) -> None:
+    async def _step_for_ever(self, start: Start) -> None:
         runner = self._make_runner()
         engine = self.engine = self._make_engine(runner)
-        adapters = EngineAdapters(None, 0, self._news.set, InlineExecutor())
+        adapters = EngineAdapters(_Adapters(), 4, self._news.set, InlineExecutor())
+        for name, source in start.adapters or start.config.loras:
+            adapters.load(name, source)
         loop = EngineLoop(engine, adapters, self._send, checks=True)
         self.beats.run(self._beat(Heart(engine, self._loop.time)))
-        self._send(Ready(runner.info, {}, "", ""))
+        info = dataclasses.replace(runner.info, adapters=adapters.loaded)
+        self._send(Ready(info, {}, "", ""))
         while True:
             await self._take(loop, wait=loop.is_idle)
             if loop.launch():
@@ -208,7 +245,7 @@ class SimulatedEngine:
 
         return FakeRunner(
             info_of(self._kind),
-            range(EOS_ID),
+            ORDINARY_IDS,
             step_s=self._kind.step_s,
             eos_rate=self._kind.eos_rate,
             crash_on=self._kind.crash_on,
@@ -228,4 +265,5 @@ class SimulatedEngine:
             blocks,
             clock=self._loop.time,
             tell_started=lambda ids: self._send(Started(ids)),
+            matchers=PendingMatchers(two_ended_compiler(), self._news.set, InlineExecutor()),
         )

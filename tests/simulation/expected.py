@@ -1,22 +1,23 @@
-"""What the fake runner's hash says an output must be, computed without engine, scheduler or fleet."""
+"""What the fake runner's hash says an output must be: no engine, scheduler or fleet has a part."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from simulation.engine import EngineKind, info_of
-from support.engines import EOS_ID
+from support.compilers import two_ended_compiler
 
 from penstock_client import _wire
-from penstock_client.types import FinishReason, GenerationRequest, Logprobs
+from penstock_client.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
+from penstock_shard.engine_adapters import PlacedAdapter
 from penstock_shard.engine_loop import request_of
 from penstock_shard.request import Request
 from penstock_shard.runner import base
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.base import Adapter, RowResult, ScheduledRequest, StepPlan
 from penstock_shard.runner.fake import FakeRunner
-from penstock_shard.validation import check
+from penstock_shard.validation import check, check_embedding
+from simulation.engine import ORDINARY_IDS, EngineKind, adapter_of, info_of
 
 
 @dataclasses.dataclass
@@ -31,17 +32,13 @@ class Answer:
 
 def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Answer:
     """What every shard of this kind must answer."""
-    info = info_of(kind)
-    runner = FakeRunner(info, range(EOS_ID), step_s=0.0, eos_rate=kind.eos_rate)
-    incoming = wire.incoming(_wire.generate_request(request, "expected"))
-    sequence = request_of(check(incoming, info, config))
+    runner, sequence = _runner(kind), _sequence(request, kind, config)
     logprobs = None if request.logprobs is None else Logprobs(top_n=request.logprobs)
     prompt_logprobs = _prompt_logprobs(runner, sequence)
     finish = FinishReason.LENGTH
     while sequence.num_output_tokens < sequence.max_tokens:
-        count = len(sequence.token_ids)
-        runner.launch(StepPlan((ScheduledRequest(sequence, count - 1, 1, samples=True),)))
-        (result,) = runner.collect()
+        last = len(sequence.token_ids) - 1
+        result = _run(runner, ScheduledRequest(sequence, last, 1, samples=True))
         assert result.token_id is not None, result.error
         sequence.token_ids.append(result.token_id)
         if logprobs is not None and result.logprobs is not None:
@@ -53,13 +50,53 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
     return Answer(token_ids, logprobs, prompt_logprobs, finish)
 
 
+def expected_vectors(
+    request: EmbeddingRequest, kind: EngineKind, config: ShardConfig
+) -> list[list[float]]:
+    """The vectors that every shard of this kind must give."""
+    runner, info = _runner(kind), info_of(kind)
+    incoming = wire.incoming_embedding(_wire.embed_request(request, "expected", ""))
+    response = wire.embed_response()
+    for submit in check_embedding(incoming, info, "expected"):
+        sequence = request_of(submit)
+        count = len(sequence.token_ids)
+        vector = _run(runner, ScheduledRequest(sequence, 0, count, samples=True)).embedding
+        assert vector is not None
+        dimensions, normalize = incoming.dimensions, incoming.normalize
+        wire.add_embedding(response, vector, dimensions=dimensions, normalize=normalize)
+    return _wire.embeddings(response)
+
+
+def _runner(kind: EngineKind) -> FakeRunner:
+    return FakeRunner(info_of(kind), ORDINARY_IDS, step_s=0.0, eos_rate=kind.eos_rate)
+
+
+def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Request:
+    adapters = tuple(adapter_of(name, source) for name, source in config.loras)
+    info = dataclasses.replace(info_of(kind), adapters=adapters)
+    incoming = wire.incoming(_wire.generate_request(request, "expected"))
+    present = next((each for each in adapters if each.name == request.adapter), _NO_ADAPTER)
+    sequence = request_of(check(incoming, info, config), PlacedAdapter(present, 0))
+    if sequence.constraint is not None:
+        sequence.matcher = two_ended_compiler().compile(sequence.constraint)
+    return sequence
+
+
+_NO_ADAPTER = Adapter("", "", "", 0)
+
+
+def _run(runner: FakeRunner, row: ScheduledRequest) -> RowResult:
+    runner.launch(StepPlan((row,)))
+    (result,) = runner.collect()
+    return result
+
+
 def _prompt_logprobs(runner: FakeRunner, sequence: Request) -> Logprobs | None:
     count = sequence.num_prompt_tokens - 1
     if sequence.prompt_logprobs is None or not count:
         return None
     row = ScheduledRequest(sequence, 0, count, samples=False, num_prompt_logprobs=count)
-    runner.launch(StepPlan((row,)))
-    (result,) = runner.collect()
+    result = _run(runner, row)
     assert result.prompt_logprobs is not None
     return _seen(result.prompt_logprobs)
 

@@ -11,14 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from simulation import virtual_time
-from simulation.channel import MemoryConnector
-from simulation.expected import Answer, expected
-from simulation.network import LATENCY_S, Network, Way
-from simulation.plan import Arrival, Plan, Trouble
-from simulation.shard import SimulatedShard
-from simulation.virtual_time import Process, VirtualLoop
+from typing import Any
 
 from penstock_client import Fleet, Patience, ShardClient
 from penstock_client.audit import AuditRecord
@@ -30,8 +23,18 @@ from penstock_client.errors import (
     PoisonousRequest,
     ShardUnavailable,
 )
+from penstock_client.membership import DnsSource
 from penstock_client.stream import GenerationStream
-from penstock_client.types import FinishReason, Logprobs, Output
+from penstock_client.types import EmbeddingRequest, FinishReason, Logprobs, Output
+from penstock_shard.config import ShardConfig
+from simulation import virtual_time
+from simulation.channel import MemoryConnector
+from simulation.engine import EngineKind
+from simulation.expected import expected, expected_vectors
+from simulation.network import LATENCY_S, Network, Way
+from simulation.plan import Arrival, Plan, Trouble
+from simulation.shard import SimulatedShard
+from simulation.virtual_time import Process, VirtualLoop
 
 # After all is calm, how long a request may take: it waits, backs off, and is computed.
 _PATIENCE_S = 60.0
@@ -51,11 +54,8 @@ class Outcome:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     left: bool = False
+    vectors: list[list[float]] | None = None
     request_id: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        return self.left or self.error is not None or self.finish_reason is not None
 
     def take(self, output: Output) -> None:
         assert output.first_position == len(self.token_ids), "positions do not follow each other"
@@ -105,22 +105,38 @@ class History:
         self._audit = _Audit()
         self._events: Counter[str] = Counter()
         self._drains: dict[Trouble, asyncio.Task[None]] = {}
+        self._left: dict[Trouble, str] = {}
+        self._last_host = 0
         self._shards = [
-            SimulatedShard(loop, self._network, f"shard-{n}:1", plan.config, plan.kind)
-            for n in range(plan.num_shards)
+            SimulatedShard(loop, self._network, self._new_address(), plan.config, plan.kind)
+            for _ in range(plan.num_shards)
         ]
+        # Whether the name of the shards can be looked up.
+        self._has_names = True
         self.outcomes = [Outcome(arrival) for arrival in plan.arrivals]
         self._fleet: Fleet = self._router.context.run(self._make_fleet)
 
+    def _new_address(self) -> str:
+        """Nobody sends anything there."""
+        self._last_host += 1
+        return f"127.0.0.{self._last_host}:1"
+
+    async def _resolve(self, name: str, port: int) -> list[Any]:
+        if not self._has_names:
+            raise OSError("the resolver is down")
+        return [(0, 0, 0, "", (shard.address.partition(":")[0], port)) for shard in self._shards]
+
     def _make_fleet(self) -> Fleet:
+        resolve, clock = self._resolve, self._loop.time
+        source = DnsSource("shards", 1, 0.5, settle_s=1.0, resolve=resolve, clock=clock)
         return Fleet(
-            [shard.address for shard in self._shards],
+            source,
             connector=MemoryConnector(self._network),
             policy=self.plan.policy,
             patience=Patience(wait_s=_PATIENCE_S, attempts=64),
             observe=lambda event, reason: self._events.update([event]),
             audit=self._audit,  # type: ignore[arg-type]
-            clock=self._loop.time,
+            clock=clock,
         )
 
     # ---- what happens ----
@@ -141,7 +157,7 @@ class History:
         await asyncio.wait([closing], timeout=10.0)
         if not closing.done():
             faults.append("the fleet does not close")
-        finished = sum(outcome.finish_reason is not None for outcome in self.outcomes)
+        finished = sum(outcome.error is None and not outcome.left for outcome in self.outcomes)
         continued = self._events["continued"] + self._events["moved"]
         return Report(self.plan, tuple(faults), self._loop.time(), finished, continued)
 
@@ -149,7 +165,9 @@ class History:
         arrival = outcome.arrival
         await asyncio.sleep(arrival.at_s)
         try:
-            if arrival.direct is None:
+            if isinstance(arrival.request, EmbeddingRequest):
+                outcome.vectors = await self._fleet.embed(arrival.request)
+            elif arrival.direct is None:
                 stream: GenerationStream = self._fleet.submit(arrival.request)
                 await self._read_stream(outcome, stream)
             else:
@@ -200,7 +218,13 @@ class History:
             case "drain":
                 self._drains[trouble] = self._router.run(self._drain(trouble))
             case "leave":
+                self._left[trouble] = shard.address
                 self._router.context.run(self._remove, shard.address)
+            case "move":
+                shard.kill()
+                shard.move(self._new_address())
+            case "no names":
+                self._has_names = False
             case "cut":
                 network.cut(shard.address)
             case "slow":
@@ -233,8 +257,10 @@ class History:
         path = network.path(shard.address)
         self._tell(f"{trouble.what} {shard.address} is over")
         match trouble.what:
-            case "kill":
+            case "kill" | "move":
                 shard.start()
+            case "no names":
+                self._has_names = True
             case "stop":
                 shard.resume()
             case "stop router":
@@ -242,10 +268,12 @@ class History:
             case "upgrade" | "drain":
                 # A replacement comes when the old one is gone.
                 self._end_drain(trouble)
+                if trouble.what == "upgrade":
+                    shard.kind = self.plan.next_kind
                 shard.terminate()
                 self._restart(shard)
             case "leave":
-                self._router.context.run(self._fleet.add, shard.address)
+                self._router.context.run(self._fleet.add, self._left.pop(trouble))
             case "slow":
                 path.delay_s = LATENCY_S
             case "late":
@@ -285,9 +313,11 @@ class History:
 
     def _leftovers(self) -> list[str]:
         found = [text for shard in self._shards for text in shard.leftovers()]
-        for state in self._fleet.shards:
-            if state.in_flight:
-                found.append(f"{state.in_flight} streams are in flight to {state.address}")
+        found += [
+            f"{state.in_flight} streams are in flight to {state.address}"
+            for state in self._fleet.shards
+            if state.in_flight
+        ]
         return found
 
     def _failed_readers(self, readers: list[asyncio.Task[None]]) -> list[str]:
@@ -302,8 +332,7 @@ class History:
     def _wrong_outcomes(self) -> list[str]:
         faults = []
         for outcome in self.outcomes:
-            answer = expected(outcome.arrival.request, self.plan.kind, self.plan.config)
-            faults += [f"{_name(outcome)}: {text}" for text in _differences(outcome, answer)]
+            faults += [f"{_name(outcome)}: {text}" for text in self._wrong_answer(outcome)]
             if outcome.error is not None and not self._may_fail(outcome, outcome.error):
                 error = outcome.error
                 faults.append(f"{_name(outcome)} failed: {type(error).__name__}: {error}")
@@ -312,21 +341,43 @@ class History:
                 faults.append(f"{_name(outcome)} ended {ends} times")
         return faults
 
+    def _wrong_answer(self, outcome: Outcome) -> list[str]:
+        """What is wrong with an answer, whichever weights it is of."""
+        found: list[str] = []
+        for kind in self._kinds:
+            found = _differences(outcome, kind, self.plan.config)
+            if not found:
+                break
+        return found
+
+    @property
+    def _kinds(self) -> list[EngineKind]:
+        """One for each of the weights that are served at some time."""
+        kinds = [self.plan.kind]
+        if any(trouble.what == "upgrade" for trouble in self.plan.troubles):
+            kinds.append(self.plan.next_kind)
+        return kinds if kinds[0].weights != kinds[-1].weights else kinds[:1]
+
     def _may_fail(self, outcome: Outcome, error: BaseException) -> bool:
         """Whether such a plan may end a request with such an error."""
-        arrival = outcome.arrival
+        arrival, request = outcome.arrival, outcome.arrival.request
+        if isinstance(request, EmbeddingRequest):
+            # It waits for nobody, and three shards are enough.
+            return isinstance(error, ShardUnavailable | Overloaded)
         match error:
             case DeadlineExceeded():
-                return arrival.request.objective.deadline_s is not None
+                return request.objective.deadline_s is not None
             case PoisonousRequest():
                 return self.plan.kind.crash_on is not None or self._num_crashes() >= 3
             case NoShardAvailable():
-                return False
+                # What began with weights that nobody has any more.
+                return len(self._kinds) > 1
             case Overloaded() if not outcome.token_ids:
                 return self.plan.config.max_queued_requests < len(self.plan.arrivals)
             case ShardUnavailable():
-                # Nobody takes it elsewhere.
-                return arrival.direct is not None
+                # Nobody takes it elsewhere, or nobody may.
+                is_exact = self.plan.kind.is_exact and self.plan.next_kind.is_exact
+                return arrival.direct is not None or (request.exact and not is_exact)
             case _:
                 return False
 
@@ -335,15 +386,20 @@ class History:
         return sum(trouble.what in deaths for trouble in self.plan.troubles)
 
 
-def _differences(outcome: Outcome, answer: Answer) -> list[str]:
+def _differences(outcome: Outcome, kind: EngineKind, config: ShardConfig) -> list[str]:
     """Between what came and what had to come; of one that ended early, the beginning of it."""
+    request = outcome.arrival.request
+    if isinstance(request, EmbeddingRequest):
+        equal = outcome.vectors in (None, expected_vectors(request, kind, config))
+        return [] if equal else ["its vectors are others"]
+    answer = expected(request, kind, config)
     count = len(outcome.token_ids)
     found = []
     if outcome.token_ids != answer.token_ids[:count]:
         found.append(f"tokens {outcome.token_ids} are not {answer.token_ids[:count]}")
-    if answer.logprobs is not None and count:
-        if outcome.logprobs != _first(answer.logprobs, count):
-            found.append("its log-probabilities are others")
+    scores = None if answer.logprobs is None else _first(answer.logprobs, count)
+    if count and outcome.logprobs != scores:
+        found.append("its log-probabilities are others")
     if outcome.finish_reason is not None:
         if outcome.finish_reason is not answer.finish_reason or count != len(answer.token_ids):
             found.append(f"it finished with {outcome.finish_reason} after {count} tokens")

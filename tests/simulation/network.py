@@ -49,9 +49,7 @@ class Path:
 class Lane:
     """One direction of a call: frames arrive in order, at who reads them."""
 
-    def __init__(
-        self, network: Network, path: Path, way: Way, *, doubles: bool = False
-    ) -> None:
+    def __init__(self, network: Network, path: Path, way: Way, *, doubles: bool = False) -> None:
         """`doubles`: its messages may come twice."""
         self._network = network
         self._path = path

@@ -5,15 +5,26 @@ Plain data, so that a history that fails can be made shorter.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
-from simulation.engine import EngineKind
-from support.engines import EOS_ID
-
-from penstock_client.types import GenerationRequest, Objective, SamplingParams
+from penstock_client.types import (
+    Constraint,
+    ConstraintKind,
+    EmbeddingRequest,
+    GenerationRequest,
+    Objective,
+    SamplingParams,
+    ThinkingBudget,
+)
 from penstock_shard.config import ShardConfig
+from simulation.engine import ORDINARY_IDS, EngineKind
 
+_SCHEMA = '{"type": "array", "items": {"type": "integer"}, "maxItems": 9}'
+_THINKING = ThinkingBudget(5, 110, 111, begun=True)
+# Names and sources of what every shard has loaded.
+ADAPTERS = (("styled", "a source"), ("plain", "another source"))
 # An id that ends the engine which computes a prompt with it, if the history has such.
 POISON_ID = 13
 
@@ -24,7 +35,7 @@ class Arrival:
 
     number: int
     at_s: float
-    request: GenerationRequest
+    request: GenerationRequest | EmbeddingRequest
     # Sent to this shard by a client of its own, not through the fleet.
     direct: int | None = None
     # The reader leaves once it has so many tokens.
@@ -55,6 +66,8 @@ TROUBLES = {
     "upgrade": 3,
     "drain": 2,
     "leave": 1,
+    "move": 2,
+    "no names": 1,
     "cut": 3,
     "slow": 2,
     "late": 2,
@@ -73,6 +86,8 @@ class Plan:
     seed: int
     num_shards: int
     kind: EngineKind
+    # What engines are after an upgrade.
+    next_kind: EngineKind
     config: ShardConfig
     policy: str
     arrivals: tuple[Arrival, ...]
@@ -96,8 +111,14 @@ def draw(seed: int) -> Plan:
         speculative_tokens=rng.choice([0, 0, 3]),
         eos_rate=rng.choice([0.0, 0.02]),
         load_s=rng.choice([0.1, 1.0]),
-        fingerprint=rng.choice(["fake", "fake", ""]),
+        is_exact=rng.random() < 0.8,
         crash_on=POISON_ID if poisoned else None,
+    )
+    next_kind = dataclasses.replace(
+        kind,
+        weights=rng.choice(["fake"] * 9 + ["others"]),
+        num_blocks=rng.choice([kind.num_blocks, 64]),
+        is_exact=kind.is_exact and rng.random() < 0.9,
     )
     config = ShardConfig(
         max_num_seqs=kind.max_num_seqs,
@@ -108,15 +129,15 @@ def draw(seed: int) -> Plan:
         check_integrity=True,
         step_ms=kind.step_s * 1000,
         max_restarts=1000,
+        loras=ADAPTERS,
     )
     num_shards = rng.choice([1, 2, 2, 3])
     troubles = tuple(_trouble(rng, number, num_shards) for number in range(rng.randint(1, 5)))
     arrivals = tuple(
-        _arrival(rng, number, num_shards, poisoned=poisoned)
-        for number in range(rng.randint(3, 12))
+        _arrival(rng, number, num_shards, poisoned=poisoned) for number in range(rng.randint(3, 12))
     )
     policy = rng.choice(["least-load", "round-robin", "prefix-affinity", "session"])
-    return Plan(seed, num_shards, kind, config, policy, arrivals, troubles)
+    return Plan(seed, num_shards, kind, next_kind, config, policy, arrivals, troubles)
 
 
 def _trouble(rng: random.Random, number: int, num_shards: int) -> Trouble:
@@ -132,24 +153,54 @@ def _trouble(rng: random.Random, number: int, num_shards: int) -> Trouble:
 
 
 def _arrival(rng: random.Random, number: int, num_shards: int, *, poisoned: bool) -> Arrival:
-    request = _request(rng)
-    if poisoned and rng.random() < 0.2:
+    request = _embedding(rng) if rng.random() < 0.07 else _request(rng)
+    if poisoned and isinstance(request, GenerationRequest) and rng.random() < 0.2:
         prompt = [*request.prompt_token_ids, POISON_ID]
-        request = GenerationRequest(prompt, request.sampling, max_tokens=request.max_tokens)
+        request = dataclasses.replace(request, prompt_token_ids=prompt)
     return Arrival(
         number,
         at_s=rng.uniform(0.0, 3.0),
         request=request,
-        direct=rng.randrange(num_shards) if rng.random() < 0.1 else None,
+        direct=_direct(rng, request, num_shards),
         leaves_at=rng.randrange(10) if rng.random() < 0.15 else None,
         pause_s=rng.choice([0.0, 0.0, 0.3]),
     )
 
 
-def _request(rng: random.Random) -> GenerationRequest:
+def _direct(
+    rng: random.Random, request: GenerationRequest | EmbeddingRequest, num_shards: int
+) -> int | None:
+    shard = rng.randrange(num_shards)
+    return shard if isinstance(request, GenerationRequest) and rng.random() < 0.1 else None
+
+
+def _embedding(rng: random.Random) -> EmbeddingRequest:
+    inputs = [_prompt(rng) for _ in range(rng.choice([1, 5, 80]))]
+    return EmbeddingRequest(inputs, rng.choice(["last", "mean"]), None, normalize=True)
+
+
+def _prompt(rng: random.Random) -> list[int]:
+    """Some begin alike, so that prefixes are shared."""
     shared = [rng.randrange(20, 40)] * rng.choice([0, 20, 50])
-    prompt = [*shared, *(rng.randrange(100, EOS_ID) for _ in range(rng.randint(1, 60)))]
+    return [*shared, *(rng.choice(ORDINARY_IDS) for _ in range(rng.randint(1, 60)))]
+
+
+def _constraint(rng: random.Random) -> Constraint:
+    return rng.choice(
+        [
+            Constraint(ConstraintKind.REGEX, "[a-z ]{10,60}"),
+            Constraint(ConstraintKind.CHOICE, options=("yes, of course", "no, never")),
+            Constraint(
+                ConstraintKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}}'
+            ),
+        ]
+    )
+
+
+def _request(rng: random.Random) -> GenerationRequest:
     maybe = rng.random
+    constraint = _constraint(rng) if maybe() < 0.08 else None
+    free = constraint is None
     sampling = SamplingParams(
         temperature=rng.choice([None, 0.0, 0.7]),
         top_p=0.9 if maybe() < 0.3 else None,
@@ -161,16 +212,16 @@ def _request(rng: random.Random) -> GenerationRequest:
         frequency_penalty=0.5 if maybe() < 0.1 else None,
         seed=rng.randrange(2**64),
         logit_bias={200: 1.5} if maybe() < 0.1 else {},
-        bad_words=[[300, 301], [302]] if maybe() < 0.1 else (),
-        allowed_token_ids=range(400, 440) if maybe() < 0.1 else (),
+        bad_words=[[300, 301], [302]] if free and maybe() < 0.1 else (),
+        allowed_token_ids=range(400, 440) if free and maybe() < 0.1 else (),
     )
     scored = maybe() < 0.25
     max_tokens = rng.choice([1, 8, 40, 90])
     return GenerationRequest(
-        prompt,
+        _prompt(rng),
         sampling,
         max_tokens=max_tokens,
-        min_tokens=max_tokens // 2 if maybe() < 0.1 else None,
+        min_tokens=max_tokens // 2 if free and maybe() < 0.1 else None,
         stop_token_ids=[500, 501] if maybe() < 0.1 else (),
         ignore_eos=maybe() < 0.3,
         logprobs=rng.randrange(4) if scored else None,
@@ -181,4 +232,10 @@ def _request(rng: random.Random) -> GenerationRequest:
             deadline_s=rng.uniform(0.5, 20.0) if maybe() < 0.05 else None,
         ),
         session=rng.choice(["", "a", "b"]),
+        constraint=constraint,
+        thinking_budget=ThinkingBudget(5, 110, 111, begun=True)
+        if free and maybe() < 0.05
+        else None,
+        adapter="styled" if maybe() < 0.1 else "",
+        exact=maybe() < 0.1,
     )

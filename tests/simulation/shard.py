@@ -6,17 +6,36 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable
 
+from support.compilers import LIMITS, two_ended_compiler
+
+from penstock_shard import wire
+from penstock_shard.config import ShardConfig
+from penstock_shard.constraints.checker import ConstraintChecker
+from penstock_shard.constraints.refusal import ConstraintRefused
+from penstock_shard.engine_process import EngineProcess
+from penstock_shard.engine_supervisor import EngineSupervisor
+from penstock_shard.request import Constraint
+from penstock_shard.server import drain
+from penstock_shard.servicer import ShardServicer
 from simulation.channel import MemoryServer
 from simulation.engine import EngineKind, SimulatedEngine
 from simulation.network import Network
 from simulation.virtual_time import Process, VirtualLoop
 
-from penstock_shard import wire
-from penstock_shard.config import ShardConfig
-from penstock_shard.engine_process import EngineProcess
-from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.server import drain
-from penstock_shard.servicer import ShardServicer
+
+class _Checker(ConstraintChecker):
+    """Compiles constraints here, and takes a while for it."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS)
+
+    async def check(self, constraint: Constraint, caller: object = None) -> str:
+        await asyncio.sleep(0.01)
+        try:
+            two_ended_compiler().compile(constraint)
+        except ConstraintRefused as error:
+            return str(error)
+        return ""
 
 
 class SimulatedShard:
@@ -47,6 +66,10 @@ class SimulatedShard:
     def is_up(self) -> bool:
         return self._server is not None
 
+    def move(self, address: str) -> None:
+        """Be at another address from the next start on."""
+        self.address = address
+
     def start(self) -> None:
         """A new server process, which starts an engine."""
         if self._server is not None:
@@ -56,7 +79,7 @@ class SimulatedShard:
 
     def _begin(self, process: Process) -> None:
         self.supervisor = supervisor = EngineSupervisor(
-            self._config, self._start_engine, self._loop.time
+            self._config, self._start_engine, self._loop.time, _Checker()
         )
         servicer = ShardServicer(supervisor, self._config)
         server = MemoryServer(process)

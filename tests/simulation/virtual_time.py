@@ -152,8 +152,7 @@ class Process:
 
 
 def _nothing(loop: asyncio.AbstractEventLoop) -> asyncio.Handle:
-    handle = asyncio.Handle(_do_nothing, (), loop)
-    return handle
+    return asyncio.Handle(_do_nothing, (), loop)
 
 
 def _do_nothing() -> None:
@@ -163,9 +162,7 @@ def _do_nothing() -> None:
 class InlineExecutor(Executor):
     """Runs what it is given at once, in the thread that gives it."""
 
-    def submit(  # type: ignore[override]
-        self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any
-    ) -> Future[_Result]:
+    def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
         future: Future[_Result] = Future()
         try:
             future.set_result(fn(*args, **kwargs))

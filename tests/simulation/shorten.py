@@ -1,0 +1,41 @@
+"""Makes a failing history shorter: leaves out what its fault does not need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TypeVar
+
+from simulation.history import Report, run
+from simulation.plan import Plan
+
+_Part = TypeVar("_Part")
+
+
+def shorten(report: Report) -> Report:
+    """The report of the shortest plan found that still fails, one left-out part after another."""
+    changed = True
+    while changed:
+        changed = False
+        for plan in _shorter(report.plan):
+            shorter = run(plan)
+            if shorter.faults:
+                report, changed = shorter, True
+                break
+    return report
+
+
+def _shorter(plan: Plan) -> Iterator[Plan]:
+    """First without a half of its requests or troubles, then without one."""
+    for arrivals in _parts(plan.arrivals, least=1):
+        yield dataclasses.replace(plan, arrivals=arrivals)
+    for troubles in _parts(plan.troubles, least=0):
+        yield dataclasses.replace(plan, troubles=troubles)
+
+
+def _parts(whole: tuple[_Part, ...], *, least: int) -> Iterator[tuple[_Part, ...]]:
+    half = len(whole) // 2
+    if half > 1:
+        yield from (whole[:half], whole[half:])
+    if len(whole) > least:
+        yield from (tuple(p for p in whole if p is not part) for part in whole)

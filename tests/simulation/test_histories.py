@@ -1,0 +1,84 @@
+"""Whatever fails, outputs are those of a calm run: histories of failures on virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.budget import budget, seeded
+
+from penstock_client import continuation
+from penstock_client.fleet_stream import FleetStream
+from penstock_client.types import GenerationRequest
+from simulation.history import Report, run
+from simulation.plan import TROUBLES, Trouble, draw
+from simulation.shorten import shorten
+
+_TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """What is logged of a failure, by the thousand; and pauses at times of the machine's choice."""
+    logging.disable()
+    gc.disable()
+    yield
+    gc.enable()
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.timeout(3600)
+def test_no_history_of_failures_loses_doubles_or_changes_an_output() -> None:
+    first = seeded("histories").randrange(2**32)
+    for seed in range(first, first + budget(300, 20_000)):
+        report = run(draw(seed))
+        again = f"PYTHONPATH=tests python -m simulation --replay {seed}"
+        assert not report.faults, "\n".join([again, *report.faults])
+        if seed % 50 == 0:
+            gc.collect()
+
+
+@pytest.mark.parametrize("what", TROUBLES)
+def test_each_trouble_is_survived_alone(what: str) -> None:
+    for seed in range(4):
+        plan = draw(seed)
+        trouble = Trouble(0, at_s=1.0, what=what, shard=0, lasts_s=2.0, amount=0.5)
+        report = run(dataclasses.replace(plan, troubles=(trouble,)))
+        assert not report.faults
+
+
+def test_a_seed_is_the_same_history_in_every_process() -> None:
+    said = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(_TESTS)}
+        command = [sys.executable, "-m", "simulation", "--replay", "93"]
+        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        # Ids of requests are new in each process.
+        said.add(re.sub("[0-9a-f]{32}", "id", told.stdout))
+    assert len(said) == 1
+
+
+def _lose_output(stream: FleetStream, now_s: float) -> GenerationRequest:
+    """A fault: the request goes on without its output so far."""
+    return stream.request
+
+
+def _first_failure(seeds: range) -> Report:
+    return next(report for seed in seeds if (report := run(draw(seed))).faults)
+
+
+def test_a_fault_is_found_and_its_history_made_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuation, "_request_now", _lose_output)
+    found = _first_failure(range(100))
+    shorter = shorten(found)
+    assert shorter.faults
+    assert len(shorter.plan.arrivals) <= 2
+    assert len(shorter.plan.troubles) <= 1 < len(found.plan.troubles) + len(found.plan.arrivals)
