@@ -184,9 +184,9 @@ class GenerationStream:
                 f"tokens from position {output.first_position} arrived, "
                 f"{self._next_position} was next"
             )
-        if known > 0 and output.token_ids:
+        if known > 0:
             del output.token_ids[:known]
-            output.first_position += known
+            output.first_position = self._next_position
             if output.logprobs is not None:
                 output.logprobs.drop_first(known)
         if output.prompt_logprobs is not None:

@@ -49,6 +49,18 @@ async def test_known_tokens_are_dropped_with_their_logprobs() -> None:
     assert output.logprobs == Logprobs([-3.0], [1], 1, [9], [-3.0])
 
 
+async def test_scores_of_a_prompt_that_come_again_leave_positions_as_they_are() -> None:
+    stream, _ = _stream()
+    scores = [Logprobs([-1.0, -2.0], [1, 1]), Logprobs([-1.0, -2.0], [1, 1])]
+    stream.feed(Output([7], 0, prompt_logprobs=scores[0]))
+    assert (await anext(stream)).token_ids == [7]
+    stream.feed(Output([], 0, prompt_logprobs=scores[1]))
+    stream.feed(Output([8], 1))
+    output = await anext(stream)
+    assert (output.token_ids, output.first_position) == ([8], 1)
+    assert output.prompt_logprobs is None
+
+
 async def test_a_gap_is_an_error_and_ends_the_request_in_the_shard() -> None:
     stream, cancelled = _stream()
     stream.feed(Output([1], 0))
