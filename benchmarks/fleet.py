@@ -35,8 +35,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.fleet_traces import chat, mixed
-from support.simulated_fleet import SimulatedFleet, Summary
+from simulation.fleet_traces import chat, mixed
+from simulation.policies import SimulatedFleet, Summary
 
 from penstock_client.policies import POLICIES, make_policy
 

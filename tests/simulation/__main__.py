@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import logging
 import sys
@@ -37,7 +38,7 @@ def _replay(seed: int) -> int:
 def _tell(plan: Plan) -> int:
     """Let it happen again, and tell what does; whether it failed."""
     for part in (plan.kind, plan.next_kind, *plan.arrivals, *plan.troubles):
-        print(part)
+        print(_written(part))
     report = run(plan, lambda text, now_s: print(f"{now_s:8.3f}  {text}"))
     print(_said(report))
     return int(bool(report.faults))
@@ -65,6 +66,18 @@ def _run_all(seeds: range, *, keep_going: bool) -> int:
         f"{seconds / len(seeds):.1f} s each, {finished} answers, continued {continued} times"
     )
     return bool(failed)
+
+
+def _written(part: object) -> str:
+    """A dataclass without what is as usual."""
+    if not dataclasses.is_dataclass(part):
+        return repr(part)
+    fields = (field for field in dataclasses.fields(part))
+    values = ((f.name, getattr(part, f.name), f.default) for f in fields)
+    said = (
+        f"{name}={_written(value)}" for name, value, usual in values if value not in (usual, ())
+    )
+    return f"{type(part).__name__}({', '.join(said)})"
 
 
 def _said(report: Report) -> str:

@@ -210,7 +210,7 @@ class SimulatedEngine:
 
     async def _await_step(self, done_at_s: float) -> None:
         if self.hangs:
-            self.steps.stop()
+            await self._loop.create_future()
         await asyncio.sleep(done_at_s - self._loop.time())
 
     async def _take(self, loop: EngineLoop, *, wait: bool) -> None:

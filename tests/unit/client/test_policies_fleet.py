@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
+from simulation.fleet_traces import chat, mixed
+from simulation.policies import Conversation, SimulatedFleet, Summary, Turn
 from support.budget import budget
-from support.fleet_traces import chat, mixed
-from support.simulated_fleet import Conversation, SimulatedFleet, Summary, Turn
 
 from penstock_client.policies import make_policy
 

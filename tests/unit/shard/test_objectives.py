@@ -6,9 +6,9 @@ import random
 from statistics import mean, median
 
 import pytest
+from simulation.scheduling import Simulation, Timeline, linear_cost
 from support.budget import budget, seeded
 from support.engines import make_request
-from support.simulation import Simulation, Timeline, linear_cost
 
 from penstock_shard.request import Objective, Request
 from penstock_shard.scheduler import SchedulerLimits

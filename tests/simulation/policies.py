@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
 
+from support.engines import make_request
+
 from penstock_client.policies import Candidate, Policy, Reason
 from penstock_client.types import GenerationRequest
 from penstock_shard.link import Output
 from penstock_shard.request import Request
 from penstock_shard.scheduler import SchedulerLimits
-from support.engines import make_request
-from support.simulation import Cost, Simulation, linear_cost
+from simulation.scheduling import Cost, Simulation, linear_cost
 
 # As shards send them, and what a network adds.
 _BETWEEN_REPORTS_S = 0.1

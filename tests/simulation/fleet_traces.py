@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from support.simulated_fleet import Conversation, Turn
+from simulation.policies import Conversation, Turn
 
 # Ids that mean nothing, below those of the simulated shards' vocabulary.
 _IDS = range(10, 900)

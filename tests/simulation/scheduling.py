@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from support.engines import runner_info
+
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
 from penstock_shard.request import Request
 from penstock_shard.runner.base import AdapterStore, RowResult, RunnerInfo, StepPlan
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
-from support.engines import runner_info
 
 Cost = Callable[[StepPlan], float]
 
