@@ -72,11 +72,9 @@ def _written(part: object) -> str:
     """A dataclass without what is as usual."""
     if not dataclasses.is_dataclass(part):
         return repr(part)
-    fields = (field for field in dataclasses.fields(part))
-    values = ((f.name, getattr(part, f.name), f.default) for f in fields)
-    said = (
-        f"{name}={_written(value)}" for name, value, usual in values if value not in (usual, ())
-    )
+    values = [(f.name, getattr(part, f.name), f.default) for f in dataclasses.fields(part)]
+    unusual = [(name, value) for name, value, usual in values if value not in (usual, ())]
+    said = (f"{name}={_written(value)}" for name, value in unusual)
     return f"{type(part).__name__}({', '.join(said)})"
 
 
