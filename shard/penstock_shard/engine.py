@@ -67,7 +67,7 @@ class Engine:
         # When the step in progress began, by the clock; None between steps.
         self.step_started_s: float | None = None
         # Upper bound on the duration of the step in progress; 0 if unknown.
-        self.step_expected_s = 0.0
+        self.step_expected_s = runner.info.worst_step_s
 
     @property
     def has_work(self) -> bool:

@@ -30,21 +30,37 @@ class EngineLoop:
         send: Callable[[FromEngine], None],
         *,
         checks: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         """With `checks`, the records are checked whenever the last request has ended."""
         self._engine = engine
         self._adapters = adapters
         self._send = send
         self._checks = checks
+        self._clock = clock
         self._load_sent = Load()
+        # When the turn in progress began, by the clock; None while it waits for a message.
+        self._turn_started_s: float | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do until a message comes."""
         return not self._engine.has_work
 
+    @property
+    def running_since_s(self) -> float | None:
+        """When the step in progress began, or else the turn, by the clock; None if neither has."""
+        started_s = self._engine.step_started_s
+        return self._turn_started_s if started_s is None else started_s
+
+    @property
+    def step_expected_s(self) -> float:
+        """Upper bound on the duration of a step; 0 if unknown."""
+        return self._engine.step_expected_s
+
     def take(self, message: Inbox) -> None:
         """Do what the server asks for."""
+        self._turn_started_s = self._clock()
         for submit in message.submits:
             self._engine.submit(request_of(submit, self._adapters.find(submit.adapter)))
         for request_id, attempt in message.aborts:
@@ -54,6 +70,7 @@ class EngineLoop:
 
     def launch(self) -> bool:
         """Launch the next step; whether `collect` will wait for one that was launched before."""
+        self._turn_started_s = self._clock()
         for answer in self._adapters.settle(self._engine.adapter_indices):
             self._send(answer)
         return self._engine.launch()
@@ -67,13 +84,14 @@ class EngineLoop:
             self._load_sent = load
         if self._checks and self.is_idle:
             self._engine.check_integrity()
+        self._turn_started_s = None
 
 
 class Heart:
-    """Beats tell how long the step in progress has run."""
+    """Beats tell how long the step in progress has run, or whatever else its thread does."""
 
-    def __init__(self, engine: Engine, clock: Clock = time.monotonic) -> None:
-        self._engine = engine
+    def __init__(self, loop: EngineLoop, clock: Clock = time.monotonic) -> None:
+        self._loop = loop
         self._clock = clock
         self._beat_at_s: float | None = None
         self._step_s: float | None = None
@@ -84,13 +102,13 @@ class Heart:
         """To be sent every `BEAT_S`. Time for which this process was stopped does not count as
         running time of the step.
         """
-        now_s, started_s = self._clock(), self._engine.step_started_s
+        now_s, started_s = self._clock(), self._loop.running_since_s
         late_s = 0.0 if self._beat_at_s is None else now_s - self._beat_at_s - _LATEST_BEAT_S
         late_s = max(0.0, late_s)
         self._stopped_s = self._stopped_s + late_s if started_s == self._step_s else late_s
         self._beat_at_s, self._step_s = now_s, started_s
         running_s = 0.0 if started_s is None else now_s - started_s - self._stopped_s
-        return Beat(max(0.0, running_s), self._engine.step_expected_s)
+        return Beat(max(0.0, running_s), self._loop.step_expected_s)
 
 
 def request_of(submit: Submit, placed: PlacedAdapter = NO_ADAPTER) -> Request:

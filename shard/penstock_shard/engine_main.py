@@ -99,7 +99,8 @@ def main() -> int:
         capabilities = info.capabilities - CONSTRAINT_KINDS
         info = dataclasses.replace(info, capabilities=capabilities)
     engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
-    threading.Thread(target=_beat, args=(link, Heart(engine)), daemon=True).start()
+    loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
+    threading.Thread(target=_beat, args=(link, Heart(loop)), daemon=True).start()
     # All objects so far live as long as the process: keep the garbage collector from walking them.
     gc.collect()
     gc.freeze()
@@ -107,8 +108,7 @@ def main() -> int:
     # The server may be gone at any time; then there is nobody to report to.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
-        checks = start.config.check_integrity
-        return _run_or_say(EngineLoop(engine, adapters, link.send, checks=checks), inbox)
+        return _run_or_say(loop, inbox)
     return 0
 
 

@@ -137,8 +137,8 @@ class SimulatedEngine:
         self._news = asyncio.Event()
         self._status: asyncio.Future[int] = loop.create_future()
         self._link_is_open = True
-        # Its next step will never end.
-        self.hangs = False
+        # Its next step will never end, or what it does before that.
+        self.hangs = self.hangs_before_step = False
         self.engine: Engine | None = None
         self.steps.run(self._run())
 
@@ -198,8 +198,9 @@ class SimulatedEngine:
         adapters = EngineAdapters(_Adapters(), 4, self._news.set, InlineExecutor())
         for name, source in start.adapters or start.config.loras:
             adapters.load(name, source)
-        loop = EngineLoop(engine, adapters, self._send, checks=True)
-        self.beats.run(self._beat(Heart(engine, self._loop.time)))
+        clock = self._loop.time
+        loop = EngineLoop(engine, adapters, self._send, checks=True, clock=clock)
+        self.beats.run(self._beat(Heart(loop, clock)))
         info = dataclasses.replace(runner.info, adapters=adapters.loaded)
         self._send(Ready(info, {}, "", ""))
         while True:
@@ -217,6 +218,8 @@ class SimulatedEngine:
         for message in await self._next_messages() if wait else self._messages():
             assert isinstance(message, Inbox)
             loop.take(message)
+            if self.hangs_before_step:
+                await self._loop.create_future()
         # Others get a turn, as they would beside a thread.
         await asyncio.sleep(0)
 

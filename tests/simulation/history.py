@@ -206,7 +206,7 @@ class History:
             case "crash engine":
                 shard.crash_engine()
             case "hang engine":
-                shard.hang_engine()
+                shard.hang_engine(before_step=trouble.amount > 0.7)
             case "kill":
                 shard.kill()
             case "stop":
@@ -373,13 +373,18 @@ class History:
                 # What began with weights that nobody has any more.
                 return len(self._kinds) > 1
             case Overloaded() if not outcome.token_ids:
-                return self.plan.config.max_queued_requests < len(self.plan.arrivals)
+                return self.plan.config.max_queued_requests < self._num_sequences()
             case ShardUnavailable():
                 # Nobody takes it elsewhere, or nobody may.
                 is_exact = self.plan.kind.is_exact and self.plan.next_kind.is_exact
                 return arrival.direct is not None or (request.exact and not is_exact)
             case _:
                 return False
+
+    def _num_sequences(self) -> int:
+        """An embedding has one for each of its inputs."""
+        requests = [arrival.request for arrival in self.plan.arrivals]
+        return sum(len(r.inputs) if isinstance(r, EmbeddingRequest) else 1 for r in requests)
 
     def _num_crashes(self) -> int:
         deaths = ("crash engine", "hang engine", "stop")

@@ -135,10 +135,11 @@ class SimulatedShard:
         if self._engine is not None:
             self._engine.die()
 
-    def hang_engine(self) -> None:
-        """Its next step never ends; it still beats."""
+    def hang_engine(self, *, before_step: bool) -> None:
+        """Its next step never ends, or what it does before one; it still beats."""
         if self._engine is not None:
             self._engine.hangs = True
+            self._engine.hangs_before_step = before_step
 
     def stop(self) -> None:
         """All its processes stand still until `resume`."""

@@ -26,14 +26,14 @@ def _beats(sleeps_s: list[float], started_s: Callable[[float], float]) -> list[f
     """What each beat says, where so much time lies between them; `started_s` of the time."""
     clock = SimpleNamespace(now_s=100.0)
 
-    class Engine:
+    class Loop:
         step_expected_s = 0.1
 
         @property
-        def step_started_s(self) -> float:
+        def running_since_s(self) -> float:
             return started_s(clock.now_s)
 
-    heart = Heart(Engine(), lambda: clock.now_s)  # type: ignore[arg-type]
+    heart = Heart(Loop(), lambda: clock.now_s)  # type: ignore[arg-type]
     said = [heart.beat().step_running_s]
     for slept_s in sleeps_s:
         clock.now_s += slept_s
@@ -74,6 +74,23 @@ def test_a_step_that_began_just_before_the_stop_is_excused_and_the_next_is_not()
     said = _beats([0.25, 60.0, 0.25, 0.6, *[0.25] * 20], started_s)
     assert max(said[:4]) < 2.5
     assert said[-1] > 4.0
+
+
+def test_what_goes_on_outside_of_steps_grows_older_too_and_waiting_does_not() -> None:
+    clock = SimpleNamespace(now_s=100.0)
+    adapters = EngineAdapters(None, 0, lambda: None)
+    engine = make_engine().engine
+    loop = EngineLoop(engine, adapters, lambda message: None, clock=lambda: clock.now_s)
+    heart = Heart(loop, lambda: clock.now_s)
+    clock.now_s += 0.5
+    assert heart.beat().step_running_s == 0
+    loop.take(Inbox([], []))
+    clock.now_s += 0.5
+    assert heart.beat().step_running_s == 0.5
+    loop.launch()
+    loop.collect()
+    clock.now_s += 0.5
+    assert heart.beat().step_running_s == 0
 
 
 @pytest.mark.parametrize(
