@@ -174,8 +174,8 @@ class _Call:
         outcome = await self._channel.connection()
         if self._status is not None:
             return
-        if isinstance(outcome, Status):
-            self._end(outcome)
+        if isinstance(outcome, Status) or outcome.is_broken:
+            self._end(outcome if isinstance(outcome, Status) else _CUT)
             return
         network, path = self._channel.network, outcome.path
         self._connection = outcome
@@ -344,6 +344,8 @@ class MemoryChannel:
             await asyncio.sleep(0.1)
             if connection is None and not path.closed:
                 connection = network.connect(self._address)
+        if connection.is_broken:
+            return self._failed(_CUT)
         self._connection, self._back_off_s = connection, _FIRST_BACK_OFF_S
         return connection
 

@@ -118,8 +118,7 @@ class SimulatedShard:
         self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._running
-        self._network.unlisten(self.address)
-        self._is_down()
+        self.kill()
 
     def _is_down(self) -> None:
         self._server = self.supervisor = self._ending = None
