@@ -51,6 +51,7 @@ class EngineKind:
     eos_rate: float = 0.0
     load_s: float = 0.5
     weights: str = "fake"
+    default_temperature: float = 1.0
     # Whether it promises the same bits wherever its weights are served.
     is_exact: bool = True
     crash_on: int | None = None
@@ -68,6 +69,7 @@ def info_of(kind: EngineKind) -> RunnerInfo:
         vocab_size=VOCAB_SIZE,
         eos_token_ids=EOS_IDS,
         weights_hash=kind.weights,
+        default_sampling={"temperature": kind.default_temperature},
         batch_invariant=kind.is_exact,
         numerics_fingerprint=kind.weights if kind.is_exact else "",
         worst_step_s=kind.step_s,

@@ -7,6 +7,8 @@ ends once; and nothing of it is left anywhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +27,15 @@ from penstock_client.errors import (
 )
 from penstock_client.membership import DnsSource
 from penstock_client.stream import GenerationStream
-from penstock_client.types import EmbeddingRequest, FinishReason, Logprobs, Output
+from penstock_client.types import (
+    EmbeddingRequest,
+    FinishReason,
+    GenerationRequest,
+    Logprobs,
+    Objective,
+    Output,
+    SamplingParams,
+)
 from penstock_shard.config import ShardConfig
 from simulation import virtual_time
 from simulation.channel import MemoryConnector
@@ -39,6 +49,11 @@ from simulation.virtual_time import Process, VirtualLoop
 # After all is calm, how long a request may take: it waits, backs off, and is computed.
 _PATIENCE_S = 60.0
 _GRACE_S = 60.0
+# Until a client knows that a shard says nothing any more, or cannot be reached.
+_NOTICE_S = 10.0
+# What anything takes while nothing goes wrong.
+_CALM_S = 0.5
+_LONG = GenerationRequest(range(100, 110), SamplingParams(seed=1), max_tokens=400, ignore_eos=True)
 # Until nothing of an ended request is left anywhere.
 _SETTLE_S = 15.0
 
@@ -56,6 +71,7 @@ class Outcome:
     left: bool = False
     vectors: list[list[float]] | None = None
     request_id: str = ""
+    over_at_s: float = 0.0
 
     def take(self, output: Output) -> None:
         assert output.first_position == len(self.token_ids), "positions do not follow each other"
@@ -84,13 +100,15 @@ class Report:
 
 
 class _Audit:
-    """Counts how often each request ended."""
+    """Keeps how often each request ended, and with what seed it was sent."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
+        self.seeds: dict[str, int | None] = {}
 
     def record(self, record: AuditRecord) -> None:
         self.ended[record.request_id] += 1
+        self.seeds[record.request_id] = record.request.sampling.seed
 
 
 class History:
@@ -153,6 +171,8 @@ class History:
         await asyncio.sleep(max(0.0, self.plan.calm_at_s + 0.1 - self._loop.time()))
         await self._settle()
         faults = [*self._failed_readers(readers), *self._wrong_outcomes(), *self._leftovers()]
+        if not faults:
+            faults = await self._say_goodbye()
         closing = self._router.run(self._fleet.close())
         await asyncio.wait([closing], timeout=10.0)
         if not closing.done():
@@ -179,6 +199,7 @@ class History:
                     await self._read_stream(outcome, client.submit(arrival.request))
         except PenstockError as error:
             outcome.error = error
+        outcome.over_at_s = self._loop.time()
         self._tell(f"request {arrival.number} is over: {_ending(outcome)}")
 
     async def _read_stream(self, outcome: Outcome, stream: GenerationStream) -> None:
@@ -304,6 +325,33 @@ class History:
         if any(state.address == address for state in self._fleet.shards):
             self._fleet.remove(address)
 
+    # ---- after it ----
+
+    async def _say_goodbye(self) -> list[str]:
+        """Now that all is calm: who leaves a request, or has no more time for it, frees its place;
+        and shards without requests leave at once.
+        """
+        shards = [shard for shard in self._shards if shard.num_live == 0 and shard.is_up]
+        for endings in (self._leave_one, self._overrun_one):
+            await asyncio.wait([self._router.run(endings())], timeout=_NOTICE_S)
+            await asyncio.sleep(_CALM_S)
+            if any(shard.num_live for shard in shards):
+                return [f"a request goes on at its shard after {endings.__name__}"]
+        for state in self._fleet.shards:
+            self._router.context.run(self._fleet.remove, state.address)
+        await asyncio.sleep(_CALM_S)
+        return [f"{state.address} does not leave the fleet" for state in self._fleet.shards]
+
+    async def _leave_one(self) -> None:
+        async with self._fleet.submit(_LONG) as stream:
+            await anext(stream)
+
+    async def _overrun_one(self) -> None:
+        request = dataclasses.replace(_LONG, objective=Objective(deadline_s=0.5))
+        with contextlib.suppress(PenstockError):
+            async for _ in self._fleet.submit(request):
+                pass
+
     # ---- what must hold ----
 
     async def _settle(self) -> None:
@@ -336,6 +384,8 @@ class History:
             if outcome.error is not None and not self._may_fail(outcome, outcome.error):
                 error = outcome.error
                 faults.append(f"{_name(outcome)} failed: {type(error).__name__}: {error}")
+            if self._is_overdue(outcome):
+                faults.append(f"{_name(outcome)} was over at {outcome.over_at_s:.1f} s")
             ends = self._audit.ended[outcome.request_id]
             if outcome.request_id and outcome.arrival.direct is None and ends != 1:
                 faults.append(f"{_name(outcome)} ended {ends} times")
@@ -344,19 +394,38 @@ class History:
     def _wrong_answer(self, outcome: Outcome) -> list[str]:
         """What is wrong with an answer, whichever weights it is of."""
         found: list[str] = []
+        request = self._seeded(outcome)
         for kind in self._kinds:
-            found = _differences(outcome, kind, self.plan.config)
+            found = _differences(outcome, request, kind, self.plan.config)
             if not found:
                 break
         return found
 
+    def _seeded(self, outcome: Outcome) -> GenerationRequest | EmbeddingRequest:
+        """The request, with the seed that the fleet gave it if it came without."""
+        request = outcome.arrival.request
+        if isinstance(request, EmbeddingRequest) or request.sampling.seed is not None:
+            return request
+        sampling = dataclasses.replace(
+            request.sampling, seed=self._audit.seeds.get(outcome.request_id)
+        )
+        return dataclasses.replace(request, sampling=sampling)
+
     @property
     def _kinds(self) -> list[EngineKind]:
-        """One for each of the weights that are served at some time."""
-        kinds = [self.plan.kind]
-        if any(trouble.what == "upgrade" for trouble in self.plan.troubles):
-            kinds.append(self.plan.next_kind)
-        return kinds if kinds[0].weights != kinds[-1].weights else kinds[:1]
+        """All that serve at some time: a whole answer is of one."""
+        upgraded = any(trouble.what == "upgrade" for trouble in self.plan.troubles)
+        return [self.plan.kind, self.plan.next_kind] if upgraded else [self.plan.kind]
+
+    def _is_overdue(self, outcome: Outcome) -> bool:
+        """Whether it outlived its deadline by more than it takes to notice that a shard is gone."""
+        request = outcome.arrival.request
+        if isinstance(request, EmbeddingRequest) or request.objective.deadline_s is None:
+            return False
+        if any(trouble.what == "stop router" for trouble in self.plan.troubles):
+            return False
+        ends_s = outcome.arrival.at_s + request.objective.deadline_s + _NOTICE_S
+        return outcome.over_at_s > ends_s
 
     def _may_fail(self, outcome: Outcome, error: BaseException) -> bool:
         """Whether such a plan may end a request with such an error."""
@@ -371,7 +440,7 @@ class History:
                 return self.plan.kind.crash_on is not None or self._num_crashes() >= 3
             case NoShardAvailable():
                 # What began with weights that nobody has any more.
-                return len(self._kinds) > 1
+                return len({kind.weights for kind in self._kinds}) > 1
             case Overloaded() if not outcome.token_ids:
                 return self.plan.config.max_queued_requests < self._num_sequences()
             case ShardUnavailable():
@@ -391,9 +460,13 @@ class History:
         return sum(trouble.what in deaths for trouble in self.plan.troubles)
 
 
-def _differences(outcome: Outcome, kind: EngineKind, config: ShardConfig) -> list[str]:
+def _differences(
+    outcome: Outcome,
+    request: GenerationRequest | EmbeddingRequest,
+    kind: EngineKind,
+    config: ShardConfig,
+) -> list[str]:
     """Between what came and what had to come; of one that ended early, the beginning of it."""
-    request = outcome.arrival.request
     if isinstance(request, EmbeddingRequest):
         equal = outcome.vectors in (None, expected_vectors(request, kind, config))
         return [] if equal else ["its vectors are others"]

@@ -116,7 +116,8 @@ def draw(seed: int) -> Plan:
     )
     next_kind = dataclasses.replace(
         kind,
-        weights=rng.choice(["fake"] * 9 + ["others"]),
+        weights=rng.choice(["fake", "fake", "others"]),
+        default_temperature=rng.choice([1.0, 0.5]),
         num_blocks=rng.choice([kind.num_blocks, 64]),
         is_exact=kind.is_exact and rng.random() < 0.9,
     )
@@ -170,8 +171,10 @@ def _arrival(rng: random.Random, number: int, num_shards: int, *, poisoned: bool
 def _direct(
     rng: random.Random, request: GenerationRequest | EmbeddingRequest, num_shards: int
 ) -> int | None:
-    shard = rng.randrange(num_shards)
-    return shard if isinstance(request, GenerationRequest) and rng.random() < 0.1 else None
+    shard, chance = rng.randrange(num_shards), rng.random()
+    # Who goes to a shard directly draws a seed that is not known here.
+    is_seeded = isinstance(request, GenerationRequest) and request.sampling.seed is not None
+    return shard if is_seeded and chance < 0.1 else None
 
 
 def _embedding(rng: random.Random) -> EmbeddingRequest:
@@ -210,7 +213,7 @@ def _request(rng: random.Random) -> GenerationRequest:
         repetition_penalty=1.1 if maybe() < 0.1 else None,
         presence_penalty=0.5 if maybe() < 0.1 else None,
         frequency_penalty=0.5 if maybe() < 0.1 else None,
-        seed=rng.randrange(2**64),
+        seed=rng.randrange(2**64) if maybe() < 0.9 else None,
         logit_bias={200: 1.5} if maybe() < 0.1 else {},
         bad_words=[[300, 301], [302]] if free and maybe() < 0.1 else (),
         allowed_token_ids=range(400, 440) if free and maybe() < 0.1 else (),
@@ -229,7 +232,7 @@ def _request(rng: random.Random) -> GenerationRequest:
         logprob_token_ids=[150, 160] if scored and maybe() < 0.3 else (),
         objective=Objective(
             priority=rng.choice([None, None, -1, 5]),
-            deadline_s=rng.uniform(0.5, 20.0) if maybe() < 0.05 else None,
+            deadline_s=rng.uniform(0.5, 20.0) if maybe() < 0.1 else None,
         ),
         session=rng.choice(["", "a", "b"]),
         constraint=constraint,
