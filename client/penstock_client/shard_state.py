@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.25
 # If a timeout fires this much too late, this process itself was stopped meanwhile.
 _STOPPED_S = 0.5
+# Reports come once a second at least.
+_NEXT_REPORT_S = 1.5
 # The problem of a shard that is gone as it said it would be.
 _SHUT_DOWN = "shut down after its drain"
 
@@ -271,15 +273,17 @@ class ShardWatch:
     async def _next_report(self, reports: AsyncGenerator[LoadReport, None]) -> LoadReport:
         """Raises `TimeoutError` when the shard says nothing for too long."""
         report = asyncio.ensure_future(anext(reports))
+        timeout_s = self._stall_timeout_s
         try:
             while True:
                 asked_at_s = self._clock()
-                if (await asyncio.wait({report}, timeout=self._stall_timeout_s))[0]:
+                if (await asyncio.wait({report}, timeout=timeout_s))[0]:
                     return report.result()
-                late_s = self._clock() - asked_at_s - self._stall_timeout_s
-                # If this process was stopped itself, the shard may have reported all the time.
-                if late_s < _STOPPED_S:
+                # If this process was stopped itself, the shard may have reported all the time: the
+                # next report tells.
+                if self._clock() - asked_at_s - timeout_s < _STOPPED_S:
                     raise TimeoutError
+                timeout_s = min(self._stall_timeout_s, _NEXT_REPORT_S)
         finally:
             if report.cancel():
                 await asyncio.wait({report})

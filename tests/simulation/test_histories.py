@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import logging
 import os
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,15 @@ from support.budget import budget, seeded
 
 from penstock_client import continuation
 from penstock_client.fleet_stream import FleetStream
-from penstock_client.types import GenerationRequest
+from penstock_client.shard_state import ShardState, ShardWatch
+from penstock_client.types import GenerationRequest, LoadReport
+from simulation import virtual_time
+from simulation.channel import MemoryConnector
 from simulation.history import Report, run
+from simulation.network import Network
 from simulation.plan import TROUBLES, Trouble, draw
 from simulation.shorten import shorten
+from simulation.virtual_time import Process, VirtualLoop
 
 _TESTS = Path(__file__).parents[1]
 
@@ -64,6 +71,33 @@ def test_a_seed_is_the_same_history_in_every_process() -> None:
         # Ids of requests are new in each process.
         said.add(re.sub("[0-9a-f]{32}", "id", told.stdout))
     assert len(said) == 1
+
+
+def test_a_router_that_stood_still_judges_a_silent_shard_by_its_next_report() -> None:
+    async def silence() -> AsyncGenerator[LoadReport, None]:
+        await asyncio.Event().wait()
+        yield LoadReport()
+
+    def watch(loop: VirtualLoop) -> ShardState:
+        connector = MemoryConnector(Network(loop, random.Random(0)))
+        shard = ShardState("127.0.0.1:1", connector=connector, clock=loop.time)
+        shard.client.watch_load = silence  # type: ignore[method-assign]
+        ShardWatch(shard, 3.0, lambda *_: None, lambda *_: None, loop.time)
+        return shard
+
+    async def main(loop: VirtualLoop) -> float:
+        router = Process(loop, "router")
+        shard = router.context.run(watch, loop)
+        await asyncio.sleep(2.5)
+        router.stop()
+        await asyncio.sleep(1.2)
+        router.resume()
+        while shard.problem == "not connected yet":
+            await asyncio.sleep(0.1)
+        return loop.time()
+
+    # It ran for 2.5 s, and then for as long as a report may take.
+    assert virtual_time.run(main, ends_s=60.0) == pytest.approx(2.5 + 1.2 + 1.5, abs=0.2)
 
 
 def _lose_output(stream: FleetStream, now_s: float) -> GenerationRequest:
