@@ -1,12 +1,23 @@
-"""Which tests may run beside each other, where `make test` has several workers."""
+"""Which tests run in the soak only, and which may run beside each other where there are workers."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 # Tests of whole systems start processes and wait for them: one after the other, so that they have
 # to share the machine with one stranger only. They wait more than they compute.
 _WHOLE_SYSTEMS = frozenset({"chaos", "clients", "console", "integration"})
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked `soak`, a test or one of its parameters, outside of the soak."""
+    if os.environ.get("PENSTOCK_SOAK"):
+        return
+    at_size = [item for item in items if item.get_closest_marker("soak")]
+    items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    config.hook.pytest_deselected(items=at_size)
 
 
 # There are workers only where pytest-xdist is installed.

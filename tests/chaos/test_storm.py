@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 from collections.abc import Awaitable, Callable
@@ -134,7 +133,6 @@ async def _nothing_left(fleet: Fleet) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("PENSTOCK_SOAK"), reason="takes minutes: make soak")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["least-load", "prefix-affinity"])
 async def test_streams_outlive_whatever_goes_wrong_at_once_and_leave_nothing(

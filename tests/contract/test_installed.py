@@ -5,7 +5,6 @@ from __future__ import annotations
 import email
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import tomllib
@@ -97,7 +96,6 @@ def test_a_licence_that_asks_for_more_or_is_missing_is_found(fields: Mapping[str
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("PENSTOCK_SOAK"), reason="installs an image: make soak")
 @pytest.mark.timeout(900)
 def test_the_bill_of_materials_names_what_the_routers_image_installs() -> None:
     bill = ROOT / "dist" / "sbom-router.cdx.json"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -195,7 +194,6 @@ def test_what_an_image_copies_is_not_kept_out_of_its_context() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("PENSTOCK_SOAK"), reason="downloads torch: make soak")
 @pytest.mark.timeout(1800)
 def test_the_cpu_image_as_it_is_written_serves_the_builtin_model(
     images: Mapping[str, Built], tmp_path: Path
