@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
 
 from penstock_client import (
@@ -13,8 +14,8 @@ from penstock_client import (
     FinishReason,
     Fleet,
     GenerationRequest,
-    GenerationStream,
     Logprobs,
+    Output,
     SamplingParams,
     ShardClient,
     ThinkingBudget,
@@ -59,7 +60,7 @@ class Whole:
     stop_token_id: int | None = None
 
 
-async def read_whole(stream: GenerationStream) -> Whole:
+async def read_whole(stream: AsyncIterable[Output]) -> Whole:
     """Read a stream to its end."""
     whole = Whole()
     async for output in stream:
