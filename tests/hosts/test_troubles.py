@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(180)]
 
 # Without a report for so long, a shard's requests go on elsewhere.
 STALL_S = 3.0
+# A shard reports at least so often.
+_REPORT_S = 1.0
 _OPTIONS = {name: int(value) / 1000 for name, value in channel_options() if name.endswith("_ms")}
 # What was sent and not acknowledged for so long ends a connection (TCP_USER_TIMEOUT).
 _UNACKNOWLEDGED_S = _OPTIONS["grpc.keepalive_timeout_ms"]
@@ -84,8 +86,9 @@ def _back_s(lasts_s: float) -> float:
     return _CONNECT_S + _BACK_OFF_S
 
 
-# Where the router comes late to see it, as it had to wait for a core, it waits once more.
-_ELSEWHERE_S = 2 * STALL_S + _CALM_S
+# What a shard that hears nothing says arrives until it misses an acknowledgement: one report.
+# Where the router comes late to see the silence, as it had to wait for a core, it waits once more.
+_ELSEWHERE_S = _REPORT_S + 2 * STALL_S + _CALM_S
 _STALL = f"stall timeout {STALL_S:g} s"
 _TCP = "TCP sends again"
 
