@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.budget import budget, seeded
-from support.older import revision_1
+from support.checkouts import REVISION_1, at_revision
 from support.processes import Shard, running
 from support.streams import Whole, any_request, run_whole
 
@@ -96,7 +96,7 @@ async def test_a_rolling_restart_is_not_noticed(tmp_path: Path, rng: random.Rand
 async def test_an_upgrade_to_another_wire_revision_and_back_is_not_noticed(
     tmp_path: Path, rng: random.Random
 ) -> None:
-    older = revision_1(tmp_path / "revision1")
+    older = at_revision(REVISION_1, tmp_path / "revision1").python_path
 
     def start_older(index: int, port: int | None) -> Shard:
         return Shard(tmp_path / f"shard{index}", *FAKE, port=port, python_path=older)

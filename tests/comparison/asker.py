@@ -1,0 +1,176 @@
+"""Asks shards by the client library that is on the PYTHONPATH: run as a process of its own.
+
+Reads a job as JSON, writes answers as JSON. Of the library it takes the documented names only, so
+that it asks with any revision's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock_client import (
+    Constraint,
+    ConstraintKind,
+    EmbeddingRequest,
+    Fleet,
+    GenerationRequest,
+    Objective,
+    Output,
+    PenstockError,
+    SamplingParams,
+    ShardClient,
+    ShardInfo,
+    SyncShardClient,
+    ThinkingBudget,
+)
+
+Answer = dict[str, Any]
+# What is asked of a client: the request's kind and its fields by the names of the dataclasses.
+Question = Mapping[str, Any]
+
+_READY_TIMEOUT_S = 30.0
+_PARTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "sampling": lambda given: SamplingParams(
+        **{**given, "logit_bias": {int(i): b for i, b in given.get("logit_bias", {}).items()}}
+    ),
+    "constraint": lambda given: Constraint(
+        **{**given, "kind": ConstraintKind(given["kind"])},
+    ),
+    "thinking_budget": lambda given: ThinkingBudget(**given),
+    "objective": lambda given: Objective(**given),
+}
+
+
+def generation_request(given: Question) -> GenerationRequest:
+    return GenerationRequest(
+        **{name: _PARTS[name](value) if name in _PARTS else value for name, value in given.items()}
+    )
+
+
+def told(info: ShardInfo) -> Answer:
+    """What questions and comparisons need to know of a shard."""
+    return {
+        "vocab_size": info.vocab_size,
+        "eos_token_ids": info.eos_token_ids,
+        "embeds": info.embedding is not None,
+        "numerics_fingerprint": info.numerics_fingerprint,
+    }
+
+
+class Gathered:
+    """The outputs of one request, joined."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = {"token_ids": [], "logprobs": {}, "prompt_logprobs": {}}
+
+    def add(self, output: Output) -> None:
+        self.answer["token_ids"] += output.token_ids
+        for name in ("logprobs", "prompt_logprobs"):
+            columns = getattr(output, name)
+            for column, values in dataclasses.asdict(columns).items() if columns else ():
+                known = self.answer[name].get(column)
+                joined = isinstance(values, list) and known is not None
+                self.answer[name][column] = known + values if joined else values
+        if output.finish_reason is not None:
+            self.answer["finish_reason"] = output.finish_reason.value
+            self.answer["stop_token_id"] = output.stop_token_id
+
+
+def refused(error: PenstockError) -> Answer:
+    """What it is and which field it names: the words may be said better."""
+    return {"error": type(error).__name__, "field": getattr(error, "field", "")}
+
+
+class Asker:
+    """Asks with one asyncio client. Says once on stdout that every question has `begun_tokens`, or
+    is over.
+    """
+
+    def __init__(self, client: ShardClient | Fleet, job: Mapping[str, Any]) -> None:
+        self._client = client
+        self._begun_tokens = job["begun_tokens"]
+        self._to_begin = set(job["questions"]) if self._begun_tokens else set()
+
+    async def ask(self, name: str, question: Question) -> Answer:
+        try:
+            if "embed" in question:
+                return {"vectors": await self._client.embed(EmbeddingRequest(**question["embed"]))}
+            return await self._generate(name, question["generate"])
+        except PenstockError as error:
+            return refused(error)
+        finally:
+            self._has_begun(name)
+
+    async def _generate(self, name: str, fields: Question) -> Answer:
+        gathered = Gathered()
+        async with self._client.submit(generation_request(fields)) as stream:
+            async for output in stream:
+                gathered.add(output)
+                if len(gathered.answer["token_ids"]) >= self._begun_tokens:
+                    self._has_begun(name)
+        return {**gathered.answer, "attempts": len(stream.attempts)}
+
+    def _has_begun(self, name: str) -> None:
+        if name in self._to_begin:
+            self._to_begin.remove(name)
+            if not self._to_begin:
+                print(json.dumps({"begun": True}), flush=True)
+
+
+async def _ask_all(asker: Asker, job: Mapping[str, Any]) -> dict[str, Answer]:
+    questions = job["questions"]
+    if not job["together"]:
+        return {name: await asker.ask(name, question) for name, question in questions.items()}
+    answers = await asyncio.gather(*(asker.ask(*question) for question in questions.items()))
+    return dict(zip(questions, answers, strict=True))
+
+
+async def _with_shard(job: Mapping[str, Any]) -> Answer:
+    async with ShardClient(job["shards"][0]) as client:
+        answers = await _ask_all(Asker(client, job), job)
+        return {"shard": told(await client.info()), "answers": answers}
+
+
+async def _with_fleet(job: Mapping[str, Any]) -> Answer:
+    async with Fleet(job["shards"]) as fleet:
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            while not all(shard.ready for shard in fleet.shards):
+                await fleet.wait_changed()
+        answers = await _ask_all(Asker(fleet, job), job)
+        return {"shard": told(fleet.info()), "answers": answers}
+
+
+def _with_sync(job: Mapping[str, Any]) -> Answer:
+    with SyncShardClient(job["shards"][0]) as client:
+        answers = {name: _blocking(client, each) for name, each in job["questions"].items()}
+        return {"shard": told(client.info()), "answers": answers}
+
+
+def _blocking(client: SyncShardClient, question: Question) -> Answer:
+    gathered = Gathered()
+    try:
+        if "embed" in question:
+            return {"vectors": client.embed(EmbeddingRequest(**question["embed"]))}
+        for output in client.generate(generation_request(question["generate"])):
+            gathered.add(output)
+    except PenstockError as error:
+        return refused(error)
+    return gathered.answer
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    if job["client"] == "sync":
+        found = _with_sync(job)
+    else:
+        found = asyncio.run((_with_fleet if job["client"] == "fleet" else _with_shard)(job))
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

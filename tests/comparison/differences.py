@@ -1,0 +1,38 @@
+"""Where two answers differ, in a line for each case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Of every case that was answered before: its name, and the first place that differs."""
+    lines = (_first_difference(before[name], now.get(name), name) for name in before)
+    return [line for line in lines if line]
+
+
+def _first_difference(before: Any, now: Any, case: str) -> str:
+    place, was, is_now = next(_unequal(before, now), ("", None, None))
+    return f"{case}: {place} was {_short(was)}, is {_short(is_now)}" if place else ""
+
+
+def _unequal(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Places, and the values there."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            inner = f"{place}.{key}" if place else str(key)
+            yield from _unequal(before.get(key), now.get(key), inner)
+    elif isinstance(before, list) and isinstance(now, list):
+        for index, (was, is_now) in enumerate(zip(before, now, strict=False)):
+            yield from _unequal(was, is_now, f"{place}[{index}]")
+        if len(before) != len(now):
+            yield f"the length of {place}", len(before), len(now)
+    # NaN is not served, and 1 is not True.
+    elif (type(before), before) != (type(now), now):
+        yield place or "the answer", before, now
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,398 @@
+"""What a router is asked: for each route a request, and a case for each field of its body."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from comparison.cases import Case, Cases, Json, known, requests_of
+from comparison.shard_cases import ADAPTER, MODEL
+from support.streams import CONSTRAINTS
+
+_WRITTEN = {constraint.kind.value: constraint.value for constraint in CONSTRAINTS}
+_SCHEMA = json.loads(_WRITTEN["json_schema"])
+_OPTIONS = ["a short one", "and one that is longer"]
+# Ids of special tokens, and one that is not.
+_SPECIAL_IDS = [0, 1, 600]
+_EVERY_FOURTH_ID = list(range(3, 3072, 4))
+_USER = {"role": "user", "content": "The quick brown fox"}
+_ASSISTANT = {"role": "assistant", "content": "It jumps"}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+}
+_FUNCTION: Json = {"name": "weather", "description": "of a city", "parameters": _PARAMETERS}
+_TOOL: Json = {"type": "function", "function": _FUNCTION}
+
+
+@dataclass(frozen=True)
+class Route:
+    """A request to a path, and what its fields change in it."""
+
+    base: Json
+    cases: Cases
+
+
+def _silent(value: object) -> Case:
+    return Case({"": value}, shows=False)
+
+
+# ---- fields of several routes; `_named` puts their names in ------------------------------------
+
+_SAMPLING = {
+    "temperature": Case({"": 0.4}),
+    "top_p": Case({"": 0.4}),
+    "top_k": Case({"": 3}),
+    "min_p": Case({"": 0.3}),
+    "repetition_penalty": Case({"": 1.7}),
+    "presence_penalty": Case({"": 1.9}),
+    "frequency_penalty": Case({"": 1.6}),
+    "seed": Case({"": -8}),
+}
+_PAIR = {"x": {"type": "integer"}, "y": {"type": "string"}}
+_JSON_OUTPUT = {
+    "structured_outputs": {"json": {"type": "object", "properties": _PAIR, "required": ["x", "y"]}}
+}
+_CONSTRAINTS = {
+    "structured_outputs.json": Case({"": _SCHEMA}),
+    "structured_outputs.regex": Case({"": _WRITTEN["regex"]}),
+    "structured_outputs.choice": Case({"": _OPTIONS}),
+    "structured_outputs.grammar": Case({"": _WRITTEN["grammar"]}),
+    "structured_outputs.json_object": Case({"": True}),
+    "structured_outputs.structural_tag": Case({"": json.loads(_WRITTEN["structural_tag"])}),
+    "structured_outputs.whitespace_pattern": Case({"": "[ ]?"}, _JSON_OUTPUT),
+    "structured_outputs.disable_any_whitespace": Case({"": True}, _JSON_OUTPUT),
+    "structured_outputs.disable_additional_properties": Case({"": True}, _JSON_OUTPUT),
+    "structured_outputs.disable_fallback": Case({"": True}, _JSON_OUTPUT, shows=False),
+    "guided_json": Case({"": _SCHEMA}),
+    "guided_regex": Case({"": _WRITTEN["regex"]}),
+    "guided_choice": Case({"": _OPTIONS}),
+    "guided_grammar": Case({"": _WRITTEN["grammar"]}),
+    "guided_whitespace_pattern": Case({"": "[ ]?"}, {"guided_json": _SCHEMA}),
+    "guided_decoding_backend": _silent("guidance"),
+}
+_SCHEDULING = {
+    "priority": _silent(3),
+    "slo": _silent(0.5),
+    "is_latency_sensitive": _silent(True),
+    "cache_salt": _silent("salted"),
+    "request_id": _silent("mine"),
+    "session_id": _silent("a session"),
+    "timeout": _silent(500),
+    "user": _silent("somebody"),
+}
+# Of all that generate but Anthropic's and TGI's.
+_GENERATION = {
+    "model": Case({"": ADAPTER}),
+    **_SAMPLING,
+    **_CONSTRAINTS,
+    **_SCHEDULING,
+    "logit_bias": Case({"": {"7": -9, "8": 3}}),
+    "allowed_token_ids": Case({"": list(range(500, 600))}),
+    "bad_words": Case({"": ["the", " a"]}),
+    "stop": Case({"": ["e", "a"]}),
+    "stop_token_ids": Case({"": _EVERY_FOURTH_ID}),
+    "include_stop_str_in_output": Case({"": True}, {"stop": ["e", "a"]}),
+    "ignore_eos": Case({"": True}, {"allowed_token_ids": [2], "ignore_eos": False}),
+    "min_tokens": Case({"": 12}, {"stop_token_ids": _EVERY_FOURTH_ID}),
+    "skip_special_tokens": Case({"": False}, {"allowed_token_ids": _SPECIAL_IDS}),
+    "spaces_between_special_tokens": _silent(False),
+    "stream": Case({"": True}),
+    "stream_interval": Case({"": 4}, {"stream": True}, shows=False),
+}
+# Of completions and chats.
+_OPENAI = {
+    **_GENERATION,
+    "n": Case({"": 3}),
+    "echo": Case({"": True}),
+    "prompt_logprobs": Case({"": 2}),
+    "truncate_prompt_tokens": Case({"": 4}),
+    "truncation_side": Case({"": "left"}, {"truncate_prompt_tokens": 4}),
+    "add_special_tokens": Case({"": True}),
+    "return_token_ids": Case({"": True}),
+    "stream_options.include_usage": Case({"": True}, {"stream": True}, shows=False),
+    "stream_options.continuous_usage_stats": Case({"": True}, {"stream": True}, shows=False),
+    "max_tokens": Case({"": 9}),
+    "response_format": Case({"": {"type": "json_object"}}),
+}
+_TEMPLATE = {
+    "add_generation_prompt": Case({"": False}),
+    "chat_template": Case({"": "{{ messages }}"}),
+    "chat_template_kwargs": _silent({"mood": "merry"}),
+    "documents": _silent([{"text": "a text"}]),
+    "reasoning_effort": _silent("low"),
+}
+
+
+def _named(cases: Cases, within: str = "") -> dict[str, Case]:
+    """The cases with their fields' names in place of "", nested as their dots say."""
+    named = {}
+    for name, case in cases.items():
+        change: Json = case.change.get("", case.change)
+        if "" in case.change:
+            for part in reversed(f"{within}{name}".split(".")):
+                change = {part: change}
+        named[f"{within}{name}"] = Case(change, case.beside, case.shows)
+    return named
+
+
+# ---- the routes --------------------------------------------------------------------------------
+
+
+def _completions() -> Route:
+    base = {
+        "model": MODEL,
+        "prompt": "The quick brown fox jumps over",
+        "seed": 7,
+        "temperature": 0.9,
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "logprobs": 1,
+    }
+    cases = {
+        **_OPENAI,
+        "prompt": Case({"": ["The lazy dog", [5, 6, 7]]}),
+        "best_of": Case({"": 4}),
+        "logprobs": Case({"": 4}),
+        "logprob_token_ids": Case({"": [5, 6]}),
+        "return_tokens_as_token_ids": Case({"": True}),
+    }
+    # This tokenizer has no special tokens to add.
+    cases["add_special_tokens"] = _silent(False)
+    return Route(base, _named(cases))
+
+
+def _chats() -> Route:
+    base = {
+        "model": MODEL,
+        "messages": [_USER],
+        "seed": 7,
+        "temperature": 0.9,
+        "max_tokens": 24,
+        "ignore_eos": True,
+    }
+    scored = {"logprobs": True}
+    continued = {"messages": [_USER, _ASSISTANT], "add_generation_prompt": False}
+    calls = {"tools": [_TOOL], "tool_choice": "required", "max_tokens": 200, "ignore_eos": False}
+    cases = {
+        **_OPENAI,
+        **_TEMPLATE,
+        "messages": Case({"": [_USER, _ASSISTANT, _USER]}),
+        "add_special_tokens": _silent(True),
+        "echo": Case({"": True}, {**continued, "continue_final_message": True}),
+        "continue_final_message": Case({"": True}, continued),
+        "max_completion_tokens": Case({"": 9}),
+        "logprobs": Case({"": True}),
+        "top_logprobs": Case({"": 3}, scored),
+        "logprob_token_ids": Case({"": [5, 6]}, scored),
+        "return_tokens_as_token_ids": Case({"": True}, scored),
+        "include_reasoning": _silent(True),
+        "thinking_token_budget": Case({"": 3}),
+        "tools": Case({"": [_TOOL]}),
+        "tool_choice": Case({"": "required"}, {**calls, "tool_choice": "none"}),
+        "parallel_tool_calls": Case({"": False}, calls),
+    }
+    return Route(base, _named(cases))
+
+
+def _messages() -> Route:
+    base = {
+        "model": MODEL,
+        "messages": [_USER],
+        "max_tokens": 24,
+        "temperature": 0.0,
+    }
+    tool = {"name": "weather", "input_schema": _PARAMETERS}
+    written = {"type": "json_schema", "schema": _SCHEMA}
+    names = ("model", "timeout", "stream")
+    cases = {
+        **{name: _GENERATION[name] for name in names},
+        "messages": Case({"": [_USER, _ASSISTANT, _USER]}),
+        "system": Case({"": "Be brief."}),
+        "tools": Case({"": [tool]}),
+        "tool_choice": Case({"": {"type": "any"}}, {"tools": [tool]}),
+        "thinking": Case({"": {"type": "enabled", "budget_tokens": 3}}),
+        "output_config.format": Case({"": written}),
+        "output_config.effort": _silent("low"),
+        "output_format": Case({"": written}),
+        "max_tokens": Case({"": 9}),
+        "stop_sequences": Case({"": ["e", "a"]}),
+        "metadata": _silent({"user_id": "somebody"}),
+        "service_tier": _silent("auto"),
+        # There is no seed: an answer is the same only where nothing is drawn.
+        "temperature": _silent(1e-6),
+        "top_p": _silent(0.4),
+        "top_k": _silent(3),
+    }
+    return Route(base, _named(cases))
+
+
+def _responses() -> Route:
+    base = {
+        "model": MODEL,
+        "input": "The quick brown fox",
+        "seed": 7,
+        "temperature": 0.9,
+        "max_output_tokens": 24,
+        "ignore_eos": True,
+        "store": False,
+    }
+    scored = {"include": ["message.output_text.logprobs"]}
+    tool = {"type": "function", **_FUNCTION}
+    calls = {"tools": [tool], "tool_choice": "required", "max_output_tokens": 200}
+    template = ("chat_template", "chat_template_kwargs")
+    cases = {
+        **_GENERATION,
+        **{name: _TEMPLATE[name] for name in template},
+        "input": Case({"": [_USER, _ASSISTANT, _USER]}),
+        "instructions": Case({"": "Be brief."}),
+        "max_output_tokens": Case({"": 9}),
+        "previous_response_id": Case({"": "resp_none"}),
+        "store": Case({"": True}),
+        "background": Case({"": True}),
+        "include": Case({"": scored["include"]}),
+        "top_logprobs": Case({"": 3}, scored),
+        "include_reasoning": _silent(True),
+        "thinking_token_budget": Case({"": 3}),
+        "text.format": Case({"": {"type": "json_object"}}),
+        "text.verbosity": _silent("medium"),
+        "reasoning.effort": Case({"": "low"}),
+        "reasoning.summary": Case({"": "auto"}),
+        "truncation": Case({"": "auto"}),
+        "metadata": Case({"": {"who": "somebody"}}),
+        "prompt_cache_key": Case({"": "a key"}),
+        "safety_identifier": Case({"": "somebody"}),
+        "user": Case({"": "somebody"}),
+        "service_tier": _silent("auto"),
+        "tools": Case({"": [tool]}),
+        "tool_choice": Case({"": "required"}, {**calls, "tool_choice": "none"}),
+        "parallel_tool_calls": Case({"": False}, calls),
+        "max_tool_calls": Case({"": 1}),
+    }
+    return Route(base, _named(cases))
+
+
+def _tgi(changes: Cases, **more: object) -> Route:
+    base = {
+        "inputs": "The quick brown fox jumps over",
+        "parameters": {"seed": 7, "temperature": 0.9, "max_new_tokens": 24, "details": True},
+        **more,
+    }
+    names = ("temperature", "repetition_penalty", "frequency_penalty", "top_k", "top_p", "stop")
+    cases = {
+        **{name: _GENERATION[name] for name in names},
+        "typical_p": Case({"": 0.4}),
+        "do_sample": _silent(True),
+        "max_new_tokens": Case({"": 9}),
+        "truncate": Case({"": 4}),
+        "details": Case({"": False}),
+        "decoder_input_details": Case({"": True}),
+        "seed": Case({"": 8}),
+        "best_of": Case({"": 2}),
+        "top_n_tokens": Case({"": 2}),
+        "grammar": Case({"": {"type": "regex", "value": _WRITTEN["regex"]}}),
+        "return_full_text": Case({"": True}),
+        "adapter_id": Case({"": ADAPTER}),
+        "timeout": _silent(500),
+    }
+    inputs = Case({"inputs": "The lazy dog"})
+    return Route(base, {"inputs": inputs, **_named(cases, "parameters."), **changes})
+
+
+def _embeddings() -> Route:
+    cases = {
+        "model": Case({"": "of nobody"}),
+        "input": Case({"": ["The lazy dog", "a cat"]}),
+        "encoding_format": Case({"": "base64"}),
+        "dimensions": Case({"": 8}),
+        "normalize": Case({"": False}),
+        "pooling": Case({"": "mean"}),
+        "truncate_prompt_tokens": Case({"": 4}),
+        "truncation_side": Case({"": "left"}, {"truncate_prompt_tokens": 4}),
+        "add_special_tokens": _silent(False),
+        "user": _silent("somebody"),
+        "timeout": _silent(500),
+    }
+    return Route({"model": MODEL, "input": "The quick brown fox jumps over"}, _named(cases))
+
+
+def _tokens_of_chats() -> Cases:
+    return _named(
+        {
+            **_TEMPLATE,
+            "model": Case({"": "of nobody"}),
+            "messages": Case({"": [_USER, _ASSISTANT, _USER]}),
+            "add_special_tokens": _silent(True),
+            "continue_final_message": Case(
+                {"": True}, {"messages": [_USER, _ASSISTANT], "add_generation_prompt": False}
+            ),
+            "tools": Case({"": [_TOOL]}),
+            "tool_choice": Case({"": "none"}, {"tools": [_TOOL]}),
+        }
+    )
+
+
+def _tokenize() -> Route:
+    cases = {
+        "model": Case({"": "of nobody"}),
+        "prompt": Case({"": "The lazy dog"}),
+        "inputs": Case({"": "The lazy dog"}),
+        "parameters": _silent({}),
+        "return_token_strs": Case({"": True}),
+        "messages": Case({"": [_USER]}),
+    }
+    base = {"prompt": "The quick brown fox jumps over"}
+    # What is of chats counts beside their messages only.
+    chat = {"prompt": None, "messages": [_USER]}
+    of_chats = {
+        name: replace(case, beside={**chat, **case.beside})
+        for name, case in _tokens_of_chats().items()
+    }
+    return Route(base, {**of_chats, **_named(cases)})
+
+
+def _count_tokens() -> Route:
+    whole = _messages()
+    silent = ("model", "tool_choice", "thinking", "output_config.effort")
+    silent += ("output_config.format", "output_format")
+    shown = ("messages", "system", "tools")
+    cases = {name: whole.cases[name] for name in shown}
+    hidden = {name: replace(whole.cases[name], shows=False) for name in silent}
+    return Route({"model": MODEL, "messages": [_USER]}, {**cases, **hidden})
+
+
+ROUTES: Mapping[str, Route] = {
+    "/v1/completions": _completions(),
+    "/v1/chat/completions": _chats(),
+    "/v1/messages": _messages(),
+    "/v1/messages/count_tokens": _count_tokens(),
+    "/v1/responses": _responses(),
+    "/v1/embeddings": _embeddings(),
+    "/generate": _tgi({}),
+    "/": _tgi(
+        {
+            # Here it is the default.
+            "parameters.return_full_text": Case({"parameters": {"return_full_text": False}}),
+            "stream": Case({"stream": True}),
+        },
+        stream=False,
+    ),
+    "/generate_stream": _tgi(_named({"parameters.return_full_text": _silent(True)})),
+    "/chat_tokenize": Route({"messages": [_USER]}, _tokens_of_chats()),
+    "/tokenize": _tokenize(),
+    "/detokenize": Route(
+        {"tokens": [325, 1229]},
+        _named({"tokens": Case({"": [5, 6]}), "model": Case({"": "of nobody"})}),
+    ),
+}
+# The operator's: they take adapters from where shards are.
+NOT_ASKED = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+
+
+def http_requests(path: str, fields: Collection[str]) -> dict[str, tuple[str, Json]]:
+    """A route's requests, by the names of the fields that they show: one for each of `fields`."""
+    route = ROUTES[path]
+    requests = requests_of(route.base, known(route.cases, fields))
+    return {name: (path, body) for name, body in requests.items()}

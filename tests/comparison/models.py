@@ -1,0 +1,89 @@
+"""Shards with models: how they are served, and whether answers are those of the commit before."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from comparison.cases import Json
+from comparison.differences import differences
+from comparison.shard_cases import ADAPTER, Questions
+from comparison.stacks import Found, ask, questions_for, shard_of
+from support.adapters import make_adapter
+from support.checkouts import Checkout
+from support.processes import running
+
+needs_torch = pytest.mark.skipif(
+    not importlib.util.find_spec("torch"), reason="torch is not installed"
+)
+CPU = (
+    *("--runner", "model", "--device", "cpu", "--threads", "1"),
+    *("--kv-memory", "64M", "--max-model-len", "512"),
+)
+_QUERIES = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in (0, 1)}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the same model is served and asked: no token may depend on it."""
+
+    flags: tuple[str, ...] = ()
+    # Else one question after the other.
+    together: bool = True
+
+
+_SMALL_STEPS = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+_DRAFTS = ("--speculative-tokens", "4")
+SMALL_STEPS_AND_DRAFTS = {"small steps and drafts": Way(_SMALL_STEPS + _DRAFTS)}
+WAYS = {
+    "as before": Way(),
+    "one after the other": Way(together=False),
+    "small steps": Way(_SMALL_STEPS),
+    "drafts": Way(_DRAFTS),
+    "small steps and drafts": Way(_SMALL_STEPS + _DRAFTS),
+    "no cached prefixes": Way(("--no-enable-prefix-caching",)),
+    "two threads": Way(("--threads", "2")),
+}
+
+
+def adapter_for_builtin(folder: Path) -> tuple[str, str]:
+    """Flags that load an adapter which fits the built-in model."""
+    return "--lora", f"{ADAPTER}={make_adapter(folder / 'adapter', _QUERIES, size=0.05)}"
+
+
+def differences_of(
+    before: Checkout,
+    now: Checkout,
+    folder: Path,
+    flags: tuple[str, ...],
+    ways: Mapping[str, Way],
+    asked: Callable[[Questions], Mapping[str, Json]] = Questions.each_field,
+) -> list[str]:
+    """What differs in any of the ways, from how the commit before answers in the first one's
+    order of asking.
+    """
+    together = next(iter(ways.values())).together
+    shard = shard_of(before, folder / "before.log", *flags)
+    with running(shard):
+        questions = asked(questions_for(before, shard))
+        found_before = ask(before, [shard], questions, together=together)
+    lines = []
+    for name, way in ways.items():
+        shard = shard_of(now, folder / "now.log", *flags, *way.flags)
+        with running(shard):
+            found = ask(now, [shard], questions, together=way.together)
+        found_lines = differences(found_before.answers, found.answers)
+        lines += [f"{name}: {line}" for line in found_lines]
+        lines += _of_fingerprints(found_before, found) if found_lines else []
+    return lines
+
+
+def _of_fingerprints(before: Found, now: Found) -> list[str]:
+    """What else a change of tokens has to change."""
+    name = "numerics_fingerprint"
+    if not before.shard[name] or before.shard[name] != now.shard[name]:
+        return []
+    return [f"and {name} is the same: raise MODEL_REVISION or SAMPLER_REVISION"]

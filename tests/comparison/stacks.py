@@ -1,0 +1,258 @@
+"""Shards and routers of a checkout, what they are asked, and what they say that they take."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from comparison.cases import Json, known
+from comparison.shard_cases import (
+    GENERATE,
+    MODEL,
+    Questions,
+    Vocabulary,
+    embed_cases,
+    generate_cases,
+)
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from support.checkouts import Checkout
+from support.processes import Router, Shard, running
+
+Answers = dict[str, Any]
+
+_ASKER = Path(__file__).with_name("asker.py")
+_SERVICE = "penstock.v1.Shard"
+_TIMEOUT_S = 120
+# More would only have them wait.
+_HTTP_CLIENTS = 8
+# Of the clock, or drawn anew for each answer.
+_OF_ITS_OWN = frozenset({"id", "call_id", "created", "created_at", "completed_at"})
+
+
+def shard_of(checkout: Checkout, log_file: Path, *flags: str) -> Shard:
+    """A shard process of this checkout, not yet healthy."""
+    named = ("--served-model-name", MODEL)
+    return Shard(log_file, *named, *flags, python_path=checkout.python_path)
+
+
+def router_of(checkout: Checkout, log_file: Path, *shards: Shard) -> Router:
+    """A router process of this checkout in front of shards of any."""
+    addresses = [shard.address for shard in shards]
+    return Router(log_file, addresses, python_path=checkout.python_path)
+
+
+# ---- asking shards -----------------------------------------------------------------------------
+
+
+@dataclass
+class Asking:
+    """A client process, and what it found once it is over."""
+
+    process: subprocess.Popen[str]
+
+    def wait_begun(self) -> None:
+        """Until every question has as many tokens as `asking` was told."""
+        assert json.loads(self._line()) == {"begun": True}
+
+    def found(self) -> Found:
+        found = json.loads(self._line())
+        assert self.process.wait(_TIMEOUT_S) == 0
+        answers: Answers = found["answers"]
+        attempts = {name: answer.pop("attempts", 1) for name, answer in answers.items()}
+        return Found(answers, attempts, found["shard"])
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the client ended with {self.process.wait(_TIMEOUT_S)}"
+        return line
+
+
+@dataclass
+class Found:
+    """Answers to questions, how many attempts each took, and what a shard said of itself."""
+
+    answers: Answers
+    attempts: dict[str, int]
+    shard: Json
+
+
+@contextlib.contextmanager
+def asking(
+    checkout: Checkout,
+    shards: Sequence[Shard],
+    questions: Mapping[str, Json],
+    *,
+    client: str = "shard",
+    together: bool = True,
+    begun_tokens: int = 0,
+) -> Iterator[Asking]:
+    """Asks shards by the client library of a checkout. `client` is "shard", "sync" or "fleet"."""
+    job = {
+        "shards": [shard.address for shard in shards],
+        "questions": questions,
+        "client": client,
+        "together": together,
+        "begun_tokens": begun_tokens,
+    }
+    process = subprocess.Popen(
+        # -P: the modules beside the script are none of its own.
+        [sys.executable, "-P", str(_ASKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": checkout.python_path},
+    )
+    try:
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            json.dump(job, stdin)
+        yield Asking(process)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def ask(
+    checkout: Checkout,
+    shards: Sequence[Shard],
+    questions: Mapping[str, Json],
+    *,
+    client: str = "shard",
+    together: bool = True,
+) -> Found:
+    """Asks to the end."""
+    with asking(checkout, shards, questions, client=client, together=together) as asked:
+        return asked.found()
+
+
+def questions_for(checkout: Checkout, shard: Shard) -> Questions:
+    """What to ask shards of this model, of this and other checkouts: all that this one knows."""
+    generate_fields = wire_fields(shard, "Generate")
+    found = ask(checkout, [shard], {"": {"generate": GENERATE}})
+    vocabulary = Vocabulary(
+        found.shard["vocab_size"],
+        found.shard["eos_token_ids"][0],
+        found.answers[""]["token_ids"],
+    )
+    embed_fields = wire_fields(shard, "Embed") if found.shard["embeds"] else []
+    return Questions(
+        generate=known(generate_cases(vocabulary), generate_fields),
+        embed=known(embed_cases(), embed_fields),
+    )
+
+
+def wire_fields(shard: Shard, rpc: str) -> list[str]:
+    """The fields of an RPC's request, as the shard's reflection has them."""
+    with grpc.insecure_channel(shard.address) as channel:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        return list(_leaves(pool.FindServiceByName(_SERVICE).methods_by_name[rpc].input_type))
+
+
+def _leaves(message: Descriptor, before: str = "") -> Iterator[str]:
+    for field in message.fields:
+        within = field.message_type
+        if within is None or within.GetOptions().map_entry:
+            yield before + field.name
+        else:
+            yield from _leaves(within, f"{before}{field.name}.")
+
+
+# ---- asking routers ----------------------------------------------------------------------------
+
+
+def ask_router(router: Router, requests: Mapping[str, tuple[str, Json]]) -> Answers:
+    """The answers to requests of (path, body), without what is of one answer only."""
+
+    def answer(request: tuple[str, Json]) -> Any:
+        status, text = router.ask(*request)
+        return {"status": status, "body": _lasting(_content(text))}
+
+    with ThreadPoolExecutor(_HTTP_CLIENTS) as pool:
+        return dict(zip(requests, pool.map(answer, requests.values()), strict=True))
+
+
+def _content(text: str) -> Any:
+    if not text.startswith(("data:", "event:")):
+        return json.loads(text)
+    payloads = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+    return _joined([json.loads(payload) for payload in payloads if payload != "[DONE]"])
+
+
+def _joined(events: list[Any]) -> Json:
+    """What a stream said, whichever tokens came in one event."""
+    said: dict[str, list[Any]] = {}
+    for event in events:
+        for key, value in _strings_and_numbers(event):
+            said.setdefault(key, []).append(value)
+    texts = {key: "".join(map(str, said.get(key, ()))) for key in ("text", "content", "delta")}
+    return {**texts, "ends": said.get("finish_reason", []), "logprob": said.get("logprob", [])}
+
+
+def _strings_and_numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, within in value.items():
+            yield from _strings_and_numbers(within, name)
+    elif isinstance(value, list):
+        for within in value:
+            yield from _strings_and_numbers(within, key)
+    elif value is not None:
+        yield key, value
+
+
+def _lasting(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _lasting(v) for k, v in value.items() if k not in _OF_ITS_OWN}
+    if isinstance(value, list):
+        return [_lasting(each) for each in value]
+    return value
+
+
+def http_fields(router: Router) -> dict[str, list[str]]:
+    """The fields that work of each route's body, as the router's OpenAPI document has them; those
+    of an object within are named with a dot.
+    """
+    document = json.loads(router.ask("/openapi.json")[1])
+    found = {}
+    for path, operations in document["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        schema = content.get("application/json", {}).get("schema", {})
+        if "properties" in schema:
+            found[path] = list(_working(schema))
+    return found
+
+
+def _working(schema: Json, before: str = "") -> Iterator[str]:
+    """Names of fields that are served. One that is not takes only what asks for nothing."""
+    for name, value in schema["properties"].items():
+        forms = [form for form in value.get("anyOf", [value]) if form != {"type": "null"}]
+        within = [form for form in forms if "properties" in form]
+        if len(within) == len(forms) == 1:
+            yield from _working(within[0], f"{before}{name}.")
+        elif any("enum" not in form or "type" in form for form in forms):
+            yield before + name
+
+
+@contextlib.contextmanager
+def pair_of(checkout: Checkout, folder: Path, *flags: str) -> Iterator[tuple[Shard, Router]]:
+    """A shard and a router of one checkout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shard = shard_of(checkout, folder / "shard.log", *flags)
+    router = router_of(checkout, folder / "router.log", shard)
+    with running(shard, router):
+        yield shard, router

@@ -1,0 +1,113 @@
+"""A fleet in the middle of an upgrade: one shard of the commit before, one of now. When one of them
+dies or drains, its requests go on at the other, to the very same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from comparison.cases import Json, merged
+from comparison.conftest import FAKE, Sides
+from comparison.differences import differences
+from comparison.models import CPU, adapter_for_builtin, needs_torch
+from comparison.shard_cases import ADAPTER, Questions
+from comparison.stacks import Answers, ask, asking, questions_for, shard_of
+from support.adapters import make_adapter
+from support.checkouts import Checkout
+from support.processes import Shard, running
+
+# Long enough that requests run when their shard dies.
+_TOKENS = 120
+_BEGUN_TOKENS = 20
+_WHEN_BEGUN = {
+    "dies": lambda shard: shard.process.kill(),
+    "drains": lambda shard: shard.terminate(),
+}
+
+
+def long_questions(questions: Questions) -> dict[str, Json]:
+    """Of each field of a generation."""
+    return {
+        name: {"generate": merged(question["generate"], {"max_tokens": _TOKENS})}
+        for name, question in questions.each_field().items()
+        if "generate" in question
+    }
+
+
+def continued(
+    client: Checkout, shards: list[Shard], event: str, leaving: int, asked: dict[str, Json]
+) -> Answers:
+    """The answers of a fleet of which one shard leaves while all are generated; it has had some of
+    them.
+    """
+    with (
+        running(*shards),
+        asking(client, shards, asked, client="fleet", begun_tokens=_BEGUN_TOKENS) as fleet,
+    ):
+        fleet.wait_begun()
+        _WHEN_BEGUN[event](shards[leaving])
+        found = fleet.found()
+    num_continued = sum(attempts > 1 for attempts in found.attempts.values())
+    assert num_continued > len(asked) // 8, f"only {num_continued} were continued"
+    return found.answers
+
+
+@pytest.fixture(scope="package")
+def asked(questions: Questions) -> dict[str, Json]:
+    return long_questions(questions)
+
+
+@pytest.fixture(scope="package")
+def calm(sides: Sides, asked: dict[str, Json]) -> Answers:
+    """The answers of one shard of the commit before."""
+    return ask(sides.before.checkout, [sides.before.shard], asked).answers
+
+
+@pytest.mark.parametrize(
+    ("event", "leaving", "asker"),
+    [
+        ("dies", "before", "now"),
+        ("drains", "now", "now"),
+        pytest.param("dies", "now", "now", marks=pytest.mark.soak),
+        pytest.param("drains", "before", "now", marks=pytest.mark.soak),
+        pytest.param("dies", "before", "before", marks=pytest.mark.soak),
+        pytest.param("dies", "now", "before", marks=pytest.mark.soak),
+        pytest.param("drains", "before", "before", marks=pytest.mark.soak),
+        pytest.param("drains", "now", "before", marks=pytest.mark.soak),
+    ],
+)
+def test_requests_go_on_exactly_when_a_shard_of_one_leaves(
+    sides: Sides,
+    asked: dict[str, Json],
+    calm: Answers,
+    tmp_path: Path,
+    event: str,
+    leaving: str,
+    asker: str,
+) -> None:
+    checkouts = {"before": sides.before.checkout, "now": sides.now.checkout}
+    adapter = f"{ADAPTER}={make_adapter(tmp_path / 'adapter')}"
+    # Slower than elsewhere: there is time to end a shard.
+    flags = (*FAKE, "--step-ms", "10", "--lora", adapter)
+    shards = [shard_of(each, tmp_path / f"{name}.log", *flags) for name, each in checkouts.items()]
+    place = list(checkouts).index(leaving)
+    found = continued(checkouts[asker], shards, event, place, asked)
+    assert differences(calm, found) == []
+
+
+@needs_torch
+@pytest.mark.soak
+@pytest.mark.parametrize("event", _WHEN_BEGUN)
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_model_goes_on_exactly_at_the_other(
+    before: Checkout, now: Checkout, tmp_path: Path, event: str, leaving: int
+) -> None:
+    flags = (*CPU, *adapter_for_builtin(tmp_path))
+    alone = shard_of(before, tmp_path / "alone.log", *flags)
+    with running(alone):
+        asked = long_questions(questions_for(before, alone))
+        calm = ask(before, [alone], asked).answers
+    shards = [shard_of(each, tmp_path / f"{each.name}.log", *flags) for each in (before, now)]
+    assert differences(calm, continued(now, shards, event, leaving, asked)) == []

@@ -1,0 +1,72 @@
+"""Clients and routers of the commit before talk to shards of now, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from comparison.cases import PLAIN
+from comparison.conftest import Side, Sides
+from comparison.differences import differences
+from comparison.http_cases import ROUTES, http_requests
+from comparison.shard_cases import Questions
+from comparison.stacks import Answers, ask, ask_router, http_fields, router_of
+from support.processes import Router, running
+
+
+def crossed(sides: Sides, direction: str) -> tuple[Side, Side]:
+    """Who asks, and who is asked."""
+    to_now = direction == "before to now"
+    return (sides.before, sides.now) if to_now else (sides.now, sides.before)
+
+
+both_ways = pytest.mark.parametrize("direction", ["before to now", "now to before"])
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "client",
+    [
+        "shard",
+        pytest.param("sync", marks=pytest.mark.soak),
+        pytest.param("fleet", marks=pytest.mark.soak),
+    ],
+)
+def test_a_client_of_one_gets_the_same_from_a_shard_of_the_other(
+    sides: Sides, questions: Questions, answers_before: Answers, direction: str, client: str
+) -> None:
+    asking, asked = crossed(sides, direction)
+    found = ask(asking.checkout, [asked.shard], questions.each_field(), client=client)
+    assert differences(answers_before, found.answers) == []
+
+
+@contextmanager
+def router_between(asking: Side, asked: Side, folder: Path) -> Iterator[Router]:
+    router = router_of(asking.checkout, folder / "router.log", asked.shard)
+    with running(router):
+        yield router
+
+
+@both_ways
+def test_a_router_of_one_gets_the_same_from_a_shard_of_the_other(
+    sides: Sides, direction: str, tmp_path: Path
+) -> None:
+    asking, asked = crossed(sides, direction)
+    requests = {path: http_requests(path, ())[PLAIN] for path in ROUTES}
+    before = ask_router(sides.before.router, requests)
+    with router_between(asking, asked, tmp_path) as router:
+        assert differences(before, ask_router(router, requests)) == []
+
+
+@both_ways
+@pytest.mark.soak
+def test_every_field_of_every_route_crosses(sides: Sides, direction: str, tmp_path: Path) -> None:
+    asking, asked = crossed(sides, direction)
+    fields = http_fields(sides.before.router)
+    with router_between(asking, asked, tmp_path) as router:
+        for path in fields.keys() & ROUTES.keys():
+            requests = http_requests(path, fields[path])
+            before = ask_router(sides.before.router, requests)
+            assert differences(before, ask_router(router, requests)) == [], path

@@ -1,0 +1,71 @@
+"""Trees of this repository's revisions, whose packages processes of their own run.
+
+A test starts a process with a tree's `python_path`, and speaks to it as users do.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+# The last commit with schema revision 1.
+REVISION_1 = "5764763b2067f8474a252bf62436fabedd88dcab"
+# What tokens and log-probabilities are compared with. Moved forward only by a commit that means to
+# change them, which says so in CHANGELOG.md. PENSTOCK_BASELINE names another one for a run, such as
+# HEAD~1.
+_BASELINE = "7059c7aed35db54044d21574d807b0488e0e5398"
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A tree of the repository; `name` is what messages call it."""
+
+    name: str
+    root: Path
+
+    @property
+    def python_path(self) -> str:
+        """Its packages, found where its own pyproject.toml says they are."""
+        build = tomllib.loads((self.root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+        return os.pathsep.join(str(self.root / name) for name in build["dev-mode-dirs"])
+
+
+def this_checkout() -> Checkout:
+    """The tree that these tests belong to."""
+    return Checkout("now", _ROOT)
+
+
+def baseline(folder: Path) -> Checkout:
+    """The tree of the commit before, written to `folder`; skips the test without its history."""
+    return at_revision(os.environ.get("PENSTOCK_BASELINE") or _BASELINE, folder)
+
+
+def at_revision(revision: str, folder: Path) -> Checkout:
+    """The tree of a revision, written to `folder`; skips the test without its history."""
+    archive = subprocess.run(
+        ["git", "-C", str(_ROOT), "archive", revision], capture_output=True, check=False
+    )
+    if archive.returncode:
+        pytest.skip(f"the history of this repository is not here: {revision} is not known")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return Checkout(revision, folder)
+
+
+def copied(source: Checkout, folder: Path) -> Checkout:
+    """A copy of its packages, to be changed."""
+    folder.mkdir(parents=True)
+    shutil.copy(source.root / "pyproject.toml", folder)
+    for path in source.python_path.split(os.pathsep):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(path, folder / Path(path).name, ignore=ignored)
+    return Checkout(f"a copy of {source.name}", folder)
