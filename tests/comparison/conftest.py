@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from comparison.shard_cases import ADAPTER, Questions
@@ -34,6 +35,11 @@ class Sides:
     now: Side
 
 
+def fake_flags(folder: Path) -> tuple[str, ...]:
+    """With the adapter that cases name."""
+    return (*FAKE, "--lora", f"{ADAPTER}={make_adapter(folder / 'adapter')}")
+
+
 @pytest.fixture(scope="package")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return baseline(tmp_path_factory.mktemp("before"))
@@ -49,10 +55,12 @@ def sides(
     tmp_path_factory: pytest.TempPathFactory, before: Checkout, now: Checkout
 ) -> Iterator[Sides]:
     folder = tmp_path_factory.mktemp("sides")
-    flags = (*FAKE, "--lora", f"{ADAPTER}={make_adapter(folder / 'adapter')}")
     with ExitStack() as stack:
         started = [
-            Side(checkout, *stack.enter_context(pair_of(checkout, folder / name, *flags)))
+            Side(
+                checkout,
+                *stack.enter_context(pair_of(checkout, folder / name, *fake_flags(folder))),
+            )
             for name, checkout in (("before", before), ("now", now))
         ]
         yield Sides(*started)

@@ -355,8 +355,8 @@ def _tokenize() -> Route:
 
 def _count_tokens() -> Route:
     whole = _messages()
-    silent = ("model", "tool_choice", "thinking", "output_config.effort")
-    silent += ("output_config.format", "output_format")
+    silent = ["model", "tool_choice", "thinking", "output_config.effort"]
+    silent += ["output_config.format", "output_format"]
     shown = ("messages", "system", "tools")
     cases = {name: whole.cases[name] for name in shown}
     hidden = {name: replace(whole.cases[name], shows=False) for name in silent}

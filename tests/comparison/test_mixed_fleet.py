@@ -9,21 +9,20 @@ from pathlib import Path
 
 import pytest
 from comparison.cases import Json, merged
-from comparison.conftest import FAKE, Sides
+from comparison.conftest import Sides, fake_flags
 from comparison.differences import differences
 from comparison.models import CPU, adapter_for_builtin, needs_torch
-from comparison.shard_cases import ADAPTER, Questions
+from comparison.shard_cases import Questions
 from comparison.stacks import Answers, ask, asking, questions_for, shard_of
-from support.adapters import make_adapter
 from support.checkouts import Checkout
 from support.processes import Shard, running
 
 # Long enough that requests run when their shard dies.
 _TOKENS = 120
 _BEGUN_TOKENS = 20
-_WHEN_BEGUN = {
+_WHEN_BEGUN: Mapping[str, Callable[[Shard], object]] = {
     "dies": lambda shard: shard.process.kill(),
-    "drains": lambda shard: shard.terminate(),
+    "drains": Shard.terminate,
 }
 
 
@@ -88,9 +87,8 @@ def test_requests_go_on_exactly_when_a_shard_of_one_leaves(
     asker: str,
 ) -> None:
     checkouts = {"before": sides.before.checkout, "now": sides.now.checkout}
-    adapter = f"{ADAPTER}={make_adapter(tmp_path / 'adapter')}"
     # Slower than elsewhere: there is time to end a shard.
-    flags = (*FAKE, "--step-ms", "10", "--lora", adapter)
+    flags = (*fake_flags(tmp_path), "--step-ms", "10")
     shards = [shard_of(each, tmp_path / f"{name}.log", *flags) for name, each in checkouts.items()]
     place = list(checkouts).index(leaving)
     found = continued(checkouts[asker], shards, event, place, asked)
