@@ -235,7 +235,7 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
     assert len({first, *others}) == 9
 
 
-@pytest.mark.parametrize("name", ["exp", "tanh", "cos", "log_softmax"])
+@pytest.mark.parametrize("name", ["exp", "tanh", "cos", "layer_norm", "log_softmax"])
 def test_torch_bits_tell_one_that_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint.torch_bits()
     good = fingerprint._FUNCTIONS[name]

@@ -1,6 +1,12 @@
 """A hash of all that the bits of logits and drawn tokens depend on: shards with the same
 fingerprint give the same bits.
 
+Sources of kernels are hashed, as the smallest change of one may change a rounding; for Triton with
+the code that launches them. Our other Python code is not, so that shards of two versions may
+continue each other's requests: MODEL_REVISION and SAMPLER_REVISION stand for it, and
+`tests/comparison` finds results that differ where neither was raised. Libraries are in it by their
+versions.
+
 Knows what results depend on. Knows nothing of how they are computed.
 """
 
@@ -10,6 +16,7 @@ import functools
 import hashlib
 import importlib.metadata
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +25,9 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
+import penstock_shard
 from penstock_shard.models.base import MODEL_REVISION
+from penstock_shard.models.errors import ModelError
 from penstock_shard.models.kernels.build import kernel_hash
 from penstock_shard.models.ops.base import Ops
 from penstock_shard.runner.sampler import SAMPLER_REVISION
@@ -26,6 +35,7 @@ from penstock_shard.runner.sampler import SAMPLER_REVISION
 _DIGEST_BYTES = 16
 # Longer than any vector register, and a multiple of none.
 _NUM_VALUES = 4099
+_HAS_KERNELS = re.compile(r"^\s*@triton\.", re.MULTILINE)
 # Functions called by the sampler, rotary tables and modelling code whose rounding depends on the
 # processor's instructions. Torch passes some to a library that chooses code by processor vendor, so
 # torch's own report of the instruction set does not suffice.
@@ -39,6 +49,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "rsqrt": lambda x: torch.rsqrt(x.square() + 1e-5),
+    # Sums whose order depends on the length of vector registers.
+    "mean": torch.mean,
+    "layer_norm": lambda x: functional.layer_norm(x, x.shape),
     "log_softmax": lambda x: torch.log_softmax(x, dim=0),
     "softmax": lambda x: torch.softmax(x, dim=0),
     # Angles grow with positions.
@@ -62,6 +75,8 @@ def fingerprint(weights_hash: str, ops: Ops, kv_dtype: torch.dtype, parallel_siz
         torch_bits(),
         # Our decoder takes configuration defaults and rotary tables from transformers.
         transformers.__version__,
+        # Decides which tokens a constraint allows.
+        importlib.metadata.version("llguidance"),
         str(MODEL_REVISION),
         str(SAMPLER_REVISION),
         str(parallel_size),
@@ -79,9 +94,23 @@ def _kernels(ops: Ops) -> tuple[str, ...]:
 def _triton_hash() -> str:
     """Hash of the sources of all Triton kernels and of the code that launches them."""
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for path in sorted((Path(__file__).parents[1] / "models").glob("*/triton*.py")):
+    for path in triton_sources(Path(penstock_shard.__file__).parent):
         total.update(path.read_bytes() + b"\0")
     return total.hexdigest()
+
+
+def triton_sources(folder: Path) -> list[Path]:
+    """The modules below `folder` that import Triton, or a module with kernels in it.
+
+    Raises ModelError if there are no kernels, as nothing would then tell others from them.
+    """
+    texts = {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
+    kernels = [path.stem for path, text in texts.items() if _HAS_KERNELS.search(text)]
+    if not kernels:
+        raise ModelError(f"no numerics fingerprint: {folder} has no sources of Triton kernels")
+    names = "|".join(["triton", *kernels])
+    imports = re.compile(rf"^\s*(import|from)\s.*\b({names})\b", re.MULTILINE)
+    return [path for path, text in texts.items() if imports.search(text)]
 
 
 def _device(device: torch.device) -> tuple[str, ...]:

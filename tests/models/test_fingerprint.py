@@ -1,0 +1,112 @@
+"""Which sources the numerics fingerprint covers: all that a result's bits come from.
+
+What else is in it: `test_invariance.py`, `test_triton_decoder.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from contract.sources import PACKAGES, Module, Modules, imports, product_modules
+
+from penstock_shard.models.attention.sdpa import SdpaBackend
+from penstock_shard.models.errors import ModelError
+from penstock_shard.models.kernels import build
+from penstock_shard.models.ops.torch_ops import TorchOps
+from penstock_shard.runner import fingerprint
+
+SHARD = PACKAGES["penstock_shard"]
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+def importers(wanted: Collection[str], modules: Modules) -> set[str]:
+    """The modules that import one of these, wherever the import stands."""
+    return {
+        module.name
+        for module in modules.values()
+        if any(name in wanted or name.startswith("triton.") for name in imports(module, modules))
+    }
+
+
+def defines_kernels(module: Module) -> bool:
+    """Whether a function of it is compiled by Triton."""
+    functions = [node for node in ast.walk(module.tree()) if isinstance(node, ast.FunctionDef)]
+    marks = [ast.unparse(mark) for function in functions for mark in function.decorator_list]
+    return any(mark.startswith("triton.") for mark in marks)
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SHARD.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_every_triton_kernel_is_hashed_and_what_launches_it() -> None:
+    modules = product_modules()
+    kernels = {module.name for module in modules.values() if defines_kernels(module)}
+    using_triton = importers({"triton"}, modules)
+    launching = importers(kernels, modules)
+    hashed = {name_of(path) for path in fingerprint.triton_sources(SHARD)}
+    assert kernels
+    assert kernels <= using_triton
+    assert using_triton | launching <= hashed
+    # No module that has nothing to do with it: its changes would be other numerics.
+    assert hashed <= using_triton | importers(using_triton, modules)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import triton",
+        "if True:\n    from triton.language import exp",
+        "from inner.kernels import scale",
+        "from inner import kernels",
+    ],
+)
+def test_however_a_module_imports_kernels_it_is_hashed(tmp_path: Path, source: str) -> None:
+    kernels = tmp_path / "inner" / "kernels.py"
+    kernels.parent.mkdir()
+    kernels.write_text("import triton\n\n@triton.jit\ndef scale(x):\n    pass\n")
+    (tmp_path / "user.py").write_text(source)
+    (tmp_path / "other.py").write_text("import tritonic\n# import triton")
+    assert fingerprint.triton_sources(tmp_path) == [kernels, tmp_path / "user.py"]
+
+
+def test_a_change_of_one_byte_of_a_kernel_is_another_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = tmp_path / "kernel.py"
+    found = set()
+    for number in (1, 2):
+        kernel.write_text(f"import triton\n\n@triton.jit\ndef scale(x):\n    x * {number}\n")
+        monkeypatch.setattr("penstock_shard.__file__", str(tmp_path / "__init__.py"))
+        found.add(fingerprint._triton_hash())
+    assert len(found) == 2
+
+
+def test_a_tree_without_sources_of_kernels_has_no_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("import torch\n")
+    with pytest.raises(ModelError, match=r"has no sources of Triton kernels$"):
+        fingerprint.triton_sources(tmp_path)
+
+
+def test_every_source_in_c_is_hashed() -> None:
+    sources = set(build.SOURCES)
+    assert sources == {path for end in ("c", "h") for path in SHARD.rglob(f"*.{end}")}
+    included = {
+        path.parent / name for path in sources for name in _INCLUDE.findall(path.read_text())
+    }
+    assert included <= sources
+
+
+def test_another_llguidance_has_another_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    ops = TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())
+    first = fingerprint.fingerprint("w", ops, torch.float32)
+    assert fingerprint.fingerprint("w", ops, torch.float32) == first
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"another {name}")
+    assert fingerprint.fingerprint("w", ops, torch.float32) != first
