@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from penstock_client import (
@@ -19,6 +20,7 @@ from penstock_client import (
     EmbeddingRequest,
     Fleet,
     GenerationRequest,
+    LoadReport,
     Objective,
     Output,
     PenstockError,
@@ -97,10 +99,14 @@ class Asker:
         self._to_begin = set(job["questions"]) if self._begun_tokens else set()
 
     async def ask(self, name: str, question: Question) -> Answer:
+        ((kind, given),) = question.items()
         try:
-            if "embed" in question:
-                return {"vectors": await self._client.embed(EmbeddingRequest(**question["embed"]))}
-            return await self._generate(name, question["generate"])
+            if kind == "generate":
+                return await self._generate(name, given)
+            if kind == "embed":
+                return {"vectors": await self._client.embed(EmbeddingRequest(**given))}
+            assert isinstance(self._client, ShardClient)
+            return await _OF_ONE_SHARD[kind](self._client, given)
         except PenstockError as error:
             return refused(error)
         finally:
@@ -120,6 +126,52 @@ class Asker:
             self._to_begin.remove(name)
             if not self._to_begin:
                 print(json.dumps({"begun": True}), flush=True)
+
+
+async def _load_adapter(client: ShardClient, given: Question) -> Answer:
+    adapter = await client.load_adapter(given["name"], given["source"])
+    return {"content_hash": adapter.content_hash, "rank": adapter.rank}
+
+
+async def _unload_adapter(client: ShardClient, given: Question) -> Answer:
+    await client.unload_adapter(given["name"])
+    return {}
+
+
+async def _abandon(client: ShardClient, given: Question) -> Answer:
+    """Leave a stream after its first output; the shard is idle then."""
+    async with client.submit(generation_request(given)) as stream:
+        async for _ in stream:
+            break
+    reports = [report async for report in _until_idle(client)]
+    return {"running": reports[-1].running}
+
+
+async def _until_idle(client: ShardClient) -> AsyncIterator[LoadReport]:
+    async with asyncio.timeout(_READY_TIMEOUT_S):
+        async for report in client.watch_load():
+            yield report
+            if not report.running:
+                return
+
+
+async def _tokenizer(client: ShardClient, given: Question) -> Answer:
+    files = await client.tokenizer_files()
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+async def _drain(client: ShardClient, given: Question) -> Answer:
+    left = [progress async for progress in client.drain(**given)]
+    return {"running": left[-1].running, "waiting": left[-1].waiting}
+
+
+_OF_ONE_SHARD: Mapping[str, Callable[[ShardClient, Question], Awaitable[Answer]]] = {
+    "load_adapter": _load_adapter,
+    "unload_adapter": _unload_adapter,
+    "abandon": _abandon,
+    "tokenizer": _tokenizer,
+    "drain": _drain,
+}
 
 
 async def _ask_all(asker: Asker, job: Mapping[str, Any]) -> dict[str, Answer]:

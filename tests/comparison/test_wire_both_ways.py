@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from comparison.cases import PLAIN
+from comparison.cases import PLAIN, Json
 from comparison.conftest import Side, Sides
 from comparison.differences import differences
 from comparison.http_cases import ROUTES, http_requests
-from comparison.shard_cases import Questions
-from comparison.stacks import Answers, ask, ask_router, http_fields, router_of
+from comparison.shard_cases import ADAPTER, GENERATE, Questions
+from comparison.stacks import Answers, ask, ask_router, http_fields, router_of, shard_of
+from support.adapters import make_adapter
 from support.processes import Router, running
 
 
@@ -70,3 +71,34 @@ def test_every_field_of_every_route_crosses(sides: Sides, direction: str, tmp_pa
             requests = http_requests(path, fields[path])
             before = ask_router(sides.before.router, requests)
             assert differences(before, ask_router(router, requests)) == [], path
+
+
+@both_ways
+@pytest.mark.soak
+def test_every_other_call_of_one_is_answered_by_a_shard_of_the_other(
+    sides: Sides, direction: str, tmp_path: Path
+) -> None:
+    asking, asked = crossed(sides, direction)
+    named = {"name": ADAPTER}
+    with_adapter = {"generate": GENERATE | {"adapter": ADAPTER}}
+    questions: dict[str, Json] = {
+        "tokenizer": {"tokenizer": {}},
+        "load": {"load_adapter": named | {"source": str(make_adapter(tmp_path / "adapter"))}},
+        "with the adapter": with_adapter,
+        "unload": {"unload_adapter": named},
+        "without the adapter": with_adapter,
+        "abandon": {"abandon": GENERATE | {"max_tokens": 1000}},
+        "drain": {"drain": {"limit_s": 20.0, "hand_over": True}},
+        "after the drain": {"generate": GENERATE},
+    }
+    flags = ("--step-ms", "5", "--enable-lora")
+    found = []
+    for client, served in ((sides.before, sides.before), (asking, asked)):
+        shard = shard_of(served.checkout, tmp_path / "shard.log", *flags)
+        with running(shard):
+            answers = ask(client.checkout, [shard], questions, together=False).answers
+        found.append(answers)
+    assert differences(*found) == []
+    assert [answers["without the adapter"]["error"] for answers in found] == ["InvalidRequest"] * 2
+    assert [answers["abandon"] for answers in found] == [{"running": 0}] * 2
+    assert [answers["drain"] for answers in found] == [{"running": 0, "waiting": 0}] * 2
