@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -36,6 +37,8 @@ Answer = dict[str, Any]
 Question = Mapping[str, Any]
 
 _READY_TIMEOUT_S = 30.0
+# With so many tokens an answer has begun.
+_BEGUN_TOKENS = 20
 _PARTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "sampling": lambda given: SamplingParams(
         **{**given, "logit_bias": {int(i): b for i, b in given.get("logit_bias", {}).items()}}
@@ -89,14 +92,14 @@ def refused(error: PenstockError) -> Answer:
 
 
 class Asker:
-    """Asks with one asyncio client. Says once on stdout that every question has `begun_tokens`, or
-    is over.
+    """Asks with one asyncio client. Once every question is amid its answer, it may end a process by
+    a signal.
     """
 
     def __init__(self, client: ShardClient | Fleet, job: Mapping[str, Any]) -> None:
         self._client = client
-        self._begun_tokens = job["begun_tokens"]
-        self._to_begin = set(job["questions"]) if self._begun_tokens else set()
+        self._ending = job["ending"]
+        self._to_begin = set(job["questions"]) if self._ending else set()
 
     async def ask(self, name: str, question: Question) -> Answer:
         ((kind, given),) = question.items()
@@ -117,7 +120,7 @@ class Asker:
         async with self._client.submit(generation_request(fields)) as stream:
             async for output in stream:
                 gathered.add(output)
-                if len(gathered.answer["token_ids"]) >= self._begun_tokens:
+                if self._ending and len(gathered.answer["token_ids"]) >= _BEGUN_TOKENS:
                     self._has_begun(name)
         return {**gathered.answer, "attempts": len(stream.attempts)}
 
@@ -125,7 +128,7 @@ class Asker:
         if name in self._to_begin:
             self._to_begin.remove(name)
             if not self._to_begin:
-                print(json.dumps({"begun": True}), flush=True)
+                os.kill(self._ending["pid"], self._ending["signal"])
 
 
 async def _load_adapter(client: ShardClient, given: Question) -> Answer:

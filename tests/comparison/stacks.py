@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ Answers = dict[str, Any]
 
 _ASKER = Path(__file__).with_name("asker.py")
 _SERVICE = "penstock.v1.Shard"
-_TIMEOUT_S = 120
+_TIMEOUT_S = 600
 # More would only have them wait.
 _HTTP_CLIENTS = 8
 # Of the clock, or drawn anew for each answer.
@@ -57,75 +58,13 @@ def router_of(checkout: Checkout, log_file: Path, *shards: Shard) -> Router:
 # ---- asking shards -----------------------------------------------------------------------------
 
 
-@dataclass
-class Asking:
-    """A client process, and what it found once it is over."""
-
-    process: subprocess.Popen[str]
-
-    def wait_begun(self) -> None:
-        """Until every question has as many tokens as `asking` was told."""
-        assert json.loads(self._line()) == {"begun": True}
-
-    def found(self) -> Found:
-        found = json.loads(self._line())
-        assert self.process.wait(_TIMEOUT_S) == 0
-        answers: Answers = found["answers"]
-        attempts = {name: answer.pop("attempts", 1) for name, answer in answers.items()}
-        return Found(answers, attempts, found["shard"])
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the client ended with {self.process.wait(_TIMEOUT_S)}"
-        return line
-
-
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """Answers to questions, how many attempts each took, and what a shard said of itself."""
 
     answers: Answers
     attempts: dict[str, int]
     shard: Json
-
-
-@contextlib.contextmanager
-def asking(
-    checkout: Checkout,
-    shards: Sequence[Shard],
-    questions: Mapping[str, Json],
-    *,
-    client: str = "shard",
-    together: bool = True,
-    begun_tokens: int = 0,
-) -> Iterator[Asking]:
-    """Asks shards by the client library of a checkout. `client` is "shard", "sync" or "fleet"."""
-    job = {
-        "shards": [shard.address for shard in shards],
-        "questions": questions,
-        "client": client,
-        "together": together,
-        "begun_tokens": begun_tokens,
-    }
-    process = subprocess.Popen(
-        # -P: the modules beside the script are none of its own.
-        [sys.executable, "-P", str(_ASKER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": checkout.python_path},
-    )
-    try:
-        assert process.stdin is not None
-        with process.stdin as stdin:
-            json.dump(job, stdin)
-        yield Asking(process)
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def ask(
@@ -135,10 +74,33 @@ def ask(
     *,
     client: str = "shard",
     together: bool = True,
+    ending: tuple[Shard, signal.Signals] | None = None,
 ) -> Found:
-    """Asks to the end."""
-    with asking(checkout, shards, questions, client=client, together=together) as asked:
-        return asked.found()
+    """Asks shards by the client library of a checkout; `client` is "shard", "sync" or "fleet".
+
+    Once all that is asked together has begun, `ending` gets a signal.
+    """
+    job = {
+        "shards": [shard.address for shard in shards],
+        "questions": questions,
+        "client": client,
+        "together": together,
+        "ending": ending and {"pid": ending[0].process.pid, "signal": ending[1]},
+    }
+    done = subprocess.run(
+        # -P: the modules beside the script are none of its own.
+        [sys.executable, "-P", str(_ASKER)],
+        input=json.dumps(job),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": checkout.python_path},
+        timeout=_TIMEOUT_S,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    answers: Answers = found["answers"]
+    attempts = {name: answer.pop("attempts", 1) for name, answer in answers.items()}
+    return Found(answers, attempts, found["shard"])
 
 
 def questions_for(checkout: Checkout, shard: Shard) -> Questions:

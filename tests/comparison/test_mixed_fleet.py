@@ -4,7 +4,7 @@ dies or drains, its requests go on at the other, to the very same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,13 @@ from comparison.conftest import Sides, fake_flags
 from comparison.differences import differences
 from comparison.models import CPU, adapter_for_builtin, needs_torch
 from comparison.shard_cases import Questions
-from comparison.stacks import Answers, ask, asking, questions_for, shard_of
+from comparison.stacks import Answers, ask, questions_for, shard_of
 from support.checkouts import Checkout
 from support.processes import Shard, running
 
-# Long enough that requests run when their shard dies.
-_TOKENS = 120
-_BEGUN_TOKENS = 20
-_WHEN_BEGUN: Mapping[str, Callable[[Shard], object]] = {
-    "dies": lambda shard: shard.process.kill(),
-    "drains": Shard.terminate,
-}
+# Long enough that most requests run when their shard leaves.
+_TOKENS = 150
+_SIGNALS = {"dies": signal.SIGKILL, "drains": signal.SIGTERM}
 
 
 def long_questions(questions: Questions) -> dict[str, Json]:
@@ -41,13 +37,9 @@ def continued(
     """The answers of a fleet of which one shard leaves while all are generated; it has had some of
     them.
     """
-    with (
-        running(*shards),
-        asking(client, shards, asked, client="fleet", begun_tokens=_BEGUN_TOKENS) as fleet,
-    ):
-        fleet.wait_begun()
-        _WHEN_BEGUN[event](shards[leaving])
-        found = fleet.found()
+    with running(*shards):
+        ending = (shards[leaving], _SIGNALS[event])
+        found = ask(client, shards, asked, client="fleet", ending=ending)
     num_continued = sum(attempts > 1 for attempts in found.attempts.values())
     assert num_continued > len(asked) // 8, f"only {num_continued} were continued"
     return found.answers
@@ -97,7 +89,7 @@ def test_requests_go_on_exactly_when_a_shard_of_one_leaves(
 
 @needs_torch
 @pytest.mark.soak
-@pytest.mark.parametrize("event", _WHEN_BEGUN)
+@pytest.mark.parametrize("event", _SIGNALS)
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_model_goes_on_exactly_at_the_other(
     before: Checkout, now: Checkout, tmp_path: Path, event: str, leaving: int
