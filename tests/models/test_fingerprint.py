@@ -49,7 +49,7 @@ def test_every_triton_kernel_is_hashed_and_what_launches_it() -> None:
     kernels = {module.name for module in modules.values() if defines_kernels(module)}
     using_triton = importers({"triton"}, modules)
     launching = importers(kernels, modules)
-    hashed = {name_of(path) for path in fingerprint.triton_sources(SHARD)}
+    hashed = {name_of(path) for path in fingerprint.triton_sources(fingerprint._PACKAGE)}
     assert kernels
     assert kernels <= using_triton
     assert using_triton | launching <= hashed
@@ -82,7 +82,7 @@ def test_a_change_of_one_byte_of_a_kernel_is_another_hash(
     found = set()
     for number in (1, 2):
         kernel.write_text(f"import triton\n\n@triton.jit\ndef scale(x):\n    x * {number}\n")
-        monkeypatch.setattr("penstock_shard.__file__", str(tmp_path / "__init__.py"))
+        monkeypatch.setattr(fingerprint, "_PACKAGE", tmp_path)
         found.add(fingerprint._triton_hash())
     assert len(found) == 2
 

@@ -25,7 +25,6 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
-import penstock_shard
 from penstock_shard.models.base import MODEL_REVISION
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.kernels.build import kernel_hash
@@ -35,6 +34,8 @@ from penstock_shard.runner.sampler import SAMPLER_REVISION
 _DIGEST_BYTES = 16
 # Longer than any vector register, and a multiple of none.
 _NUM_VALUES = 4099
+# The outermost one, however deep this module is within.
+_PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
 _HAS_KERNELS = re.compile(r"^\s*@triton\.", re.MULTILINE)
 # Functions called by the sampler, rotary tables and modelling code whose rounding depends on the
 # processor's instructions. Torch passes some to a library that chooses code by processor vendor, so
@@ -94,7 +95,7 @@ def _kernels(ops: Ops) -> tuple[str, ...]:
 def _triton_hash() -> str:
     """Hash of the sources of all Triton kernels and of the code that launches them."""
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for path in triton_sources(Path(penstock_shard.__file__).parent):
+    for path in triton_sources(_PACKAGE):
         total.update(path.read_bytes() + b"\0")
     return total.hexdigest()
 
