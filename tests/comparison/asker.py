@@ -57,7 +57,7 @@ def generation_request(given: Question) -> GenerationRequest:
     )
 
 
-def told(info: ShardInfo) -> Answer:
+def description(info: ShardInfo) -> Answer:
     """What questions and comparisons need to know of a shard."""
     return {
         "vocab_size": info.vocab_size,
@@ -67,7 +67,7 @@ def told(info: ShardInfo) -> Answer:
     }
 
 
-class Gathered:
+class WholeAnswer:
     """The outputs of one request, joined."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Gathered:
             self.answer["stop_token_id"] = output.stop_token_id
 
 
-def refused(error: PenstockError) -> Answer:
+def refusal(error: PenstockError) -> Answer:
     """What it is and which field it names: the words may be said better."""
     return {"error": type(error).__name__, "field": getattr(error, "field", "")}
 
@@ -111,18 +111,18 @@ class Asker:
             assert isinstance(self._client, ShardClient)
             return await _OF_ONE_SHARD[kind](self._client, given)
         except PenstockError as error:
-            return refused(error)
+            return refusal(error)
         finally:
             self._has_begun(name)
 
     async def _generate(self, name: str, fields: Question) -> Answer:
-        gathered = Gathered()
+        whole = WholeAnswer()
         async with self._client.submit(generation_request(fields)) as stream:
             async for output in stream:
-                gathered.add(output)
-                if self._ending and len(gathered.answer["token_ids"]) >= _BEGUN_TOKENS:
+                whole.add(output)
+                if self._ending and len(whole.answer["token_ids"]) >= _BEGUN_TOKENS:
                     self._has_begun(name)
-        return {**gathered.answer, "attempts": len(stream.attempts)}
+        return {**whole.answer, "attempts": len(stream.attempts)}
 
     def _has_begun(self, name: str) -> None:
         if name in self._to_begin:
@@ -188,7 +188,7 @@ async def _ask_all(asker: Asker, job: Mapping[str, Any]) -> dict[str, Answer]:
 async def _with_shard(job: Mapping[str, Any]) -> Answer:
     async with ShardClient(job["shards"][0]) as client:
         answers = await _ask_all(Asker(client, job), job)
-        return {"shard": told(await client.info()), "answers": answers}
+        return {"shard": description(await client.info()), "answers": answers}
 
 
 async def _with_fleet(job: Mapping[str, Any]) -> Answer:
@@ -197,25 +197,25 @@ async def _with_fleet(job: Mapping[str, Any]) -> Answer:
             while not all(shard.ready for shard in fleet.shards):
                 await fleet.wait_changed()
         answers = await _ask_all(Asker(fleet, job), job)
-        return {"shard": told(fleet.info()), "answers": answers}
+        return {"shard": description(fleet.info()), "answers": answers}
 
 
 def _with_sync(job: Mapping[str, Any]) -> Answer:
     with SyncShardClient(job["shards"][0]) as client:
         answers = {name: _blocking(client, each) for name, each in job["questions"].items()}
-        return {"shard": told(client.info()), "answers": answers}
+        return {"shard": description(client.info()), "answers": answers}
 
 
 def _blocking(client: SyncShardClient, question: Question) -> Answer:
-    gathered = Gathered()
+    whole = WholeAnswer()
     try:
         if "embed" in question:
             return {"vectors": client.embed(EmbeddingRequest(**question["embed"]))}
         for output in client.generate(generation_request(question["generate"])):
-            gathered.add(output)
+            whole.add(output)
     except PenstockError as error:
-        return refused(error)
-    return gathered.answer
+        return refusal(error)
+    return whole.answer
 
 
 def main() -> None:

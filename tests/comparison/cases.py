@@ -28,13 +28,13 @@ class Case:
 Cases = Mapping[str, Case]
 
 
-def merged(*parts: Json) -> Json:
+def merge(*parts: Json) -> Json:
     """Later parts win; objects within are merged as well."""
     whole: Json = {}
     for part in parts:
         for name, value in part.items():
             both = isinstance(value, dict) and isinstance(whole.get(name), dict)
-            whole[name] = merged(whole[name], value) if both else copy.deepcopy(value)
+            whole[name] = merge(whole[name], value) if both else copy.deepcopy(value)
     return whole
 
 
@@ -42,9 +42,9 @@ def requests_of(base: Json, cases: Cases) -> dict[str, Json]:
     """By name: the request of each case, and what it is compared with."""
     found = {PLAIN: base}
     for name, case in cases.items():
-        found[name] = merged(base, case.beside, case.change)
+        found[name] = merge(base, case.beside, case.change)
         if case.beside:
-            found[name + WITHOUT] = merged(base, case.beside)
+            found[name + WITHOUT] = merge(base, case.beside)
     return found
 
 
@@ -61,7 +61,7 @@ def not_as_said(cases: Cases, answers: Mapping[str, Any]) -> list[str]:
 def pairs(base: Json, cases: Cases, names: Sequence[str]) -> dict[str, Json]:
     """Requests with two of the cases' fields each."""
     return {
-        f"{first} and {second}": merged(base, cases[first].change, cases[second].change)
+        f"{first} and {second}": merge(base, cases[first].change, cases[second].change)
         for index, first in enumerate(names)
         for second in names[index + 1 :]
     }
@@ -75,11 +75,11 @@ def combinations(
     for _ in range(count):
         names = rng.sample(sorted(cases), rng.randint(2, most))
         parts = [part for name in names for part in (cases[name].beside, cases[name].change)]
-        found[" and ".join(names)] = merged(base, *parts)
+        found[" and ".join(names)] = merge(base, *parts)
     return found
 
 
-def known(cases: Cases, fields: Iterable[str]) -> dict[str, Case]:
+def of_fields(cases: Cases, fields: Iterable[str]) -> dict[str, Case]:
     """Those whose field is among these."""
     named = set(fields)
     return {name: case for name, case in cases.items() if name in named}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from comparison.cases import Case, Cases, Json, known, requests_of
+from comparison.cases import Case, Cases, Json, of_fields, requests_of
 from comparison.shard_cases import ADAPTER, MODEL
 from support.streams import CONSTRAINTS
 
@@ -39,7 +39,7 @@ def _silent(value: object) -> Case:
     return Case({"": value}, shows=False)
 
 
-# ---- fields of several routes; `_named` puts their names in ------------------------------------
+# ---- fields of several routes; `_with_names` puts their names in --------------------------------
 
 _SAMPLING = {
     "temperature": Case({"": 0.4}),
@@ -126,7 +126,7 @@ _TEMPLATE = {
 }
 
 
-def _named(cases: Cases, within: str = "") -> dict[str, Case]:
+def _with_names(cases: Cases, within: str = "") -> dict[str, Case]:
     """The cases with their fields' names in place of "", nested as their dots say."""
     named = {}
     for name, case in cases.items():
@@ -161,7 +161,7 @@ def _completions() -> Route:
     }
     # This tokenizer has no special tokens to add.
     cases["add_special_tokens"] = _silent(False)
-    return Route(base, _named(cases))
+    return Route(base, _with_names(cases))
 
 
 def _chats() -> Route:
@@ -194,7 +194,7 @@ def _chats() -> Route:
         "tool_choice": Case({"": "required"}, {**calls, "tool_choice": "none"}),
         "parallel_tool_calls": Case({"": False}, calls),
     }
-    return Route(base, _named(cases))
+    return Route(base, _with_names(cases))
 
 
 def _messages() -> Route:
@@ -226,7 +226,7 @@ def _messages() -> Route:
         "top_p": _silent(0.4),
         "top_k": _silent(3),
     }
-    return Route(base, _named(cases))
+    return Route(base, _with_names(cases))
 
 
 def _responses() -> Route:
@@ -271,7 +271,7 @@ def _responses() -> Route:
         "parallel_tool_calls": Case({"": False}, calls),
         "max_tool_calls": Case({"": 1}),
     }
-    return Route(base, _named(cases))
+    return Route(base, _with_names(cases))
 
 
 def _tgi(changes: Cases, **more: object) -> Route:
@@ -298,7 +298,7 @@ def _tgi(changes: Cases, **more: object) -> Route:
         "timeout": _silent(500),
     }
     inputs = Case({"inputs": "The lazy dog"})
-    return Route(base, {"inputs": inputs, **_named(cases, "parameters."), **changes})
+    return Route(base, {"inputs": inputs, **_with_names(cases, "parameters."), **changes})
 
 
 def _embeddings() -> Route:
@@ -315,11 +315,11 @@ def _embeddings() -> Route:
         "user": _silent("somebody"),
         "timeout": _silent(500),
     }
-    return Route({"model": MODEL, "input": "The quick brown fox jumps over"}, _named(cases))
+    return Route({"model": MODEL, "input": "The quick brown fox jumps over"}, _with_names(cases))
 
 
 def _tokens_of_chats() -> Cases:
-    return _named(
+    return _with_names(
         {
             **_TEMPLATE,
             "model": Case({"": "of nobody"}),
@@ -350,7 +350,7 @@ def _tokenize() -> Route:
         name: replace(case, beside={**chat, **case.beside})
         for name, case in _tokens_of_chats().items()
     }
-    return Route(base, {**of_chats, **_named(cases)})
+    return Route(base, {**of_chats, **_with_names(cases)})
 
 
 def _count_tokens() -> Route:
@@ -379,12 +379,12 @@ ROUTES: Mapping[str, Route] = {
         },
         stream=False,
     ),
-    "/generate_stream": _tgi(_named({"parameters.return_full_text": _silent(True)})),
+    "/generate_stream": _tgi(_with_names({"parameters.return_full_text": _silent(True)})),
     "/chat_tokenize": Route({"messages": [_USER]}, _tokens_of_chats()),
     "/tokenize": _tokenize(),
     "/detokenize": Route(
         {"tokens": [325, 1229]},
-        _named({"tokens": Case({"": [5, 6]}), "model": Case({"": "of nobody"})}),
+        _with_names({"tokens": Case({"": [5, 6]}), "model": Case({"": "of nobody"})}),
     ),
 }
 # The operator's: they take adapters from where shards are.
@@ -394,5 +394,5 @@ NOT_ASKED = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 def http_requests(path: str, fields: Collection[str]) -> dict[str, tuple[str, Json]]:
     """A route's requests, by the names of the fields that they show: one for each of `fields`."""
     route = ROUTES[path]
-    requests = requests_of(route.base, known(route.cases, fields))
+    requests = requests_of(route.base, of_fields(route.cases, fields))
     return {name: (path, body) for name, body in requests.items()}

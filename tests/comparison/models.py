@@ -11,7 +11,7 @@ import pytest
 from comparison.cases import Json
 from comparison.differences import differences
 from comparison.shard_cases import ADAPTER, Questions
-from comparison.stacks import Found, ask, questions_for, shard_of
+from comparison.stacks import Reply, ask, questions_for, shard_of
 from support.adapters import make_adapter
 from support.checkouts import Checkout
 from support.processes import running
@@ -45,6 +45,8 @@ WAYS = {
     "drafts": Way(_DRAFTS),
     "small steps and drafts": Way(_SMALL_STEPS + _DRAFTS),
     "no cached prefixes": Way(("--no-enable-prefix-caching",)),
+    # Requests are put down and taken up again.
+    "few blocks": Way(("--kv-memory", "2M")),
     "two threads": Way(("--threads", "2")),
 }
 
@@ -81,7 +83,7 @@ def differences_of(
     return lines
 
 
-def _of_fingerprints(before: Found, now: Found) -> list[str]:
+def _of_fingerprints(before: Reply, now: Reply) -> list[str]:
     """What else a change of tokens has to change."""
     name = "numerics_fingerprint"
     if not before.shard[name] or before.shard[name] != now.shard[name]:

@@ -179,19 +179,20 @@ class Questions:
     embed: Cases
 
     def each_field(self) -> dict[str, Json]:
-        asked = {
-            **_asked("generate", requests_of(GENERATE, self.generate)),
-            **_asked("generate", {"repetition": _REPETITION}),
+        embeddings = requests_of(EMBED, self.embed) if self.embed else {}
+        return {
+            **_questions("generate", requests_of(GENERATE, self.generate)),
+            **_questions("generate", {"repetition": _REPETITION}),
+            **_questions("embed", embeddings),
         }
-        return {**asked, **_asked("embed", requests_of(EMBED, self.embed) if self.embed else {})}
 
     def each_pair(self) -> dict[str, Json]:
         """Sampling parameters two by two: their order shows."""
         names = [name for name in SAMPLING if name in self.generate]
-        return _asked("generate", pairs(GENERATE, self.generate, names))
+        return _questions("generate", pairs(GENERATE, self.generate, names))
 
     def some(self, rng: random.Random, count: int) -> dict[str, Json]:
-        return _asked("generate", combinations(GENERATE, self.generate, rng, count))
+        return _questions("generate", combinations(GENERATE, self.generate, rng, count))
 
     def not_as_said(self, answers: Mapping[str, Any]) -> list[str]:
         """As `cases.not_as_said` has it."""
@@ -204,5 +205,5 @@ class Questions:
         ]
 
 
-def _asked(rpc: str, requests: Mapping[str, Json]) -> dict[str, Json]:
+def _questions(rpc: str, requests: Mapping[str, Json]) -> dict[str, Json]:
     return {f"{rpc} {name}": {rpc: request} for name, request in requests.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from comparison.cases import Json, known
+from comparison.cases import Json, of_fields
 from comparison.shard_cases import (
     GENERATE,
     MODEL,
@@ -59,7 +59,7 @@ def router_of(checkout: Checkout, log_file: Path, *shards: Shard) -> Router:
 
 
 @dataclass(frozen=True)
-class Found:
+class Reply:
     """Answers to questions, how many attempts each took, and what a shard said of itself."""
 
     answers: Answers
@@ -75,7 +75,7 @@ def ask(
     client: str = "shard",
     together: bool = True,
     ending: tuple[Shard, signal.Signals] | None = None,
-) -> Found:
+) -> Reply:
     """Asks shards by the client library of a checkout; `client` is "shard", "sync" or "fleet".
 
     Once all that is asked together has begun, `ending` gets a signal.
@@ -100,7 +100,7 @@ def ask(
     found = json.loads(done.stdout)
     answers: Answers = found["answers"]
     attempts = {name: answer.pop("attempts", 1) for name, answer in answers.items()}
-    return Found(answers, attempts, found["shard"])
+    return Reply(answers, attempts, found["shard"])
 
 
 def questions_for(checkout: Checkout, shard: Shard) -> Questions:
@@ -114,8 +114,8 @@ def questions_for(checkout: Checkout, shard: Shard) -> Questions:
     )
     embed_fields = wire_fields(shard, "Embed") if found.shard["embeds"] else []
     return Questions(
-        generate=known(generate_cases(vocabulary), generate_fields),
-        embed=known(embed_cases(), embed_fields),
+        generate=of_fields(generate_cases(vocabulary), generate_fields),
+        embed=of_fields(embed_cases(), embed_fields),
     )
 
 
@@ -143,7 +143,7 @@ def ask_router(router: Router, requests: Mapping[str, tuple[str, Json]]) -> Answ
 
     def answer(request: tuple[str, Json]) -> Any:
         status, text = router.ask(*request)
-        return {"status": status, "body": _lasting(_content(text))}
+        return {"status": status, "body": _without_ids_and_times(_content(text))}
 
     with ThreadPoolExecutor(_HTTP_CLIENTS) as pool:
         return dict(zip(requests, pool.map(answer, requests.values()), strict=True))
@@ -153,10 +153,10 @@ def _content(text: str) -> Any:
     if not text.startswith(("data:", "event:")):
         return json.loads(text)
     payloads = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
-    return _joined([json.loads(payload) for payload in payloads if payload != "[DONE]"])
+    return _join([json.loads(payload) for payload in payloads if payload != "[DONE]"])
 
 
-def _joined(events: list[Any]) -> Json:
+def _join(events: list[Any]) -> Json:
     """What a stream said, whichever tokens came in one event."""
     said: dict[str, list[Any]] = {}
     for event in events:
@@ -177,11 +177,11 @@ def _strings_and_numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]
         yield key, value
 
 
-def _lasting(value: Any) -> Any:
+def _without_ids_and_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _lasting(v) for k, v in value.items() if k not in _OF_ITS_OWN}
+        return {k: _without_ids_and_times(v) for k, v in value.items() if k not in _OF_ITS_OWN}
     if isinstance(value, list):
-        return [_lasting(each) for each in value]
+        return [_without_ids_and_times(each) for each in value]
     return value
 
 
@@ -195,17 +195,17 @@ def http_fields(router: Router) -> dict[str, list[str]]:
         content = operations.get("post", {}).get("requestBody", {}).get("content", {})
         schema = content.get("application/json", {}).get("schema", {})
         if "properties" in schema:
-            found[path] = list(_working(schema))
+            found[path] = list(_served_fields(schema))
     return found
 
 
-def _working(schema: Json, before: str = "") -> Iterator[str]:
+def _served_fields(schema: Json, before: str = "") -> Iterator[str]:
     """Names of fields that are served. One that is not takes only what asks for nothing."""
     for name, value in schema["properties"].items():
         forms = [form for form in value.get("anyOf", [value]) if form != {"type": "null"}]
         within = [form for form in forms if "properties" in form]
         if len(within) == len(forms) == 1:
-            yield from _working(within[0], f"{before}{name}.")
+            yield from _served_fields(within[0], f"{before}{name}.")
         elif any("enum" not in form or "type" in form for form in forms):
             yield before + name
 

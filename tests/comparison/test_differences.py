@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison.cases import PLAIN, WITHOUT, Case, merged, not_as_said, pairs, requests_of
+from comparison.cases import PLAIN, WITHOUT, Case, merge, not_as_said, pairs, requests_of
 from comparison.differences import differences
-from support.checkouts import at_revision, baseline, copied, this_checkout
+from support.checkouts import at_revision, baseline, copy_of, this_checkout
 
 ANSWER: dict[str, Any] = {"token_ids": [5, 6, 7], "logprobs": {"chosen": [-1.0, -0.25]}}
 CASES = {
@@ -59,7 +59,7 @@ def test_a_case_is_asked_with_its_field_and_without() -> None:
         "label": {**base, "label": "mine"},
     }
     assert list(pairs(base, CASES, ["top_p", "label"])) == ["top_p and label"]
-    assert merged(base, {"sampling": {"seed": 8}}) == {"sampling": {"seed": 8}}
+    assert merge(base, {"sampling": {"seed": 8}}) == {"sampling": {"seed": 8}}
 
 
 def test_a_field_that_both_checkouts_drop_is_found() -> None:
@@ -90,7 +90,7 @@ def test_the_commit_before_can_be_named_for_a_run(
 
 
 def test_a_checkout_finds_its_packages_where_its_own_project_file_says(tmp_path: Path) -> None:
-    tree = copied(this_checkout(), tmp_path / "copy")
+    tree = copy_of(this_checkout(), tmp_path / "copy")
     for path in tree.python_path.split(os.pathsep):
         assert Path(path).parent == tmp_path / "copy"
         assert list(Path(path).glob("penstock_*/__init__.py"))

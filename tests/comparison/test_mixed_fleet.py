@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from comparison.cases import Json, merged
+from comparison.cases import Json, merge
 from comparison.conftest import Sides, fake_flags
 from comparison.differences import differences
 from comparison.models import CPU, adapter_for_builtin, needs_torch
@@ -25,13 +25,13 @@ _SIGNALS = {"dies": signal.SIGKILL, "drains": signal.SIGTERM}
 def long_questions(questions: Questions) -> dict[str, Json]:
     """Of each field of a generation."""
     return {
-        name: {"generate": merged(question["generate"], {"max_tokens": _TOKENS})}
+        name: {"generate": merge(question["generate"], {"max_tokens": _TOKENS})}
         for name, question in questions.each_field().items()
         if "generate" in question
     }
 
 
-def continued(
+def answers_when_one_leaves(
     client: Checkout, shards: list[Shard], event: str, leaving: int, asked: dict[str, Json]
 ) -> Answers:
     """The answers of a fleet of which one shard leaves while all are generated; it has had some of
@@ -83,7 +83,7 @@ def test_requests_go_on_exactly_when_a_shard_of_one_leaves(
     flags = (*fake_flags(tmp_path), "--step-ms", "10")
     shards = [shard_of(each, tmp_path / f"{name}.log", *flags) for name, each in checkouts.items()]
     place = list(checkouts).index(leaving)
-    found = continued(checkouts[asker], shards, event, place, asked)
+    found = answers_when_one_leaves(checkouts[asker], shards, event, place, asked)
     assert differences(calm, found) == []
 
 
@@ -100,4 +100,4 @@ def test_a_model_goes_on_exactly_at_the_other(
         asked = long_questions(questions_for(before, alone))
         calm = ask(before, [alone], asked).answers
     shards = [shard_of(each, tmp_path / f"{each.name}.log", *flags) for each in (before, now)]
-    assert differences(calm, continued(now, shards, event, leaving, asked)) == []
+    assert differences(calm, answers_when_one_leaves(now, shards, event, leaving, asked)) == []

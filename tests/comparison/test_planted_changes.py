@@ -14,7 +14,7 @@ from comparison.http_cases import http_requests
 from comparison.models import CPU, Way, adapter_for_builtin, differences_of, needs_torch
 from comparison.shard_cases import Questions
 from comparison.stacks import Answers, ask, ask_router, http_fields, pair_of
-from support.checkouts import Checkout, copied
+from support.checkouts import Checkout, copy_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -87,7 +87,7 @@ _OF_THE_ROUTER = {
 }
 
 
-def planted(tree: Checkout, plant: Plant) -> Checkout:
+def plant_in(tree: Checkout, plant: Plant) -> Checkout:
     """The tree, with the changes made."""
     for old, new in plant.changes:
         path = _file_with(old, tree)
@@ -113,12 +113,12 @@ def cases_of(lines: list[str]) -> set[str]:
     return {line.removeprefix("as before: ").partition(": ")[0] for line in lines}
 
 
-def named(plants: Mapping[str, Plant]) -> pytest.MarkDecorator:
+def each_of(plants: Mapping[str, Plant]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("plant", plants.values(), ids=list(plants))
 
 
 @needs_torch
-@named(_OF_MODELS)
+@each_of(_OF_MODELS)
 def test_a_change_of_what_a_model_computes_is_found(
     before: Checkout,
     now: Checkout,
@@ -128,28 +128,28 @@ def test_a_change_of_what_a_model_computes_is_found(
 ) -> None:
     # Kernels that nobody will want again.
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "kernels"))
-    changed = planted(copied(now, tmp_path / "tree"), plant)
+    changed = plant_in(copy_of(now, tmp_path / "tree"), plant)
     flags = (*CPU, *adapter_for_builtin(tmp_path))
     lines = differences_of(before, changed, tmp_path, flags, {"as before": Way()})
     assert plant.case in cases_of(lines)
 
 
-@named(_OF_THE_WIRE)
+@each_of(_OF_THE_WIRE)
 def test_a_field_that_is_forgotten_on_the_wire_is_found(
     sides: Sides, questions: Questions, answers_before: Answers, tmp_path: Path, plant: Plant
 ) -> None:
-    changed = planted(copied(sides.now.checkout, tmp_path / "tree"), plant)
+    changed = plant_in(copy_of(sides.now.checkout, tmp_path / "tree"), plant)
     with pair_of(changed, tmp_path / "pair", *fake_flags(tmp_path)) as (shard, _):
         found = ask(changed, [shard], questions.each_field())
     assert cases_of(differences(answers_before, found.answers)) == {plant.case}
 
 
-@named(_OF_THE_ROUTER)
+@each_of(_OF_THE_ROUTER)
 def test_a_field_that_is_forgotten_by_the_router_is_found(
     sides: Sides, tmp_path: Path, plant: Plant
 ) -> None:
     path = "/v1/completions"
-    changed = planted(copied(sides.now.checkout, tmp_path / "tree"), plant)
+    changed = plant_in(copy_of(sides.now.checkout, tmp_path / "tree"), plant)
     requests = http_requests(path, http_fields(sides.before.router)[path])
     before = ask_router(sides.before.router, requests)
     with pair_of(changed, tmp_path / "pair", *fake_flags(tmp_path)) as (_, router):

@@ -17,7 +17,7 @@ from support.adapters import make_adapter
 from support.processes import Router, running
 
 
-def crossed(sides: Sides, direction: str) -> tuple[Side, Side]:
+def across(sides: Sides, direction: str) -> tuple[Side, Side]:
     """Who asks, and who is asked."""
     to_now = direction == "before to now"
     return (sides.before, sides.now) if to_now else (sides.now, sides.before)
@@ -38,7 +38,7 @@ both_ways = pytest.mark.parametrize("direction", ["before to now", "now to befor
 def test_a_client_of_one_gets_the_same_from_a_shard_of_the_other(
     sides: Sides, questions: Questions, answers_before: Answers, direction: str, client: str
 ) -> None:
-    asking, asked = crossed(sides, direction)
+    asking, asked = across(sides, direction)
     found = ask(asking.checkout, [asked.shard], questions.each_field(), client=client)
     assert differences(answers_before, found.answers) == []
 
@@ -54,7 +54,7 @@ def router_between(asking: Side, asked: Side, folder: Path) -> Iterator[Router]:
 def test_a_router_of_one_gets_the_same_from_a_shard_of_the_other(
     sides: Sides, direction: str, tmp_path: Path
 ) -> None:
-    asking, asked = crossed(sides, direction)
+    asking, asked = across(sides, direction)
     requests = {path: http_requests(path, ())[PLAIN] for path in ROUTES}
     before = ask_router(sides.before.router, requests)
     with router_between(asking, asked, tmp_path) as router:
@@ -64,7 +64,7 @@ def test_a_router_of_one_gets_the_same_from_a_shard_of_the_other(
 @both_ways
 @pytest.mark.soak
 def test_every_field_of_every_route_crosses(sides: Sides, direction: str, tmp_path: Path) -> None:
-    asking, asked = crossed(sides, direction)
+    asking, asked = across(sides, direction)
     fields = http_fields(sides.before.router)
     with router_between(asking, asked, tmp_path) as router:
         for path in fields.keys() & ROUTES.keys():
@@ -78,7 +78,7 @@ def test_every_field_of_every_route_crosses(sides: Sides, direction: str, tmp_pa
 def test_every_other_call_of_one_is_answered_by_a_shard_of_the_other(
     sides: Sides, direction: str, tmp_path: Path
 ) -> None:
-    asking, asked = crossed(sides, direction)
+    asking, asked = across(sides, direction)
     named = {"name": ADAPTER}
     with_adapter = {"generate": GENERATE | {"adapter": ADAPTER}}
     questions: dict[str, Json] = {

@@ -61,7 +61,7 @@ def at_revision(revision: str, folder: Path) -> Checkout:
     return Checkout(revision, folder)
 
 
-def copied(source: Checkout, folder: Path) -> Checkout:
+def copy_of(source: Checkout, folder: Path) -> Checkout:
     """A copy of its packages, to be changed."""
     folder.mkdir(parents=True)
     shutil.copy(source.root / "pyproject.toml", folder)
