@@ -17,7 +17,6 @@ from comparison.models import (
     CPU,
     SMALL_STEPS_AND_DRAFTS,
     WAYS,
-    Way,
     adapter_for_builtin,
     differences_of,
     needs_torch,
@@ -134,9 +133,7 @@ def test_a_small_model_gives_the_same_tokens_in_every_format(
     before: Checkout, now: Checkout, tmp_path: Path, name: str
 ) -> None:
     flags = (*CPU, *_FORMATS[name], *adapter_for_builtin(tmp_path))
-    # Plain torch gives the same only in the same batches.
-    ways = {"one after the other": Way(together=False)}
-    assert differences_of(before, now, tmp_path, flags, ways) == []
+    assert differences_of(before, now, tmp_path, flags, SMALL_STEPS_AND_DRAFTS) == []
 
 
 @needs_torch
