@@ -4,18 +4,32 @@ dies or drains, its requests go on at the other, to the very same tokens.
 
 from __future__ import annotations
 
+import asyncio
+import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from comparison.cases import Json, merge
 from comparison.conftest import Sides, fake_flags
 from comparison.differences import differences
+from comparison.http_cases import http_requests
 from comparison.models import CPU, adapter_for_builtin, needs_torch
 from comparison.shard_cases import Questions
-from comparison.stacks import Answers, ask, questions_for, shard_of
+from comparison.stacks import (
+    Answers,
+    ask,
+    ask_router,
+    http_fields,
+    questions_for,
+    router_of,
+    shard_of,
+)
 from support.checkouts import Checkout
 from support.processes import Shard, running
+
+from penstock_client import ShardClient
 
 # Long enough that most requests run when their shard leaves.
 _TOKENS = 150
@@ -85,6 +99,38 @@ def test_requests_go_on_exactly_when_a_shard_of_one_leaves(
     place = list(checkouts).index(leaving)
     found = answers_when_one_leaves(checkouts[asker], shards, event, place, asked)
     assert differences(calm, found) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("leaving", [0, 1])
+@pytest.mark.parametrize("asker", ["before", "now"])
+def test_a_router_s_requests_go_on_exactly_at_the_other(
+    sides: Sides, tmp_path: Path, leaving: int, asker: str
+) -> None:
+    path = "/v1/completions"
+    requests = http_requests(path, http_fields(sides.before.router)[path])
+    longer = {"max_tokens": _TOKENS}
+    asked = {name: (path, merge(body, longer)) for name, (_, body) in requests.items()}
+    calm = ask_router(sides.before.router, asked)
+    checkouts = {"before": sides.before.checkout, "now": sides.now.checkout}
+    flags = (*fake_flags(tmp_path), "--step-ms", "10")
+    shards = [shard_of(each, tmp_path / f"{name}.log", *flags) for name, each in checkouts.items()]
+    router = router_of(checkouts[asker], tmp_path / "router.log", *shards)
+    with running(*shards, router), ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(ask_router, router, asked)
+        asyncio.run(wait_busy(shards[leaving]))
+        shards[leaving].process.kill()
+        assert differences(calm, answers.result()) == []
+        metrics = router.ask("/metrics")[1]
+    assert re.search(r'^penstock_router_fleet_events_total\{event="continued",', metrics, re.M)
+
+
+async def wait_busy(shard: Shard) -> None:
+    """Until several requests are amid their answers there."""
+    async with asyncio.timeout(30), ShardClient(shard.address) as client:
+        async for report in client.watch_load():
+            if report.running > 1 and report.steps_total > _TOKENS // 2:
+                return
 
 
 @needs_torch
