@@ -70,11 +70,11 @@ def differences_of(
     """
     shard = shard_of(before, folder / "before.log", *flags)
     with running(shard):
-        is_exact = bool(ask(before, [shard], {}).shard["numerics_fingerprint"])
-        questions = asked(questions_for(before, shard))
-        reply_before = ask(before, [shard], questions, together=is_exact)
+        of_model = questions_for(before, shard)
+        questions = asked(of_model)
+        reply_before = ask(before, [shard], questions, together=of_model.is_exact)
     lines = []
-    for name, way in (ways if is_exact else _ONE_BY_ONE).items():
+    for name, way in (ways if of_model.is_exact else _ONE_BY_ONE).items():
         shard = shard_of(now, folder / "now.log", *flags, *way.flags)
         with running(shard):
             reply = ask(now, [shard], questions, together=way.together)

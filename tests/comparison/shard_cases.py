@@ -173,10 +173,13 @@ _REPETITION: Json = {
 
 @dataclass(frozen=True)
 class Questions:
-    """Cases of both RPCs as the client process is asked them, by names that begin with the RPC."""
+    """Cases of both RPCs as the client process is asked them, by names that begin with the RPC.
+    `is_exact`: what the model answers does not depend on the batch.
+    """
 
     generate: Cases
     embed: Cases
+    is_exact: bool
 
     def each_field(self) -> dict[str, Json]:
         embeddings = requests_of(EMBED, self.embed) if self.embed else {}

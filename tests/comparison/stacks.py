@@ -116,6 +116,7 @@ def questions_for(checkout: Checkout, shard: Shard) -> Questions:
     return Questions(
         generate=of_fields(generate_cases(vocabulary), generate_fields),
         embed=of_fields(embed_cases(), embed_fields),
+        is_exact=bool(found.shard["numerics_fingerprint"]),
     )
 
 
