@@ -19,6 +19,7 @@ from comparison.models import CPU, adapter_for_builtin, needs_torch
 from comparison.shard_cases import Questions
 from comparison.stacks import (
     Answers,
+    Reply,
     ask,
     ask_router,
     http_fields,
@@ -50,18 +51,19 @@ def long_questions(questions: Questions) -> dict[str, Json]:
     }
 
 
-def answers_when_one_leaves(
+def reply_when_one_leaves(
     client: Checkout, shards: list[Shard], event: str, leaving: int, asked: dict[str, Json]
-) -> Answers:
-    """The answers of a fleet of which one shard leaves while all are generated; it has had some of
-    them.
-    """
+) -> Reply:
+    """What a fleet answers of which one shard leaves while all is generated."""
     with running(*shards):
-        ending = (shards[leaving], _SIGNALS[event])
-        found = ask(client, shards, asked, client="fleet", ending=ending)
-    num_continued = sum(attempts > 1 for attempts in found.attempts.values())
-    assert num_continued > len(asked) // 8, f"only {num_continued} were continued"
-    return found.answers
+        return ask(client, shards, asked, client="fleet", ending=(shards[leaving], _SIGNALS[event]))
+
+
+def most_of_one_shard_went_on(reply: Reply) -> bool:
+    """Whether many took another attempt; half of all, or so, ran at the shard that left."""
+    num_continued = sum(attempts > 1 for attempts in reply.attempts.values())
+    print(f"{num_continued} of {len(reply.attempts)} went on elsewhere")
+    return num_continued > len(reply.attempts) // 8
 
 
 @pytest.fixture(scope="package")
@@ -102,8 +104,9 @@ def test_requests_go_on_exactly_when_a_shard_of_one_leaves(
     flags = (*fake_flags(tmp_path), "--step-ms", "10")
     shards = [shard_of(each, tmp_path / f"{name}.log", *flags) for name, each in checkouts.items()]
     place = list(checkouts).index(leaving)
-    found = answers_when_one_leaves(checkouts[asker], shards, event, place, asked)
-    assert differences(calm, found) == []
+    reply = reply_when_one_leaves(checkouts[asker], shards, event, place, asked)
+    assert differences(calm, reply.answers) == []
+    assert most_of_one_shard_went_on(reply)
 
 
 @pytest.mark.soak
@@ -151,4 +154,7 @@ def test_a_model_goes_on_exactly_at_the_other(
         asked = long_questions(questions_for(before, alone))
         calm = ask(before, [alone], asked).answers
     shards = [shard_of(each, tmp_path / f"{each.name}.log", *flags) for each in (before, now)]
-    assert differences(calm, answers_when_one_leaves(now, shards, event, leaving, asked)) == []
+    reply = reply_when_one_leaves(now, shards, event, leaving, asked)
+    assert differences(calm, reply.answers) == []
+    # One that drains finishes what would go on with other numerics.
+    assert event == "drains" or most_of_one_shard_went_on(reply)
