@@ -38,10 +38,10 @@ class Way:
 _SMALL_STEPS = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
 _DRAFTS = ("--speculative-tokens", "4")
 SMALL_STEPS_AND_DRAFTS = {"small steps and drafts": Way(_SMALL_STEPS + _DRAFTS)}
-_ONE_BY_ONE = {"one after the other": Way(together=False)}
+ONE_BY_ONE = {"one after the other": Way(together=False)}
 WAYS = {
     "as before": Way(),
-    **_ONE_BY_ONE,
+    **ONE_BY_ONE,
     "small steps": Way(_SMALL_STEPS),
     "drafts": Way(_DRAFTS),
     "small steps and drafts": Way(_SMALL_STEPS + _DRAFTS),
@@ -65,16 +65,18 @@ def differences_of(
     ways: Mapping[str, Way],
     asked: Callable[[Questions], Mapping[str, Json]] = Questions.each_field,
 ) -> list[str]:
-    """What differs in any of the ways from what the commit before answers. Where results depend on
-    the batch, there is one way to ask: one after the other.
+    """What differs in any of the ways from what the commit before answers to the first one's way of
+    asking. Where a shard says that results depend on the batch, the way is one after the other.
     """
     shard = shard_of(before, folder / "before.log", *flags)
     with running(shard):
         of_model = questions_for(before, shard)
         questions = asked(of_model)
-        reply_before = ask(before, [shard], questions, together=of_model.is_exact)
+        ways = ways if of_model.is_exact else ONE_BY_ONE
+        together = next(iter(ways.values())).together
+        reply_before = ask(before, [shard], questions, together=together)
     lines = []
-    for name, way in (ways if of_model.is_exact else _ONE_BY_ONE).items():
+    for name, way in ways.items():
         shard = shard_of(now, folder / "now.log", *flags, *way.flags)
         with running(shard):
             reply = ask(now, [shard], questions, together=way.together)

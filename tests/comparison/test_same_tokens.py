@@ -15,6 +15,7 @@ from comparison.differences import differences
 from comparison.http_cases import NOT_ASKED, ROUTES, http_requests
 from comparison.models import (
     CPU,
+    ONE_BY_ONE,
     SMALL_STEPS_AND_DRAFTS,
     WAYS,
     adapter_for_builtin,
@@ -37,6 +38,8 @@ from support.checkouts import Checkout
 _SMALL_FAMILIES = sorted(
     set(FAMILIES) - {"llama-130m", "llama-3m", "opt-125m", "falcon", "bloom", "llama4"}
 )
+# Its last bits depend on the batch, which the check at load does not find for so small a model.
+_OF_THE_BATCH = {"qwen2_moe"}
 _FORMATS = {
     "float32": ("--dtype", "float32"),
     "int8": ("--quantization", "int8"),
@@ -145,4 +148,5 @@ def test_every_family_gives_the_same_tokens(
     model = make_model(tmp_path / family, family)
     # Later flags count.
     flags = (*CPU, "--model", str(model), "--max-model-len", "256")
-    assert differences_of(before, now, tmp_path, flags, SMALL_STEPS_AND_DRAFTS) == []
+    ways = ONE_BY_ONE if family in _OF_THE_BATCH else SMALL_STEPS_AND_DRAFTS
+    assert differences_of(before, now, tmp_path, flags, ways) == []
