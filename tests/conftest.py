@@ -8,9 +8,7 @@ import pytest
 
 # Tests of whole systems start processes and wait for them: one after the other, so that they have
 # to share the machine with one stranger only. They wait more than they compute.
-_WHOLE_SYSTEMS = frozenset(
-    {"chaos", "clients", "comparison", "console", "hosts", "integration"}
-)
+_WHOLE_SYSTEMS = frozenset({"chaos", "clients", "comparison", "console", "hosts", "integration"})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
