@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 import uuid
@@ -123,7 +124,7 @@ def build_app(
         keys=Keys(config),
     )
     _tell_of_requests(app, spans)
-    app[docs.DOCUMENT] = msgspec.json.encode(openapi.describe(ROUTES))
+    app[docs.DOCUMENT] = _openapi_document()
     for route in ROUTES:
         methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
         for method in methods:
@@ -147,6 +148,12 @@ def build_app(
     app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(response_headers.complete)
     return app
+
+
+@functools.cache
+def _openapi_document() -> bytes:
+    """The same for every application of a process."""
+    return msgspec.json.encode(openapi.describe(ROUTES))
 
 
 def _tell_of_requests(app: web.Application, spans: SpanSink | None) -> None:
