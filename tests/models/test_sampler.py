@@ -59,7 +59,7 @@ def test_tokens_follow_the_distribution(kind: str, quantised: bool) -> None:
     request = sampling_request(PROMPT, OUTPUT, **KINDS[kind])
     expected = distribution(logits.numpy(), request)
     assert len(expected) > 2
-    draws = budget(6_000, 100_000)
+    draws = budget(2_000, 100_000)
     tokens: list[int] = []
     requests = _seeds(request, draws)
     for start in range(0, draws, 2000):
@@ -115,7 +115,7 @@ def test_each_token_is_the_inverse_of_its_own_distribution() -> None:
     """Of any mix of parameters, in any vocabulary, within and beyond the first window."""
     rng = seeded("inverse")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
-    for vocabulary in rng.choices([5, 33, 700, 1024, 1025, 3001], k=budget(60, 600)):
+    for vocabulary in rng.choices([5, 33, 700, 1024, 1025, 3001], k=budget(20, 600)):
         requests = [
             sampling_request(
                 rng.choices(range(vocabulary), k=rng.randint(1, 20)),

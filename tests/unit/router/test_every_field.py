@@ -657,7 +657,7 @@ async def test_a_megabyte_in_any_field_is_not_sent_back_in_an_error(route: str) 
     async with memory_router(fleet, trust_request_chat_template=True) as router:
         headers = {"Content-Type": "application/json"}
         for name in fields:
-            for value in rng.sample(HUGE_JSON, budget(4, len(HUGE_JSON))):
+            for value in rng.sample(HUGE_JSON, budget(1, len(HUGE_JSON))):
                 body = with_field(NEEDED[route], name, value)
                 answer = await router.request("POST", path, body, headers)
                 assert answer.status in (200, 400, 404, 413), (name, answer.body[:300])
@@ -680,7 +680,7 @@ async def test_nonsense_in_any_field_is_never_a_500(route: str) -> None:
     ]
     fleet = CheckedFleet(model_files(BYTE_LEVEL, TEMPLATE))
     async with memory_router(fleet, trust_request_chat_template=True) as router:
-        for _ in range(budget(800, 50_000)):
+        for _ in range(budget(200, 50_000)):
             names = rng.sample(sorted(fields), rng.randrange(1, 5))
             body = {**NEEDED[route], **{name: rng.choice(values) for name in names}}
             async with asyncio.timeout(20):

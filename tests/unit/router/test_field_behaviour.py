@@ -429,30 +429,29 @@ async def test_a_requests_own_template_is_rendered_in_another_process(
 
 
 # What jinja takes, and Python or the tokenizer does not.
-UNUSABLE = {
-    "parentheses": ("{{ " + "(" * 150 + "1" + ")" * 150 + " }}", "nested too deeply"),
-    "sums": ("{{ " + "1+" * 3000 + "1 }}", "nested too deeply"),
-    "break": ("{% break %}", "'break' outside loop"),
-    "loops": ("{% for x in y %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
-    "blocks": ("{% if x %}" * 120 + "{% endif %}" * 120, "too many levels of indentation"),
-    "argument": ("{{ dict(a=1,a=2) }}", "keyword argument repeated: a"),
-    "parameter": ("{% macro f(a,a) %}{% endmacro %}", "duplicate argument"),
-    "number": ("{{ " + "1" * 6000 + " }}", "limit"),
-    "surrogate": ("{{ '\\ud800' }}", "U+D800"),
-}
+UNUSABLE = [
+    ("{{ " + "(" * 150 + "1" + ")" * 150 + " }}", "nested too deeply"),
+    ("{{ " + "1+" * 3000 + "1 }}", "nested too deeply"),
+    ("{% break %}", "'break' outside loop"),
+    ("{% for x in y %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
+    ("{% if x %}" * 120 + "{% endif %}" * 120, "too many levels of indentation"),
+    ("{{ dict(a=1,a=2) }}", "keyword argument repeated: a"),
+    ("{% macro f(a,a) %}{% endmacro %}", "duplicate argument"),
+    ("{{ " + "1" * 6000 + " }}", "limit"),
+    ("{{ '\\ud800' }}", "U+D800"),
+]
 
 
-@pytest.mark.parametrize("name", UNUSABLE)
 async def test_a_requests_own_template_that_cannot_be_used_is_a_bad_request(
-    byte_level: Tokenizer, name: str, capfd: pytest.CaptureFixture[str]
+    byte_level: Tokenizer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source, words = UNUSABLE[name]
     fleet = FakeFleet(model_files(byte_level))
     async with memory_router(fleet, trust_request_chat_template=True) as router:
-        answer = await router.chat(chat_template=source)
-        assert (answer.status, answer.error["param"]) == (400, "chat_template")
-        assert answer.error["message"].startswith("chat_template: ")
-        assert words in answer.error["message"]
+        for source, words in UNUSABLE:
+            answer = await router.chat(chat_template=source)
+            assert (answer.status, answer.error["param"]) == (400, "chat_template"), source
+            assert answer.error["message"].startswith("chat_template: ")
+            assert words in answer.error["message"]
         # Its words may hold what cannot be encoded, too.
         answer = await router.chat(chat_template="{{ raise_exception('\\ud800') }}")
         assert answer.status == 400
@@ -460,16 +459,16 @@ async def test_a_requests_own_template_that_cannot_be_used_is_a_bad_request(
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("character", ["x", "\U0001f98a", "\x01", "\\", '"'])
 async def test_a_template_that_quotes_the_messages_does_not_send_them_all_back(
-    byte_level: Tokenizer, character: str
+    byte_level: Tokenizer,
 ) -> None:
     fleet = FakeFleet(model_files(byte_level))
     async with memory_router(fleet, trust_request_chat_template=True) as router:
         template = "{{ raise_exception(messages[0].content) }}"
-        answer = await router.chat(character * 200_000, chat_template=template)
-        assert answer.status == 400
-        assert len(answer.body) < 2000
+        for character in ("x", "\U0001f98a", "\x01", "\\", '"'):
+            answer = await router.chat(character * 200_000, chat_template=template)
+            assert answer.status == 400
+            assert len(answer.body) < 2000, character
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])

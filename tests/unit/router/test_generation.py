@@ -518,7 +518,7 @@ async def test_a_choice_that_goes_on_is_not_silent_nor_is_one_whose_reader_is_sl
         await for_each(generation, lambda delta: None)
     async with Generation(job, fleet, Metrics(), record(), silence_timeout_s=0.2) as generation:
         # All of it has come by then.
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.7)
         await for_each(generation, lambda delta: None)
 
 

@@ -406,10 +406,10 @@ async def test_a_body_over_a_slow_line_arrives(
     connection.send_raw(
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
     )
-    # 16 kB a second.
-    for start in range(0, size, 1600):
+    # 32 kB a second.
+    for start in range(0, size, 3200):
         await asyncio.sleep(0.1)
-        connection.send_raw(body[start : start + 1600])
+        connection.send_raw(body[start : start + 3200])
     assert (await connection.read_answer()).status == 200
     connection.close()
 

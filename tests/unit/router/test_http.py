@@ -973,7 +973,8 @@ async def test_a_client_that_takes_long_for_one_event_is_not_cut_off_while_it_re
 ) -> None:
     fleet = FakeFleet(model_files(byte_level), step_s=0.01)
     async with memory_router(fleet, write_timeout_s=0.8) as router:
-        connection = begin(router, "/v1/completions", {"prompt": "x", "stream": True})
+        body = {"prompt": "x", "stream": True, "max_tokens": 30}
+        connection = begin(router, "/v1/completions", body)
         _, headers = await connection.read_head()
         connection.stop_reading()
         for _ in range(24):

@@ -523,7 +523,7 @@ async def test_tokens_that_a_stop_string_or_a_gone_client_saved_are_given_back(
 ) -> None:
     _write(file, entry("alice", ALICE, tokens_per_minute=1000))
     # The second token will not come.
-    served.step_s = 1.0
+    served.step_s = 0.3
     async with memory_router(served, **_all_keys(file)) as router:
         key = router.app[ROUTER].keys.find(ALICE.encode())
         assert key is not None

@@ -127,7 +127,8 @@ async def test_a_response_in_the_background_outlives_the_request_that_asked_for_
     router: MemoryRouter, ended: list[RequestRecord]
 ) -> None:
     router.fleet.step_s = 0.01
-    answer = await router.post("/v1/responses", {"input": "fox", "background": True})
+    body = {"input": "fox", "background": True, "max_output_tokens": 20}
+    answer = await router.post("/v1/responses", body)
     assert answer.status == 200
     records = records_of(router)
     (record,) = records.running

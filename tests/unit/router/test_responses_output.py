@@ -292,7 +292,7 @@ def test_log_probabilities_are_refused_beside_tools() -> None:
 
 def test_a_stream_and_a_whole_answer_say_the_same_whatever_is_said() -> None:
     rng = seeded("responses of pieces")
-    for _ in range(budget(300, 20_000)):
+    for _ in range(budget(60, 20_000)):
         pieces = random_pieces(rng)
         reason = rng.choice(REASONS)
         answer = whole([delta_of(pieces, reason)])

@@ -322,7 +322,7 @@ async def test_from_every_event_on_the_rest_is_the_rest(more: dict[str, Any]) ->
         whole = _joined([data for _, data in events])
         places = [index for index, (event_id, _) in enumerate(events) if event_id]
         assert len(places) > 3
-        for index in rng.sample(places, min(len(places), budget(8, 100))):
+        for index in rng.sample(places, min(len(places), budget(4, 100))):
             event_id = events[index][0]
             assert event_id is not None
             rest = await _all_events(other, body, **{"Last-Event-ID": event_id})

@@ -512,7 +512,7 @@ async def test_a_stream_and_a_whole_answer_are_the_same(
     ids: list[int] = []
     fleet.script = lambda _: [*ids, 0]
     async with memory_router(fleet) as router:
-        for _ in range(budget(40, 2_000)):
+        for _ in range(budget(15, 2_000)):
             ids = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randint(0, 30))]
             if rng.random() < 0.5:
                 ids = tokenizer.encode(random_text(rng, 8), add_special_tokens=False).ids

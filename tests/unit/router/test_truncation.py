@@ -87,7 +87,7 @@ async def test_what_is_left_is_what_transformers_leaves(
 ) -> None:
     router, tokenizer = served
     rng = seeded("truncation")
-    for _ in range(budget(60, 3000)):
+    for _ in range(budget(20, 3000)):
         text = "".join(
             rng.choice(SPECIAL) if rng.random() < 0.2 else random_text(rng, 1)
             for _ in range(rng.randrange(1, 30))

@@ -209,7 +209,9 @@ def test_a_worker_that_has_served_is_started_again_as_often_as_it_ends(
     assert parent.process.poll() is None
 
 
-@pytest.mark.parametrize(("status", "starts"), [(1, 6), (EXIT_USAGE, 4)])
+@pytest.mark.parametrize(
+    ("status", "starts"), [pytest.param(1, 6, marks=pytest.mark.soak), (EXIT_USAGE, 4)]
+)
 def test_a_worker_that_served_once_and_cannot_start_for_a_while_ends_no_other(
     start: Callable[[float, float], Parent], tmp_path: Path, status: int, starts: int
 ) -> None:

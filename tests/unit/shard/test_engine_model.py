@@ -271,7 +271,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineAgainstItsModel = EngineMachine.TestCase
 TestEngineAgainstItsModel.settings = settings(
-    max_examples=budget(40, 2000),
+    max_examples=budget(15, 2000),
     stateful_step_count=budget(40, 100),
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -282,7 +282,7 @@ TestEngineAgainstItsModel.settings = settings(
 def test_random_traffic_under_a_small_cache_keeps_every_account() -> None:
     rng = seeded("engine soak")
     preemptions = accepted = failed = 0
-    for number in range(budget(12, 800)):
+    for number in range(budget(6, 800)):
         fail_rate = rng.choice((0.0, 0.0, 0.05))
         drafter = (FickleOracle(4, Foresight(), rng), None, Drafter(4))[number % 3]
         modelled = ModelledEngine(

@@ -72,7 +72,7 @@ def _sends(caller: socket.socket) -> bool:
 def test_callers_that_send_a_byte_now_and_then_are_few_and_cut_off(
     monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    monkeypatch.setattr(metrics_port, "_CALLER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(metrics_port, "_CALLER_TIMEOUT_S", 0.2)
     threads = threading.active_count()
     slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
     until_s = time.monotonic() + 10

@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_given_is_what_is_given_without_drafts(name: str, ahead: int) -> None:
     rng = seeded(f"drafts, {name}")
-    for seed in range(budget(4, 100)):
+    for seed in range(budget(2, 100)):
         case = _seeded(CASES[name], seed)
         plain = _run(_request(**case), None)
         whole = plain.tokens("r")

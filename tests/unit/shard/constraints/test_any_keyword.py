@@ -113,7 +113,7 @@ def test_no_combination_of_keywords_allows_what_the_schema_forbids():
     rng = seeded("odd schemas")
     compiler, odd = plain_compiler(), _Odd(rng)
     ended = 0
-    for _ in range(budget(150, 5000)):
+    for _ in range(budget(50, 5000)):
         schema = odd.schema(rng.choice((1, 1, 2, 2, 3)))
         try:
             matcher = compiler.compile(Constraint("json_schema", json.dumps(schema)))
@@ -126,4 +126,4 @@ def test_no_combination_of_keywords_allows_what_the_schema_forbids():
                 ended += 1
                 text = compiler.tokenizer.decode_str(found)
                 assert validator.is_valid(json.loads(text)), f"{json.dumps(schema)}\n{text}"
-    assert ended > 50
+    assert ended > 15
