@@ -52,7 +52,7 @@ def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
     vocab_size = tokenizer().get_vocab_size()
     masks = MaskFiller(vocab_size)
     sampler = Sampler(masks)
-    for seed in range(budget(20, 400)):
+    for seed in range(budget(8, 400)):
         logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
         own = constrained("own", random.choice([OBJECT, CODE]), seed=seed)
         own.matcher = two_ended_compiler().compile(own.constraint) if own.constraint else None
@@ -135,7 +135,7 @@ def test_the_real_model_is_made_to_end_its_reasoning(runner: Runner) -> None:
     assert tokens(outputs)[6] == 601
 
 
-_BATCH = 50
+_BATCH = budget(20, 50)
 
 
 def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_ends(
@@ -145,7 +145,7 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
     digits without end), which no schema forbids: then it is only looked at what ends.
     """
     rng = seeded("random schemas and a real model")
-    count, max_tokens, ended = budget(50, 1000), budget(500, 1900), {1.0: 0, 100.0: 0}
+    count, max_tokens, ended = budget(20, 1000), budget(500, 1900), {1.0: 0, 100.0: 0}
     for start in range(0, count, _BATCH):
         for temperature in ended:
             schemas = [random_schema(rng) for _ in range(_BATCH)]
@@ -165,8 +165,8 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
                 ended[temperature] += _ends_well(schema, outputs)
     print(f"of {count} each, by temperature, ended within {max_tokens} tokens: {ended}")
     # Within 500 tokens 177 of 200 ended, and 147. Of few schemas some more may be among the others.
-    assert 100 * ended[100.0] >= budget(70, 95) * count
-    assert 100 * ended[1.0] >= budget(40, 50) * count
+    assert 100 * ended[100.0] >= budget(50, 95) * count
+    assert 100 * ended[1.0] >= budget(25, 50) * count
 
 
 def _ends_well(schema: dict[str, Any], outputs: list[Output]) -> bool:

@@ -10,15 +10,24 @@ from pathlib import Path
 import pytest
 from models.driver import load, make_request
 from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
+from support.budget import in_soak
 
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
+FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2")
 
-@pytest.mark.parametrize("max_steps_ahead", [0, 1])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "opt", "gemma2", "gpt2"])
+
+@pytest.mark.parametrize(
+    ("family", "max_steps_ahead"),
+    [
+        ("llama", 0),
+        *((family, 1) for family in FAMILIES),
+        *(in_soak(family, 0) for family in FAMILIES if family != "llama"),
+    ],
+)
 def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     family: str, max_steps_ahead: int, model_dir: Callable[[str], Path]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from model_maker import make_model
 from models.driver import load
 from models.model_steps import cut_logits
 from models.test_decoder import SERVED
-from support.budget import budget, seeded
+from support.budget import budget, in_soak, seeded
 from torch import Tensor
 
 from penstock_shard.config import ShardConfig
@@ -35,8 +36,19 @@ Directory = Callable[[str], Path]
 _MAY_VARY = {"qwen2_moe"}
 
 
-@pytest.mark.parametrize("weights", ["auto", "float32", "int8"])
-@pytest.mark.parametrize("family", [family for family in SERVED if family not in _MAY_VARY])
+_INVARIANT = [family for family in SERVED if family not in _MAY_VARY]
+# In make test each family with one kind of weights, and two of them with each.
+_KINDS = ("auto", "float32", "int8")
+_ALWAYS = {
+    *zip(_INVARIANT, itertools.cycle(_KINDS)),
+    *itertools.product(("llama", "mixtral"), _KINDS),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [pair if pair in _ALWAYS else in_soak(*pair) for pair in itertools.product(_INVARIANT, _KINDS)],
+)
 def test_every_family_is_batch_invariant_on_the_cpu_kernels(
     family: str, weights: str, model_dir: Directory
 ) -> None:
@@ -71,8 +83,17 @@ def test_any_cut_among_any_others_gives_the_same_bits(family: str, model_dir: Di
                 start += count
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("llama", None),
+        in_soak("llama", "int8"),
+        in_soak("gemma3", None),
+        ("gemma3", "int8"),
+        ("gpt2", None),
+        in_soak("gpt2", "int8"),
+    ],
+)
 def test_every_level_of_the_kernels_gives_the_same_bits(
     family: str,
     quantization: str | None,
@@ -267,17 +288,14 @@ def test_other_instructions_of_torch_have_another_fingerprint() -> None:
         "x = torch.linspace(-8, 8, 4099)\n"
         "print(torch_bits(), x.tanh().numpy().tobytes().hex() + x.exp().numpy().tobytes().hex())"
     )
-    found = []
-    for settings in ({}, {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}):
-        environment = {**os.environ, **settings}
-        command = [sys.executable, "-c", code]
-        result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        )
-        found.append(result.stdout.split())
-    (first, values), (second, other_values) = found
-    if values != other_values:
-        assert first != second
+    environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    command = [sys.executable, "-c", code]
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    bits_there, values_there = there.stdout.split()
+    x = torch.linspace(-8, 8, 4099)
+    values = x.tanh().numpy().tobytes().hex() + x.exp().numpy().tobytes().hex()
+    if values_there != values:
+        assert bits_there != fingerprint.torch_bits()
 
 
 def test_a_check_leaves_the_threads_as_they_were_asked_for(model_dir: Directory) -> None:

@@ -18,7 +18,7 @@ import torch
 from model_maker import make_model
 from models.driver import Driver, load, make_request
 from safetensors.torch import load_file, save_file
-from support.budget import budget
+from support.budget import budget, in_soak
 from torch import Tensor
 
 from penstock_shard import rank_main
@@ -99,7 +99,11 @@ for directory in directories:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("family", "large", "tied"),
-    [("llama", "llama-130m", False), ("llama", "llama-130m", True), ("opt", "opt-125m", True)],
+    [
+        in_soak("llama", "llama-130m", False),
+        ("llama", "llama-130m", True),
+        ("opt", "opt-125m", True),
+    ],
 )
 def test_loading_takes_little_more_than_the_packed_weights(
     family: str, large: str, tied: bool, tmp_path: Path, model_dir: Directory

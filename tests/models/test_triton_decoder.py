@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ F32 = torch.float32
 VOCABULARY = 384
 # A family, and tokens of a prompt: past the window of those that have one. The interpreter takes
 # seconds for each.
-PROMPTS = (("gemma2", 26), ("mixtral", 5), ("llama", 5), ("qwen3", 5))[: budget(2, 4)]
+PROMPTS = (("gemma2", 26), ("mixtral", 5), ("llama", 5), ("qwen3", 5))[: budget(1, 4)]
 
 
 def triton_ops(*, exact: bool = False) -> TritonOps:
@@ -249,6 +250,12 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales * 2
 
 
+@cache
+def _sound(*, exact: bool) -> bool:
+    """Whether the check finds nothing in the kernels as they are, with what its caller patched."""
+    return check.triton_fault(CPU, F32, "float32", exact=exact) is None
+
+
 @pytest.mark.parametrize(
     ("place", "kernel", "words"),
     [
@@ -269,7 +276,7 @@ def test_the_check_finds_any_kernel_that_is_wrong(
     # The interpreter does not round to fp8 as devices do.
     monkeypatch.setattr(triton_quantize, "round_rows", round_in_torch)
     monkeypatch.setattr(check, "multiplies_fp8", lambda device: True)
-    assert check.triton_fault(CPU, F32, "float32", exact="fixed" in place) is None
+    assert _sound(exact="fixed" in place)
     with monkeypatch.context() as patch:
         patch.setattr(f"penstock_shard.models.{place}", kernel)
         fault = check.triton_fault(CPU, F32, "float32", exact="fixed" in place)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
+
+import pytest
 
 
 def budget(small: int, full: int) -> int:
     """`small` in `make test`, `full` in `make soak`."""
     return full if os.environ.get("PENSTOCK_SOAK") else small
+
+
+def in_soak(*values: Any) -> Any:
+    """Parameters of a test, in `make soak` only."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def seeded(name: str) -> random.Random:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.budget import in_soak
 
 from penstock_router.config import RouterConfig
 from penstock_router.workers import EXIT_USAGE, FirstWorker, _config_of, _until_ready, run
@@ -209,9 +210,7 @@ def test_a_worker_that_has_served_is_started_again_as_often_as_it_ends(
     assert parent.process.poll() is None
 
 
-@pytest.mark.parametrize(
-    ("status", "starts"), [pytest.param(1, 6, marks=pytest.mark.soak), (EXIT_USAGE, 4)]
-)
+@pytest.mark.parametrize(("status", "starts"), [in_soak(1, 6), (EXIT_USAGE, 4)])
 def test_a_worker_that_served_once_and_cannot_start_for_a_while_ends_no_other(
     start: Callable[[float, float], Parent], tmp_path: Path, status: int, starts: int
 ) -> None:

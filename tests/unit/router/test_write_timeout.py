@@ -16,6 +16,7 @@ from typing import cast
 import pytest
 import uvloop
 from aiohttp import web
+from support.budget import in_soak
 from support.certificates import Authority
 from tokenizers import Tokenizer
 from unit.router.router_doubles import (
@@ -238,7 +239,7 @@ async def _slowly_read() -> None:
 
 @pytest.mark.parametrize(
     "loop_factory",
-    [pytest.param(asyncio.new_event_loop, marks=pytest.mark.soak), uvloop.new_event_loop],
+    [in_soak(asyncio.new_event_loop), uvloop.new_event_loop],
 )
 def test_who_reads_a_long_answer_slowly_is_not_cut_off(loop_factory: object) -> None:
     with asyncio.Runner(loop_factory=loop_factory) as runner:  # type: ignore[arg-type]
