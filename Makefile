@@ -33,7 +33,7 @@ CLIENT_PIP := -m pip --disable-pip-version-check install --quiet --no-compile
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak lint type proto bench docs docs-serve constraints sbom licences clean
+.PHONY: help serve check test soak lint type proto bench docs docs-serve constraints sbom licences clean
 
 help: ## List the targets
 	@echo "make TARGET [PYTHON=python3.12] [TORCH='torch==2.13.0']"; echo
@@ -41,6 +41,9 @@ help: ## List the targets
 
 serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve: MODEL=, PORT=, FAKE=1, ARGS=
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
+
+check: lint type ## Check style and types, run tests/unit and tests/contract (three minutes)
+	@$(BIN)/python -m pytest -n 2 tests/unit tests/contract $(ARGS)
 
 test: $(VENV)/.dev $(CLIENTS) ## Run the tests, each property at a small fixed budget
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)

@@ -6,6 +6,7 @@ Knows Python's import statements and nothing of the rules that are checked on th
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +37,23 @@ class Module:
         return self.name.rpartition(".")[2] in ("shard_pb2", "shard_pb2_grpc")
 
     def tree(self) -> ast.Module:
-        try:
-            return ast.parse(self.source)
-        except SystemError:
-            # CPython 3.11 counts depth over all threads; one that formats a traceback parses too.
-            return ast.parse(self.source)
+        """The same object each time: not to be changed."""
+        return _parsed(self.source)
+
+
+@functools.cache
+def _parsed(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SystemError:
+        # CPython 3.11 counts depth over all threads; one that formats a traceback parses too.
+        return ast.parse(source)
 
 
 Modules = Mapping[str, Module]
 
 
+@functools.cache
 def product_modules() -> Modules:
     """All modules of the four packages, by name."""
     found = [

@@ -44,6 +44,8 @@ def _said_by_a_run_in(directory: Path, *flags: str, **environment: str) -> str:
     (directory / "pytest.ini").write_text(marker)
     command = [sys.executable, "-m", "pytest", "-rP", "-p", "no:cacheprovider", *flags, "tests"]
     inherited = {name: value for name, value in os.environ.items() if name != "PENSTOCK_SOAK"}
+    # Those that are installed take longer to import than the tests to run.
+    inherited["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     return subprocess.run(
         command,
         cwd=directory,
@@ -62,7 +64,7 @@ def test_whole_systems_and_files_have_one_worker_each(tmp_path: Path) -> None:
         (tests / path).parent.mkdir(parents=True)
         written = "".join(TEST.format(name=name, number=number) for number in range(4))
         (tests / path).with_suffix(".py").write_text(written)
-    said = _said_by_a_run_in(tmp_path, "-n", "2")
+    said = _said_by_a_run_in(tmp_path, "-p", "xdist", "-n", "2")
     ran = [line.split()[1:] for line in said.splitlines() if line.startswith("ran ")]
     assert len(ran) == 12
     workers = {name: {worker for each, worker in ran if each == name} for name in ("whole", "c")}
