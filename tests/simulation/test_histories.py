@@ -20,7 +20,7 @@ from support.budget import budget, seeded
 from penstock_client import continuation
 from penstock_client.fleet_stream import FleetStream
 from penstock_client.shard_state import ShardState, ShardWatch
-from penstock_client.types import GenerationRequest, LoadReport
+from penstock_client.types import GenerationRequest, LoadReport, SamplingParams
 from simulation import virtual_time
 from simulation.channel import MemoryConnector
 from simulation.history import Report, run
@@ -100,9 +100,10 @@ def test_a_router_that_stood_still_judges_a_silent_shard_by_its_next_report() ->
     assert virtual_time.run(main, ends_s=60.0) == pytest.approx(2.5 + 1.2 + 1.5, abs=0.2)
 
 
-def _lose_output(stream: FleetStream, now_s: float) -> GenerationRequest:
-    """A fault: the request goes on without its output so far."""
-    return stream.request
+def _another_seed(stream: FleetStream, now_s: float) -> GenerationRequest:
+    """A fault: who takes a request up draws otherwise."""
+    seed = stream.attempt + 2
+    return dataclasses.replace(stream.request, sampling=SamplingParams(seed=seed))
 
 
 def _first_failure(seeds: range) -> Report:
@@ -110,9 +111,9 @@ def _first_failure(seeds: range) -> Report:
 
 
 def test_a_fault_is_found_and_its_history_made_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuation, "_request_now", _lose_output)
+    monkeypatch.setattr(continuation, "_request_now", _another_seed)
     found = _first_failure(range(100))
     shorter = shorten(found)
     assert shorter.faults
-    assert len(shorter.plan.arrivals) <= 2
-    assert len(shorter.plan.troubles) <= 1 < len(found.plan.troubles) + len(found.plan.arrivals)
+    assert len(shorter.plan.arrivals) == 1 < len(found.plan.arrivals)
+    assert len(shorter.plan.troubles) <= 1
