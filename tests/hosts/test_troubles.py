@@ -87,7 +87,7 @@ def _back_s(lasts_s: float) -> float:
 
 
 # What a shard that hears nothing says arrives until it misses an acknowledgement: one report.
-# Where the router comes late to see the silence, as it had to wait for a core, it waits for one more.
+# A router that comes late to see the silence, as it had to wait for a core, waits for one more.
 _ELSEWHERE_S = _REPORT_S + STALL_S + 2 * _REPORT_S + _CALM_S
 _STALL = f"stall timeout {STALL_S:g} s"
 _TCP = "TCP sends again"
