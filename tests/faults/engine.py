@@ -1,0 +1,150 @@
+"""Faults of a shard's engine: scheduling, blocks, constraints, models."""
+
+from __future__ import annotations
+
+from faults.planting import Fault, always, becomes, left_out, never
+
+FAULTS = [
+    Fault(
+        "Blocks come free while a launched step still refers to them",
+        "Scheduler._leave",
+        never("request.num_steps_in_flight"),
+        caught_by="test_blocks_of_an_aborted_request_stay_its_own_until_its_steps_are_collected",
+    ),
+    Fault(
+        "A cached prefix may cover the last known token",
+        "BlockManager.acquire_prefix",
+        (
+            becomes(
+                "range((request.num_tokens - 1) // self.block_size)",
+                "range(len(request.block_hashes))",
+            ),
+            becomes(
+                "self._hash_full_blocks(request, request.num_tokens - 1)",
+                "self._hash_full_blocks(request, request.num_tokens)",
+            ),
+        ),
+        caught_by="test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token",
+    ),
+    Fault(
+        "A hash alone decides what is shared",
+        "BlockManager._find",
+        always("same and cached.token_ids == self._tokens(request, index)"),
+        caught_by="test_a_forged_hash_shares_nothing",
+    ),
+    Fault(
+        "The oldest request is preempted instead of the latest",
+        "Scheduler._grow_or_preempt",
+        becomes("max(self._running, key=expendable)", "min(self._running, key=expendable)"),
+        caught_by="test_the_latest_arrival_is_preempted_when_blocks_run_out",
+    ),
+    Fault(
+        "A prompt's chunk goes before the decodes",
+        "Scheduler.schedule",
+        always("row.count == 1 and row.samples"),
+        caught_by="test_decodes_come_before_chunks_of_prompts",
+    ),
+    Fault(
+        "Positions count the prompt",
+        "_token_output",
+        becomes(
+            "Output(request.request_id, request.attempt, position, [token_id], logprobs)",
+            "Output(request.request_id, request.attempt, len(known), [token_id], logprobs)",
+        ),
+        caught_by="test_positions_count_every_token_once",
+        simulated=True,
+    ),
+    Fault(
+        "Prompt log-probabilities are sent again after a preemption",
+        "Engine._add_prompt_logprobs",
+        never("known > 0"),
+        caught_by="test_prompt_logprobs_arrive_once_in_order_in_spite_of_chunks_and_preemption",
+    ),
+    Fault(
+        "A running lower attempt is left running",
+        "Engine.submit",
+        left_out("self._end(present, finish=FinishReason.ABORTED)"),
+        caught_by="test_a_higher_attempt_ends_the_lower_and_takes_over",
+    ),
+    Fault(
+        "The mean of a prompt is taken over what was not in the cache",
+        "Request.needs_whole_prompt",
+        left_out("self.pooling is Pooling.MEAN"),
+        caught_by="test_a_mean_reads_no_cached_prefix_and_a_last_token_does",
+    ),
+    Fault(
+        "A constraint begins anew at the shard that goes on",
+        "_follow",
+        becomes(
+            "not matcher.consume_tokens(token_ids[start : start + tokens_a_mask])",
+            "matcher.is_error()",
+        ),
+        caught_by="test_a_request_taken_up_anywhere_in_its_constraint_gives_the_rest",
+    ),
+    Fault(
+        "What is worn out of a constraint while an output is followed ends it",
+        "PendingMatchers._matcher",
+        becomes("self._compiler.compile_alone(constraint)", "beginning"),
+        caught_by="test_what_is_worn_out_while_an_output_is_followed_costs_that_output_nothing",
+    ),
+    Fault(
+        "Requests share the matcher that is kept",
+        "Compiler.compile",
+        becomes("kept.template.deep_copy()", "kept.template"),
+        caught_by="test_each_request_has_a_matcher_of_its_own",
+    ),
+    Fault(
+        "White space in JSON may go on and on",
+        "_writing",
+        left_out("writing.setdefault('whitespace_pattern', WHITESPACE)"),
+        caught_by="test_whitespace_does_not_go_on_and_on",
+    ),
+    Fault(
+        "Reasoning gets a token beyond its budget",
+        "Thinking.forced_id",
+        becomes(
+            "self._num_tokens >= self._budget.max_tokens",
+            "self._num_tokens > self._budget.max_tokens",
+        ),
+        caught_by="test_reasoning_ends_when_its_budget_is_spent",
+    ),
+    Fault(
+        "Among equal logits the sampler takes whichever comes",
+        "ordered_topk",
+        becomes(
+            "torch.arange(values.shape[1], device=keys.device)",
+            "torch.randperm(values.shape[1], device=keys.device)",
+        ),
+        caught_by="test_ordered_topk_equals_a_full_stable_sort",
+    ),
+    Fault(
+        "A sliding window is forgotten",
+        "_attention_function",
+        becomes("window=sliding_window", "window=None"),
+        caught_by="test_mixed_steps_give_the_tokens_of_generate",
+    ),
+    Fault(
+        "Our decoder forgets a sliding window",
+        "Decoder._attention",
+        becomes("window=spec.window", "window=None"),
+        caught_by="test_decoder::test_logits_are_those_of_transformers",
+    ),
+    Fault(
+        "Every model is called batch invariant",
+        "_Watched.is_as_expected",
+        becomes("torch.equal(_bits(logits), _bits(expected))", "logits.shape == expected.shape"),
+        caught_by="test_attention_whose_bits_depend_on_chunks_is_found",
+    ),
+    Fault(
+        "A configuration may say what our decoder does not know",
+        "_refuse_unknown",
+        never("value not in (None, False, '')"),
+        caught_by="test_a_configuration_that_says_more_is_left_to_transformers",
+    ),
+    Fault(
+        "Pages of a checkpoint are kept after they were read",
+        "give_back_pages",
+        never("last > first"),
+        caught_by="test_loading_takes_little_more_than_the_packed_weights",
+    ),
+]

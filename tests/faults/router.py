@@ -1,0 +1,86 @@
+"""Faults of the router."""
+
+from __future__ import annotations
+
+from faults.planting import Fault, always, becomes, left_out, never
+
+FAULTS = [
+    Fault(
+        "Text that may become a stop string is shown",
+        "StopMatcher.feed",
+        becomes("len(text) - max([pattern.matched for pattern in self._patterns])", "len(text)"),
+        caught_by="test_a_stop_over_three_pieces_cuts_exactly_before_it",
+    ),
+    Fault(
+        "A client that goes away leaves its generation running",
+        "Generation.__aexit__",
+        left_out("self.abandon(exc)"),
+        caught_by="test_leaving_early_aborts_exactly_what_is_unfinished",
+    ),
+    Fault(
+        "All choices of a request have its seed",
+        "choice_seed",
+        always("choice == 0"),
+        caught_by="test_the_seeds_of_choices_never_change",
+    ),
+    Fault(
+        "A field that does not work yet is ignored",
+        "read_fields",
+        never("parsed not in entry.neutral"),
+        caught_by="test_a_known_field_that_does_not_work_yet_is_refused_by_name_unless_neutral",
+    ),
+    Fault(
+        "An expired key is as good as any",
+        "Keys.find",
+        left_out("key.expires_at <= time.time()"),
+        caught_by="test_a_key_is_none_from_the_moment_it_expires",
+    ),
+    Fault(
+        "An event's id is believed",
+        "CursorCodec.read",
+        always("hmac.compare_digest(mac, self._mac(data))"),
+        caught_by="test_no_bit_of_an_id_can_be_changed_and_no_other_key_reads_it",
+    ),
+    Fault(
+        "Text that the client has is shown again",
+        "Choice._cut",
+        left_out("delta.text = delta.text[characters:]"),
+        caught_by="test_from_every_event_on_the_rest_is_the_rest",
+    ),
+    Fault(
+        "A greedy key is served in the order in which its requests came",
+        "FairQueue.moved",
+        becomes("(share.in_flight, first.number, first)", "(0, first.number, first)"),
+        caught_by="test_the_key_with_the_fewest_places_goes_first_and_equals_by_arrival",
+    ),
+    Fault(
+        "A response in the background ends its record with its HTTP request",
+        "Records.held",
+        becomes("not record._holders", "record in self.running"),
+        caught_by="test_a_response_in_the_background_outlives_the_request_that_asked_for_it",
+    ),
+    Fault(
+        "Requests that nobody can serve yet are not held",
+        "Models._resolved_in_time",
+        always("self._shard_wait_s is None"),
+        caught_by="test_a_request_is_held_until_a_shard_serves_its_model",
+    ),
+    Fault(
+        "Text that was held for a call is dropped when it is none",
+        "CallReader._give_back",
+        left_out("self._content(''.join(self._held))"),
+        caught_by="test_a_call_that_is_cut_off_before_its_name_is_given_back_as_text",
+    ),
+    Fault(
+        "What looks like a call within reasoning is one",
+        "AnswerReader._with_calls",
+        becomes("piece.kind is PieceKind.CONTENT", "piece.text"),
+        caught_by="test_what_looks_like_a_call_within_reasoning_is_none",
+    ),
+    Fault(
+        "A form of the answer forbids the reasoning before it",
+        "answer_constraint",
+        becomes("style is None", "style is not None"),
+        caught_by="test_reasoning_comes_before_what_is_constrained_or_not_at_all",
+    ),
+]
