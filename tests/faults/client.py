@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.planting import Fault, becomes, left_out, never
+from faults.planting import Fault, always, becomes, left_out, never, returns
 
 FAULTS = [
     Fault(
@@ -63,5 +63,239 @@ FAULTS = [
         "Continuations._send_to",
         becomes("stream.attempts.append(record)", "stream.attempts[:] = [record]"),
         caught_by="test_a_request_that_outlives_its_shard_is_still_one_trace",
+    ),
+    Fault(
+        "Every attempt has the number 0",
+        "Continuations._send_to",
+        becomes("stream.attempt += 1", "stream.attempt = 0"),
+        simulated=True,
+    ),
+    Fault(
+        "A request names no engine that it is meant for",
+        "Continuations._send_to",
+        left_out("instance_id=info.instance_id"),
+        simulated=True,
+    ),
+    Fault(
+        "A request that was sent still waits for a shard",
+        "Continuations._send_to",
+        left_out("self._stop_waiting(stream)"),
+        simulated=True,
+    ),
+    Fault(
+        "A moved request is not aborted at the shard that it leaves",
+        "Continuations._move",
+        left_out("left.client.detach(stream)"),
+        simulated=True,
+    ),
+    Fault(
+        "A failed attempt is still counted at its shard",
+        "Continuations.failed",
+        left_out("self._leave(stream, _cause(error))"),
+        simulated=True,
+    ),
+    Fault(
+        "A request that has ended is still counted at its shard",
+        "Continuations.fed",
+        left_out("self._forget(stream)"),
+        simulated=True,
+    ),
+    Fault(
+        "A cancelled request is aborted nowhere",
+        "Continuations.cancelled",
+        left_out("stream.shard.client.detach(stream)"),
+        simulated=True,
+    ),
+    Fault(
+        "A cancelled request is sent on",
+        "Continuations.cancelled",
+        left_out("self._forget(stream)"),
+        simulated=True,
+    ),
+    Fault(
+        "A shard that failed a request once is avoided for ever",
+        "Continuations._waited",
+        left_out("stream.avoided.clear()"),
+        simulated=True,
+    ),
+    Fault(
+        "Nothing is sent when a back-off ends",
+        "Continuations._waited",
+        left_out("self._put_due([stream])"),
+        simulated=True,
+    ),
+    Fault(
+        "Nobody gives up waiting for a shard",
+        "Continuations._waited",
+        never("self._patience_left_s(stream) <= 0"),
+        simulated=True,
+    ),
+    Fault(
+        "A deadline does not count while a request waits",
+        "Continuations._patience_left_s",
+        never("stream.deadline_s is not None"),
+        simulated=True,
+    ),
+    Fault(
+        "Each attempt has the whole of the deadline",
+        "_request_now",
+        never("stream.deadline_s is not None"),
+        simulated=True,
+    ),
+    Fault(
+        "A failed shard is held against the request, whoever was at fault",
+        "Continuations._verdict",
+        always("error.engine_died"),
+        simulated=True,
+    ),
+    Fault(
+        "A suspect that gets on stays one",
+        "Continuations._clear",
+        returns("None"),
+        simulated=True,
+    ),
+    Fault(
+        "Attempts in vain add up over a whole answer",
+        "Continuations._note_progress",
+        left_out("stream.attempts_in_vain = 0"),
+        simulated=True,
+    ),
+    Fault(
+        "An exact request goes on where numerics differ",
+        "Continuations._fits",
+        left_out("not request.exact or same_numerics(made_by, info)"),
+        simulated=True,
+    ),
+    Fault(
+        "A request that waits when the fleet closes waits for ever",
+        "Continuations.close",
+        left_out("self._end(stream, ShardUnavailable(_CLOSED))"),
+        simulated=True,
+    ),
+    Fault(
+        "A suspect is tried beside another",
+        "Continuations._fits",
+        never("other.shard is shard or other.kind == stream.kind"),
+        simulated=True,
+    ),
+    Fault(
+        "Tokens are given to the reader and not kept for the next attempt",
+        "FleetStream.feed",
+        left_out("self.token_ids += output.token_ids"),
+        simulated=True,
+    ),
+    Fault(
+        "What fails at one shard fails",
+        "FleetStream.fail",
+        becomes("self._keeper.failed(self, error)", "self.end(error)"),
+        simulated=True,
+    ),
+    Fault(
+        "The next attempt's log-probabilities of the prompt are shown again",
+        "GenerationStream._align_prompt",
+        never("known > 0"),
+        simulated=True,
+    ),
+    Fault(
+        "What a reader has not taken is replaced by what comes next",
+        "GenerationStream._accept",
+        becomes("self._pending.merge(output)", "self._pending = output"),
+        simulated=True,
+    ),
+    Fault(
+        "A reader that is behind never learns of the end",
+        "Output.merge",
+        left_out("self.finish_reason = later.finish_reason"),
+        simulated=True,
+    ),
+    Fault(
+        "Outputs of an older attempt are taken for those of the next",
+        "_SharedCall._dispatch",
+        left_out("stream.attempt == message.attempt"),
+        simulated=True,
+    ),
+    Fault(
+        "A stream that is over keeps its place on the call",
+        "_SharedCall.forget",
+        left_out("del self.streams[stream.request_id]"),
+        simulated=True,
+    ),
+    Fault(
+        "Streams of a call that ended are not told",
+        "_SharedCall.end",
+        left_out("stream.fail(error)"),
+        simulated=True,
+    ),
+    Fault(
+        "A call that breaks ends its requests for good",
+        "_SharedCall._read",
+        never("not isinstance(error, Unauthenticated | NotServed)"),
+        simulated=True,
+    ),
+    Fault(
+        "Requests are written to a call that has ended",
+        "ShardClient.attach",
+        left_out("self._call.ended"),
+        simulated=True,
+    ),
+    Fault(
+        "All requests of a call have one number",
+        "_SharedCall.submit",
+        becomes("next(self._numbers) % _NUMBERS", "1"),
+        simulated=True,
+    ),
+    Fault(
+        "An abort names the attempt before",
+        "ShardClient.detach",
+        becomes("(stream.request_id, stream.attempt)", "(stream.request_id, stream.attempt - 1)"),
+        simulated=True,
+    ),
+    Fault(
+        "A shard that says nothing keeps its requests",
+        "ShardWatch._lost",
+        left_out("shard.client.give_up_call(problem)"),
+        simulated=True,
+    ),
+    Fault(
+        "A shard may say nothing for as long as it likes",
+        "ShardWatch._next_report",
+        left_out("timeout=self._stall_timeout_s"),
+        simulated=True,
+    ),
+    Fault(
+        "A new engine is taken for the one before",
+        "ShardWatch._follow",
+        becomes("load.instance_id != known", "not known"),
+        simulated=True,
+    ),
+    Fault(
+        "A shard that drains is sent new requests",
+        "ShardState.ready",
+        left_out("not load.draining"),
+        simulated=True,
+    ),
+    Fault(
+        "A shard that comes back before it left is closed all the same",
+        "Fleet._update",
+        becomes("self._leaving.pop(address).cancel()", "self._leaving.pop(address)"),
+        simulated=True,
+    ),
+    Fault(
+        "Shards of unknown numerics count as equal",
+        "same_numerics",
+        left_out("bool(first.numerics_fingerprint)"),
+        simulated=True,
+    ),
+    Fault(
+        "Requests like one that engines died of are taken",
+        "RefusedRequests.check",
+        never("left_s > 0"),
+        simulated=True,
+    ),
+    Fault(
+        "A breaker that opened stays open",
+        "CircuitBreaker.allows",
+        left_out("now_s >= self._try_at_s"),
+        simulated=True,
     ),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.planting import Fault, becomes, left_out, never
+from faults.planting import Fault, always, becomes, left_out, never, returns
 
 FAULTS = [
     Fault(
@@ -73,5 +73,203 @@ FAULTS = [
         "EngineSupervisor._check",
         becomes("self._checker.known(constraint)", "self._checker.known(constraint) or ''"),
         caught_by="test_a_refusal_is_an_invalid_argument_that_names_the_language",
+    ),
+    Fault(
+        "A lower attempt takes over from a higher one",
+        "ShardServicer._submit",
+        never("live_attempt is not None and live_attempt >= attempt"),
+        simulated=True,
+    ),
+    Fault(
+        "A message that comes twice ends its request",
+        "ShardServicer._submit",
+        never("(request_id, attempt) in outbox.live"),
+        simulated=True,
+    ),
+    Fault(
+        "The deadline stays in the server",
+        "ShardServicer._submit",
+        left_out("deadline_s=deadline_s"),
+        simulated=True,
+    ),
+    Fault(
+        "A suspect is one request among others",
+        "ShardServicer._submit",
+        left_out("suspect=incoming.suspect"),
+        simulated=True,
+    ),
+    Fault(
+        "What waits to be written is replaced by what comes next",
+        "Outbox.put",
+        becomes("waiting.merge(output)", "self._outputs[key] = output"),
+        simulated=True,
+    ),
+    Fault(
+        "An output wakes no writer",
+        "Outbox.put",
+        left_out("self._changed.set()"),
+        simulated=True,
+    ),
+    Fault(
+        "A call ends its writer before its last outputs",
+        "Outbox.take",
+        never("self.broken is not None or (self._closed and not self.live)"),
+        simulated=True,
+    ),
+    Fault(
+        "An idle shard reports nothing",
+        "ShardServicer.WatchLoad",
+        becomes(
+            "asyncio.timeout(_MAX_REPORT_INTERVAL_S - _MIN_REPORT_INTERVAL_S)",
+            "asyncio.timeout(None)",
+        ),
+        simulated=True,
+    ),
+    Fault(
+        "A drain does not ask clients to move their requests",
+        "ShardServicer.Drain",
+        becomes("hand_over=request.hand_over", "hand_over=False"),
+        simulated=True,
+    ),
+    Fault(
+        "An end is lost where many requests share a response",
+        "_is_one_token",
+        left_out("output.finish is None"),
+        simulated=True,
+    ),
+    Fault(
+        "Positions in columns are those of the answer's start",
+        "responses",
+        becomes("columns[2].append(output.first_position)", "columns[2].append(0)"),
+        simulated=True,
+    ),
+    Fault(
+        "An abort of one attempt is one of all",
+        "aborts",
+        becomes("chain(message.attempts, repeat(_EVERY_ATTEMPT))", "repeat(_EVERY_ATTEMPT)"),
+        simulated=True,
+    ),
+    Fault(
+        "An abort that came early ends later attempts too",
+        "EarlyAborts.include",
+        left_out("attempt <= last_aborted"),
+        simulated=True,
+    ),
+    Fault(
+        "Every request is charged with an engine's death",
+        "EngineSupervisor._died",
+        always("route.started_s is not None"),
+        simulated=True,
+    ),
+    Fault(
+        "What waited for a dead engine goes to the next one",
+        "EngineSupervisor._died",
+        left_out("self._submits, self._aborts, self._adapter_changes = [], [], []"),
+        simulated=True,
+    ),
+    Fault(
+        "Outputs of an ended attempt go to the one that took over",
+        "EngineSupervisor._take_step",
+        left_out("route.attempt != output.attempt"),
+        simulated=True,
+    ),
+    Fault(
+        "The route of a request that has ended stays",
+        "EngineSupervisor._take_step",
+        left_out("self._forget(route, output)"),
+        simulated=True,
+    ),
+    Fault(
+        "A late abort ends the attempt that took over",
+        "EngineSupervisor.abort",
+        left_out("route.attempt > attempt"),
+        simulated=True,
+    ),
+    Fault(
+        "A request whose deadline passed is computed on",
+        "EngineSupervisor._overdue",
+        left_out("self._abort_in_engine(route)"),
+        simulated=True,
+    ),
+    Fault(
+        "An attempt that another takes over is not ended",
+        "EngineSupervisor._supersede",
+        left_out("self._end_route(present, finish=FinishReason.ABORTED)"),
+        simulated=True,
+    ),
+    Fault(
+        "A deadline outlives its request",
+        "EngineSupervisor._forget",
+        left_out("route.deadline.cancel()"),
+        simulated=True,
+    ),
+    Fault(
+        "What is queued for the engine is sent once only",
+        "EngineSupervisor._flush",
+        left_out("self._flush_scheduled = False"),
+        simulated=True,
+    ),
+    Fault(
+        "An engine that hangs is not killed",
+        "EngineSupervisor._kill_when_it_hangs",
+        returns("None"),
+        simulated=True,
+    ),
+    Fault(
+        "Silence of an engine is no hang",
+        "EngineSupervisor.hangs",
+        never("self.beat_age_s >= limit_s"),
+        simulated=True,
+    ),
+    Fault(
+        "A step of any length is no hang",
+        "EngineSupervisor.hangs",
+        becomes(
+            "expected_s > 0 and self.step_running_s >= max(limit_s, _HUNG_STEPS * expected_s)",
+            "False",
+        ),
+        simulated=True,
+    ),
+    Fault(
+        "Nobody is told that the engine died",
+        "EngineSupervisor._run_once",
+        left_out("self._died()"),
+        simulated=True,
+    ),
+    Fault(
+        "A shard that drains takes requests",
+        "EngineSupervisor._refusal_of",
+        never("self.draining"),
+        simulated=True,
+    ),
+    Fault(
+        "The next engine has the id of the one before",
+        "EngineSupervisor._became_ready",
+        becomes("uuid.uuid4().hex", "self.instance_id or uuid.uuid4().hex"),
+        simulated=True,
+    ),
+    Fault(
+        "Nobody knows which requests an engine died of",
+        "EngineSupervisor._note_started",
+        returns("None"),
+        simulated=True,
+    ),
+    Fault(
+        "An abort names no attempt that the engine has",
+        "EngineSupervisor._abort_in_engine",
+        becomes("(route.request_id, route.attempt)", "(route.request_id, route.attempt + 1)"),
+        simulated=True,
+    ),
+    Fault(
+        "What a slow caller has not read has no end",
+        "Output.merge",
+        left_out("self.finish = later.finish"),
+        simulated=True,
+    ),
+    Fault(
+        "What a slow caller has not read has no error",
+        "Output.merge",
+        left_out("self.error = later.error"),
+        simulated=True,
     ),
 ]

@@ -9,7 +9,7 @@ from support.budget import budget, seeded
 from support.engines import make_request
 
 import penstock_shard.kv_blocks as kv_blocks
-from penstock_proto.prefix_hash import block_hash
+from penstock_proto.prefix_hash import block_hash, chain_hashes, root_hash
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.request import Request
 
@@ -131,6 +131,70 @@ def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is
     _compute(blocks, third, third.num_tokens)
     assert blocks.acquire_prefix(fourth) == 80
     blocks.check_integrity([second, third, fourth])
+
+
+def test_hashes_are_the_chain_that_routers_compute_too() -> None:
+    blocks = BlockManager(16, 16, weights_hash="weights")
+    request = make_request(prompt=range(70), cache_salt="salt")
+    request.adapter = "adapter"
+    for num_tokens in (16, 20, 64):
+        _compute(blocks, request, num_tokens)
+    root = root_hash("weights", "salt", "adapter")
+    assert request.block_hashes == chain_hashes(root, range(64), 16)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 17, 31, 32, 33, 47])
+def test_a_prompt_of_any_length_finds_the_full_blocks_before_its_last_token(
+    num_tokens: int,
+) -> None:
+    blocks = BlockManager(16, 16)
+    first = make_request("a", range(64))
+    for known in (16, 32, 48):
+        _compute(blocks, first, known)
+    second = make_request("b", range(64))
+    second.token_ids[num_tokens:] = []
+    assert blocks.acquire_prefix(second) == (num_tokens - 1) // 16 * 16
+    # It goes on, and what it computed is found in its turn.
+    blocks.release(first)
+    filler = make_request("filler", range(300, 300 + 16 * blocks.num_free))
+    assert blocks.grow(filler, filler.num_tokens)
+    blocks.release(filler)
+    second.token_ids += [*range(num_tokens, 64)]
+    _compute(blocks, second, 64)
+    assert blocks.acquire_prefix(make_request("c", [*range(64), 1])) == 64
+
+
+def test_a_block_is_found_as_soon_as_it_is_full() -> None:
+    blocks = BlockManager(8, 16)
+    _compute(blocks, make_request("a", range(16)), 16)
+    assert blocks.acquire_prefix(make_request("b", range(17))) == 16
+
+
+def test_what_follows_a_block_that_was_computed_twice_is_found() -> None:
+    blocks = BlockManager(8, 16)
+    _compute(blocks, make_request("a", range(16)), 16)
+    _compute(blocks, make_request("b", range(32)), 32)
+    assert blocks.acquire_prefix(make_request("c", range(33))) == 32
+
+
+def test_a_request_whose_blocks_were_taken_begins_anew() -> None:
+    blocks = BlockManager(8, 16)
+    request = make_request("a", range(40))
+    _compute(blocks, request, 40)
+    blocks.release(request)
+    assert (request.num_computed, request.num_cached_blocks) == (0, 0)
+
+
+def test_what_was_cached_since_a_step_that_failed_is_found_no_more() -> None:
+    blocks = BlockManager(8, 16)
+    request = make_request("a", range(64))
+    _compute(blocks, request, 16)
+    before = blocks.num_insertions
+    _compute(blocks, request, 48)
+    assert (before, blocks.num_insertions) == (1, 3)
+    blocks.uncache_since(before)
+    blocks.check_integrity([request])
+    assert blocks.acquire_prefix(make_request("b", range(64))) == 16
 
 
 def test_without_prefix_caching_nothing_is_ever_found() -> None:
