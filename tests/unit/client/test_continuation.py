@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -36,11 +37,14 @@ from penstock_client import (
     ShardState,
     ShardUnavailable,
     ThinkingBudget,
+    Unauthenticated,
 )
 from penstock_client.continuation import Continuations
 from penstock_client.fleet_stream import FleetStream
-from penstock_client.policies import make_policy
+from penstock_client.policies import Candidate, Decision, make_policy
 from penstock_client.verification import Verification
+from penstock_proto.bounds import TRIAL_TOKENS
+from penstock_proto.tracing import SpanContext
 
 _instances = itertools.count()
 
@@ -113,16 +117,17 @@ class Double:
 class World:
     """Shards and the continuations over them."""
 
-    def __init__(self, *names: str, patience: Patience) -> None:
+    def __init__(self, *names: str, patience: Patience, **options: Any) -> None:
         self.shards: dict[str, ShardState] = {}
         self.events: list[tuple[str, str]] = []
         self.ended: list[FleetStream] = []
         self.continuations = Continuations(
             self.shards,
-            make_policy("least-load"),
+            options.pop("policy", make_policy("least-load")),
             patience,
             lambda *event: self.events.append(event),
             self.ended.append,
+            **options,
         )
         for name in names:
             self.add(name)
@@ -159,8 +164,9 @@ Make = Callable[..., World]
 async def make() -> AsyncIterator[Make]:
     worlds: list[World] = []
 
-    def world(*names: str, wait_s: float = 5.0, attempts: int = 16) -> World:
-        worlds.append(World(*names, patience=Patience(wait_s=wait_s, attempts=attempts)))
+    def world(*names: str, wait_s: float = 5.0, attempts: int = 16, **options: Any) -> World:
+        patience = Patience(wait_s=wait_s, attempts=attempts)
+        worlds.append(World(*names, patience=patience, **options))
         return worlds[-1]
 
     yield world
@@ -1032,3 +1038,306 @@ async def test_whatever_happens_each_stream_is_in_one_place_and_ends_once(make: 
         assert all(stream.ended for stream in storm.streams)
         parts = world.continuations
         assert not any((parts._running, parts._waiting, parts._due, parts._suspects))
+
+
+# ---- what an attempt is told, and what is kept and told of it ----
+
+
+async def test_an_attempt_names_the_engine_it_is_meant_for_and_may_come_back_twice(
+    make: Make,
+) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    hand_backs = []
+    for _ in range(4):
+        async with asyncio.timeout(5):
+            while stream.shard is None:
+                await asyncio.sleep(0.01)
+        attempt = world.last(stream).attempt
+        assert stream.info is not None
+        assert attempt.instance_id == stream.info.instance_id
+        hand_backs.append(attempt.hand_back)
+        stream.fail(ShardUnavailable("gone"))
+        await settled()
+    assert hand_backs == [True, True, False, False]
+
+
+async def test_a_request_is_sent_with_the_hash_of_the_adapter_it_was_placed_for(
+    make: Make,
+) -> None:
+    world = make()
+    world.add("a", adapters=adapters("hash"))
+    assert world.last(world.start(adapter="x")).request.adapter_hash == "hash"
+    assert world.last(world.start()).request.adapter_hash == ""
+
+
+class Remembering:
+    """A policy that takes the first, and keeps what it is told."""
+
+    name = "remembering"
+
+    def __init__(self) -> None:
+        self.chosen: list[tuple[GenerationRequest, str]] = []
+        self.cached: list[tuple[str, str, GenerationRequest, int]] = []
+
+    def choose(
+        self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
+    ) -> Decision:
+        self.chosen.append((request, session))
+        return Decision(candidates[0].address, "session")
+
+    def learned(self, *what: Any) -> None:
+        self.cached.append(what)
+
+
+async def test_the_policy_sees_requests_and_sessions_and_learns_what_was_cached(
+    make: Make,
+) -> None:
+    policy = Remembering()
+    world = make("a", policy=policy)
+    stream = world.start(session="s")
+    info = stream.info
+    assert info is not None
+    assert policy.chosen == [(stream.request, "s")]
+    assert world.events == [("sent", "session")]
+    stream.feed(Output([10], 0, cached_tokens=2))
+    stream.feed(Output([11], 1))
+    assert policy.cached == [("a", info.instance_id, stream.request, 2)]
+
+
+TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+async def test_each_attempt_that_is_traced_has_a_span_of_its_own(make: Make) -> None:
+    world = make("a", "b", traces_attempts=True)
+    stream = world.start(traceparent=TRACEPARENT)
+    first = SpanContext.parse(world.last(stream).request.traceparent)
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    second = SpanContext.parse(world.last(stream).request.traceparent)
+    assert first is not None
+    assert second is not None
+    assert {first.trace_id, second.trace_id} == {"a" * 32}
+    assert [record.span_id for record in stream.attempts] == [first.span_id, second.span_id]
+    assert len({first.span_id, second.span_id, "b" * 16}) == 3
+    # What cannot be read is nobody's parent.
+    assert world.last(world.start(traceparent="-")).request.traceparent == "-"
+
+
+async def test_where_attempts_are_not_traced_shards_get_the_caller_s_span(make: Make) -> None:
+    world = make("a")
+    stream = world.start(traceparent=TRACEPARENT)
+    assert world.last(stream).request.traceparent == TRACEPARENT
+    assert stream.attempts[0].span_id == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ShardUnavailable("gone"), "unavailable"),
+        (ShardUnavailable("died"), "engine_died"),
+        (Overloaded("full"), "overloaded"),
+        (NotServed("no such thing"), "not_served"),
+        (InvalidRequest("no"), "invalid"),
+        (Unauthenticated("who"), "unauthenticated"),
+        (DeadlineExceeded("late"), "deadline"),
+        (ShardFailed("NaN"), "failed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_why_an_attempt_failed_is_kept_and_counted(
+    make: Make, error: PenstockError, cause: str
+) -> None:
+    if cause == "engine_died":
+        error = _died()
+    world = make("a", "b")
+    stream = world.start()
+    where = world.where(stream)
+    stream.feed(Output([10], 0))
+    stream.fail(error)
+    await settled()
+    record = stream.attempts[0]
+    assert (record.shard, record.reason, record.ended_because) == (where, "least_load", cause)
+    assert record.first_output_s is not None
+    assert record.ended_s is not None
+    assert record.sent_s <= record.first_output_s <= record.ended_s
+    goes_on = cause not in ("deadline", "failed")
+    assert world.events.count(("continued", cause)) == goes_on
+    assert len(stream.attempts) == 1 + goes_on
+    assert stream.attempts[-1].first_output_s is None or not goes_on
+
+
+async def test_what_ends_a_request_or_moves_it_is_counted_by_its_reason(make: Make) -> None:
+    world = make("a", wait_s=0.05, attempts=2)
+    moved, inexact = world.start(), world.start(exact=True)
+    poisonous = world.start(prompt_token_ids=[9])
+    for stream in (moved, poisonous, inexact):
+        stream.feed(Output([10], 0))
+    assert inexact.made_by is not None
+    inexact.made_by = dataclasses.replace(inexact.made_by, numerics_fingerprint="")
+    inexact.fail(ShardUnavailable("gone"))
+    poisonous.engine_deaths = 2
+    poisonous.fail(_died())
+    world.add("b")
+    world.shards["a"].load = LoadReport(serving=True, draining=True, handing_over=True)
+    world.continuations.shard_changed(world.shards["a"])
+    await settled()
+    assert moved.attempts[0].ended_because == "drain"
+    vain = world.start()
+    vain.attempts_in_vain = 1
+    vain.fail(ShardUnavailable("gone"))
+    lose(world, "b")
+    moved.fail(ShardUnavailable("gone"))
+    async with asyncio.timeout(5):
+        while not moved.ended:
+            await asyncio.sleep(0.01)
+    ends = {event for event in world.events if event[0] not in ("sent", "continued")}
+    assert ends == {
+        ("moved", "drain"),
+        ("refused", "poison"),
+        ("given_up", "not_exact"),
+        ("given_up", "attempts"),
+        ("given_up", "no_shard"),
+    }
+
+
+async def test_what_fails_counts_against_the_shard_and_an_open_breaker_lets_one_try(
+    make: Make,
+) -> None:
+    world = make("a")
+    for _ in range(5):
+        world.start().fail(ShardUnavailable("gone"))
+    assert world.shards["a"].breaker.is_open
+    shard = world.add("b")
+    for _ in range(5):
+        # Long enough ago for one to try.
+        shard.breaker.failed(-100.0)
+    trial, next_one = world.start(shard="b"), world.start(shard="b")
+    assert world.where(trial) == "b"
+    assert next_one.shard is None
+
+
+async def test_what_was_sent_to_a_shard_counts_the_output_that_it_computes_again(
+    make: Make,
+) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    stream.feed(Output([10, 11], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert stream.shard is not None
+    assert stream.shard.sent_prompt_tokens == 5
+
+
+async def test_those_that_wait_are_sent_in_the_order_they_came(make: Make) -> None:
+    world = make()
+    streams = [world.start(prompt_token_ids=[i]) for i in range(10)]
+    world.continuations.shard_changed(world.add("a"))
+    await settled()
+    assert [sent.stream for sent in world.at("a").sent] == streams
+
+
+@pytest.mark.parametrize(("step_s", "num_turns"), [(0.0, 1), (0.001, 10)])
+async def test_others_get_a_turn_when_sending_takes_long(
+    make: Make, step_s: float, num_turns: int
+) -> None:
+    ticks = itertools.count()
+    world = make(clock=lambda: next(ticks) * step_s)
+    for i in range(10):
+        world.start(prompt_token_ids=[i])
+    world.continuations.shard_changed(world.add("a"))
+    counts = []
+    while len(world.at("a").sent) < 10:
+        await asyncio.sleep(0)
+        counts.append(len(world.at("a").sent))
+    assert len(set(counts) - {0}) == num_turns
+
+
+async def test_a_deadline_ends_the_wait_long_before_patience_does(make: Make) -> None:
+    world = make()
+    async with asyncio.timeout(2):
+        with pytest.raises(DeadlineExceeded):
+            await anext(world.start(objective=Objective(deadline_s=0.05)))
+
+
+async def test_the_last_attempt_has_the_little_that_is_left_of_the_deadline(make: Make) -> None:
+    world = make("a", "b")
+    stream = world.start(objective=Objective(deadline_s=0.2))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    left_s = world.last(stream).request.objective.deadline_s
+    assert left_s is not None
+    assert 0 < left_s <= 0.2
+
+
+async def test_who_waited_in_vain_learns_what_is_wrong_with_the_shards(make: Make) -> None:
+    world = make("a", wait_s=0.05)
+    lose(world, "a")
+    world.shards["a"].problem = "on fire"
+    never_sent = world.start()
+    with pytest.raises(NoShardAvailable, match=r"\(a: on fire\)$"):
+        await anext(never_sent)
+
+
+async def test_a_suspect_is_one_until_it_has_new_tokens_of_one_attempt(make: Make) -> None:
+    world = make("a", "b", "c")
+    stream = world.start(max_tokens=90)
+    for attempt in range(2):
+        stream.feed(Output([10] * TRIAL_TOKENS, attempt * TRIAL_TOKENS))
+        stream.engine_deaths = 1
+        stream.fail(_died())
+        await settled()
+    assert stream.is_suspect
+    stream.feed(Output([10], 2 * TRIAL_TOKENS))
+    assert stream.is_suspect
+    stream.feed(Output([10] * (TRIAL_TOKENS - 1), 2 * TRIAL_TOKENS + 1))
+    assert not stream.is_suspect
+
+
+async def test_a_token_makes_up_for_all_vain_attempts_and_waits(make: Make) -> None:
+    world = make("a", "b")
+    stream = world.start()
+    for _ in range(2):
+        async with asyncio.timeout(5):
+            while stream.shard is None:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)
+        stream.fail(Overloaded("full"))
+        stream.was_dropped = True
+        await settled()
+    assert stream.waited_s >= 0.04
+    stream.attempts_in_vain = 3
+    async with asyncio.timeout(5):
+        while stream.shard is None:
+            await asyncio.sleep(0.01)
+    stream.feed(Output([10], 0))
+    assert (stream.attempts_in_vain, stream.waited_s) == (0, 0.0)
+
+
+async def test_who_waits_when_the_fleet_is_closed_is_told(make: Make) -> None:
+    world = make()
+    stream = world.start()
+    world.continuations.close()
+    with pytest.raises(ShardUnavailable, match="closed"):
+        await anext(stream)
+
+
+async def test_other_models_shards_do_not_make_up_for_what_a_model_s_own_lack(make: Make) -> None:
+    world = make("a")
+    world.add(
+        "other",
+        model="other",
+        tokenizer_hash="u",
+        capabilities=frozenset({"thinking_budget"}),
+        adapters=adapters("hash"),
+    )
+    with pytest.raises(NoShardAvailable, match="tokenizer"):
+        world.start(model="m", tokenizer_hash="u")
+    with pytest.raises(NotServed, match="thinking_budget"):
+        world.start(model="m", thinking_budget=ThinkingBudget(5, 1, 2))
+    with pytest.raises(InvalidRequest, match="'x' is not loaded; loaded: none") as refused:
+        world.start(model="m", adapter="x")
+    assert (refused.value.field, refused.value.value) == ("adapter", "x")
+    with pytest.raises(InvalidRequest, match="not in this fleet") as refused:
+        world.start(shard="nowhere")
+    assert (refused.value.field, refused.value.value) == ("shard", "nowhere")

@@ -118,3 +118,78 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
     await asyncio.gather(reader, return_exceptions=True)
     stream.feed(_finished([2], 1))
     assert [output.token_ids async for output in stream] == [[1, 2]]
+
+
+async def test_a_stream_begins_with_nothing_and_counts_what_it_was_given() -> None:
+    stream, _ = _stream(next_position=2)
+    assert (stream.attempt, stream.approximate, stream.ended) == (0, False, False)
+    assert (stream.fingerprints, stream.attempts, stream.take()) == ([], [], None)
+    assert (stream.num_tokens, stream.progress) == (2, 3)
+    stream.feed(Output([7], 2))
+    assert (stream.num_tokens, stream.progress) == (3, 4)
+
+
+async def test_a_listener_is_called_when_there_are_enough_tokens_and_at_the_end() -> None:
+    stream, _ = _stream()
+    heard: list[list[int]] = []
+
+    def hear() -> None:
+        output = stream.take()
+        heard.append([] if output is None else output.token_ids)
+
+    stream.listen(hear, min_tokens=2)
+    stream.feed(Output([1], 0))
+    assert heard == []
+    stream.feed(Output([2], 1))
+    stream.listen(hear)
+    stream.feed(Output([3], 2))
+    stream.feed(_finished([], 3))
+    assert heard == [[1, 2], [3], []]
+
+
+async def test_a_reader_is_woken_for_what_has_no_tokens() -> None:
+    stream, _ = _stream()
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    scores = Logprobs([-1.0], [1])
+    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
+    async with asyncio.timeout(5):
+        assert (await reader).prompt_logprobs == Logprobs([-1.0], [1])
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"), [(0, [7, 8, 9]), (1, [8, 9]), (2, [9]), (3, []), (4, [])]
+)
+async def test_an_output_is_shown_from_the_first_token_that_is_news(
+    known: int, expected: list[int]
+) -> None:
+    stream, _ = _stream(next_position=10 + known)
+    stream.feed(Output([7, 8, 9], 10))
+    output = await anext(stream)
+    assert output.token_ids == expected
+    assert output.first_position == 10 + known
+    stream.feed(Output([1], 13))
+    assert (await anext(stream)).token_ids == ([1] if known < 4 else [])
+
+
+async def test_scores_of_the_prompt_are_shown_once_whatever_tokens_come_with_them() -> None:
+    stream, _ = _stream(next_position=1)
+    first, again = Logprobs([-1.0, -2.0], [1, 2]), Logprobs([-1.0, -2.0, -3.0], [1, 2, 3])
+    stream.feed(Output([], 1, prompt_logprobs=first, prompt_logprobs_start=1))
+    assert (await anext(stream)).prompt_logprobs_start == 1
+    # Another attempt: all of them again, and a token that is known.
+    stream.feed(Output([5, 6], 0, prompt_logprobs=again, prompt_logprobs_start=1))
+    output = await anext(stream)
+    assert (output.token_ids, output.prompt_logprobs_start) == ([6], 3)
+    assert output.prompt_logprobs == Logprobs([-3.0], [3])
+    stream.feed(Output([7], 2, prompt_logprobs=Logprobs([-3.0], [3]), prompt_logprobs_start=3))
+    assert (await anext(stream)).prompt_logprobs is None
+
+
+async def test_a_gap_in_the_scores_of_the_prompt_is_told() -> None:
+    stream, cancelled = _stream()
+    scores = Logprobs([-1.0], [1])
+    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=2))
+    with pytest.raises(ShardFailed, match="from index 2 arrived, 1 was next"):
+        await anext(stream)
+    assert cancelled == ["r"]
