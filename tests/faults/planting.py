@@ -90,7 +90,8 @@ class Fault:
 def files_with(fault: Fault, root: Path) -> dict[Path, str]:
     """The files of a tree that the fault changes, as it leaves them. Raises `DoesNotFit`."""
     changes = fault.changes if isinstance(fault.changes, tuple) else (fault.changes,)
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in _files_of(fault, root)}
+    name = fault.function.rpartition(".")[2]
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in files_of(name, root)}
     places = [
         (path, definition)
         for path, tree in trees.items()
@@ -122,10 +123,11 @@ def planted(fault: Fault, root: Path) -> Iterator[None]:
             path.write_bytes(data)
 
 
-def _files_of(fault: Fault, root: Path) -> list[Path]:
-    name = fault.function.rpartition(".")[2]
+def files_of(name: str, root: Path) -> list[Path]:
+    """The product's files that define a function or class of this name."""
+    definition = re.compile(rf"(def|class) {name}\b")
     paths = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))
-    return [path for path in paths if re.search(rf"(def|class) {name}\b", path.read_text("utf-8"))]
+    return [path for path in paths if definition.search(path.read_text("utf-8"))]
 
 
 def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:

@@ -1,0 +1,156 @@
+"""Mutants: mutmut changes a module in every small way it knows, and its unit tests have to notice.
+
+mutmut wants packages in a folder `src`, so it works in a tree that is laid out for it. It runs the
+tests of a mutant in a process forked from one that has imported them: several a second. It leaves
+out no statements: `planting.py` has faults for those.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from faults.planting import PACKAGES, files_of
+
+ROOT = Path(__file__).parents[2]
+# More than there are cores: tests of what waits wait.
+_CHILDREN = 4
+_LIMIT_S = 3000.0
+_CONFIG = """
+[tool.mutmut]
+source_paths = ["src"]
+only_mutate = {modules}
+pytest_add_cli_args_test_selection = {tests}
+pytest_add_cli_args = ["-p", "no:cacheprovider", "--timeout", "20"]
+# Its own timeouts signal ids of processes that may be long gone, and by then another's: none is to
+# come. The timeout of each test ends what hangs.
+timeout_constant = 1_000_000.0
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The modules that define these classes, and the files of tests that have to notice."""
+
+    classes: tuple[str, ...]
+    tests: tuple[str, ...]
+    # Beginnings of the functions' names; other functions are shown by tests of whole systems.
+    functions: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of a line of a function, both as `ast.unparse` writes them."""
+
+    function: str
+    old: str
+    new: str
+
+
+def survivors(target: Target, scratch: Path) -> list[Mutant]:
+    """Run the target's mutants; those that no test noticed, without those of texts alone."""
+    _lay_out(target, scratch)
+    mutmut = [sys.executable, "-m", "mutmut"]
+    # The same tests for all: each mutant is to meet the same random numbers.
+    environment = {**os.environ, "PENSTOCK_SEED": os.environ.get("PENSTOCK_SEED", "1")}
+    environment.pop("PENSTOCK_SOAK", None)
+    run = [*mutmut, "run", "--max-children", str(_CHILDREN)]
+    subprocess.run(
+        run, cwd=scratch, env=environment, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL
+    )
+    results = subprocess.run(
+        [*mutmut, "results"],
+        cwd=scratch,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    names = re.findall(r"(\S+): (?:survived|no tests)$", results.stdout, re.MULTILINE)
+    found = _mutants(scratch / "mutants" / "src", names)
+    return [mutant for mutant in found if mutant.function.startswith(target.functions)]
+
+
+def _lay_out(target: Target, scratch: Path) -> None:
+    for name in PACKAGES:
+        package = ROOT / name / f"penstock_{name}"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(package, scratch / "src" / package.name, ignore=ignored)
+    shutil.copytree(ROOT / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    modules = [f"src/{path.relative_to(path.parents[1])}" for path in modules_of(target)]
+    tests = [str(path.relative_to(ROOT)) for path in tests_of(target)]
+    config = (ROOT / "pyproject.toml").read_text() + _CONFIG.format(modules=modules, tests=tests)
+    (scratch / "pyproject.toml").write_text(config)
+
+
+def modules_of(target: Target) -> list[Path]:
+    """The files that define the target's classes."""
+    return [path for name in target.classes for path in files_of(name, ROOT)]
+
+
+def tests_of(target: Target) -> list[Path]:
+    return [path for name in target.tests for path in (ROOT / "tests").rglob(f"{name}.py")]
+
+
+def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
+    """What mutants change that differ in more than texts for people.
+
+    `package.module.xǁClassǁfunction__mutmut_7` is the name of one, and of a function beside
+    `...__mutmut_orig` in the module that mutmut wrote.
+    """
+    for name in names:
+        module, _, mutated = name.rpartition(".")
+        base = mutated.rpartition("__mutmut_")[0]
+        functions = _functions(sources / f"{module.replace('.', '/')}.py")
+        original, mutant = functions[f"{base}__mutmut_orig"], functions[mutated]
+        if not _differ_in_texts(original, mutant):
+            readable = base.removeprefix("xǁ").removeprefix("x_").replace("ǁ", ".")
+            yield Mutant(readable, *_changed_lines(original, mutant))
+
+
+@cache
+def _functions(path: Path) -> dict[str, ast.AST]:
+    found: dict[str, ast.AST] = {}
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found[node.name] = node
+            node.name = "function"
+    return found
+
+
+def _changed_lines(original: ast.AST, mutant: ast.AST) -> tuple[str, str]:
+    before, after = (ast.unparse(node).splitlines() for node in (original, mutant))
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "-+"]
+    old, new = ("\n".join(line[2:].strip() for line in changed if line[0] == sign) for sign in "-+")
+    return old, new
+
+
+def _differ_in_texts(first: object, second: object) -> bool:
+    """Whether both are alike but for strings, or what stands in their places, and lines of logs."""
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_differ_in_texts, first, second))
+    if not isinstance(first, ast.AST):
+        return first == second
+    if isinstance(first, ast.JoinedStr) or _is_string(first) or _is_log(first):
+        return True
+    return type(first) is type(second) and all(
+        _differ_in_texts(getattr(first, name, None), getattr(second, name, None))
+        for name in first._fields
+    )
+
+
+def _is_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _is_log(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger.")
