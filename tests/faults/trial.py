@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 # Where a history fails with the fault, it does so among these.
 SEEDS = 2000
 _TEST_S = 300.0
-_SIMULATION_S = 1200.0
-_NONE_FAILED, _SOME_FAILED = 0, 1
 
 
 def copy_tree(to: Path) -> None:
@@ -49,33 +47,44 @@ def _tests() -> dict[str, list[Path]]:
 
 def is_caught(fault: Fault, tree: Path) -> bool:
     """Whether the test fails in a copy of the tree that has the fault."""
-    command = ["pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", named_test(fault)]
-    status, said = _run_with(fault, tree, command, _TEST_S)
-    print(f"{fault.title}: {'caught' if status == 1 else said}", flush=True)
-    return status == 1
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    with planted(fault, tree):
+        run = subprocess.run(
+            [*command, named_test(fault)],
+            cwd=tree,
+            env=_environment(tree),
+            capture_output=True,
+            text=True,
+            timeout=_TEST_S,
+        )
+    print(f"{fault.title}: {'caught' if run.returncode == 1 else run.stdout[-2000:]}", flush=True)
+    return run.returncode == 1
 
 
-def is_found(fault: Fault, tree: Path) -> bool:
-    """Whether a simulated history fails in a copy of the tree that has the fault."""
-    command = ["simulation", "--seeds", str(SEEDS)]
-    status, said = _run_with(fault, tree, command, _SIMULATION_S)
-    print(f"{fault.title}: {said}", flush=True)
-    return status == 1
+def seeds_until_found(fault: Fault, tree: Path, seeds: int = SEEDS) -> int | None:
+    """How many histories the simulator tries in a copy of the tree that has the fault until one
+    fails; None where none does.
+    """
+    command = [sys.executable, "-m", "simulation", "--seeds", str(seeds)]
+    with (
+        planted(fault, tree),
+        subprocess.Popen(
+            command, cwd=tree, env=_environment(tree), stdout=subprocess.PIPE, text=True
+        ) as run,
+    ):
+        assert run.stdout is not None
+        for line in run.stdout:
+            if found := re.match(r"after (\d+) seeds", line):
+                # It would make the history shorter now.
+                run.kill()
+                return int(found[1])
+    assert run.returncode == 0, f"{fault.title}: the simulator ended with {run.returncode}"
+    return None
 
 
-def _run_with(fault: Fault, tree: Path, command: list[str], limit_s: float) -> tuple[int, str]:
-    """Exit status and last words of a module's run with the fault in the tree."""
-    # Before the installed packages, and for the processes that a test starts too.
+def _environment(tree: Path) -> dict[str, str]:
+    """The tree's packages before the installed ones, for the processes that a test starts too."""
     paths = os.pathsep.join(str(tree / name) for name in (*PACKAGES, "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("PENSTOCK_SOAK", None)
-    with planted(fault, tree):
-        run = subprocess.run(
-            [sys.executable, "-m", *command],
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-    return run.returncode, (run.stdout + run.stderr)[-2000:].strip()
+    return environment

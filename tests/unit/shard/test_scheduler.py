@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.engines import make_engine, make_request
 
-from penstock_shard.request import Objective
+from penstock_shard.kv_blocks import BlockManager
+from penstock_shard.prompt_lookup import Drafter
+from penstock_shard.request import Objective, Request
+from penstock_shard.scheduler import Scheduler, SchedulerLimits
 
 
 def _rows(plan) -> list[tuple[str, int, int, bool]]:
@@ -205,3 +210,332 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected(
     under_test.engine.submit(make_request(max_tokens=4))
     under_test.run()
     assert calls == ["launch", *["launch", "collect"] * 3, "collect"]
+
+
+# ---- steps told exactly ----
+
+
+def _scheduler(
+    num_blocks: int = 64,
+    *,
+    num_seqs: int = 8,
+    num_tokens: int = 64,
+    prefill_tokens: int = 2**31,
+    drafter: Drafter | None = None,
+) -> Scheduler:
+    limits = SchedulerLimits(num_seqs, num_tokens, prefill_tokens)
+    return Scheduler(limits, BlockManager(num_blocks, 16), drafter)
+
+
+def _of(name: str, num_tokens: int = 10, max_tokens: int = 90, **objective: Any) -> Request:
+    """A request whose prompt nobody shares."""
+    start = 1000 * sum(map(ord, name))
+    request = make_request(name, range(start, start + num_tokens), max_tokens=max_tokens)
+    if objective:
+        request.objective = Objective(**objective)
+    return request
+
+
+def _decode(scheduler: Scheduler, *requests: Request, now_s: float = 1.0) -> None:
+    """Have all of them past their prompts, which fit one step."""
+    for request in requests:
+        scheduler.add(request, now_s)
+    plan = scheduler.schedule(now_s)
+    assert len(plan.rows) == len(requests)
+    _collect(scheduler, plan)
+    for request in requests:
+        request.last_token_s = now_s
+
+
+def _names(plan) -> list[str]:
+    return [row.request.request_id for row in plan.rows]
+
+
+# What the steps that a scheduler learns from take.
+FIXED_S, DECODE_S, PROMPT_TOKEN_S = 0.002, 0.001, 0.0005
+
+
+def _teach(scheduler: Scheduler) -> None:
+    """Have it learn from steps of one to seven decodes, and prompts of many lengths."""
+    for i in range(140):
+        requests = [_of(f"{i} {n}", 16 + (i * 7 + n) % 8, 2) for n in range(1 + i % 7)]
+        for request in requests:
+            scheduler.add(request)
+        for _ in range(2):
+            plan = scheduler.schedule()
+            num_decodes = sum(row.count == 1 for row in plan.rows)
+            num_prompt = sum(row.count for row in plan.rows if row.count > 1)
+            for row in plan.rows:
+                if row.samples:
+                    row.request.num_pending -= 1
+                    row.request.token_ids.append(1)
+            seconds = FIXED_S + DECODE_S * num_decodes + PROMPT_TOKEN_S * num_prompt
+            scheduler.collected(plan, seconds)
+        for request in requests:
+            scheduler.remove(request)
+
+
+def test_what_is_left_of_prompts_is_counted_without_the_token_that_samples() -> None:
+    scheduler = _scheduler()
+    assert scheduler.num_prefill_tokens_left == 0
+    scheduler.add(_of("a", 150))
+    left = []
+    for _ in range(4):
+        _collect(scheduler, scheduler.schedule())
+        left.append(scheduler.num_prefill_tokens_left)
+    assert left == [85, 21, 0, 0]
+
+
+def test_a_prompt_that_is_cached_but_for_its_last_token_goes_before_other_prompts() -> None:
+    scheduler = _scheduler()
+    first = _of("first", 33)
+    _decode(scheduler, first)
+    scheduler.remove(first)
+    scheduler.add(_of("other", 40))
+    scheduler.add(make_request("again", first.token_ids[:33]))
+    assert _rows(scheduler.schedule()) == [("again", 32, 1, True), ("other", 0, 40, True)]
+
+
+def test_the_more_urgent_decode_where_a_step_has_no_room_for_all() -> None:
+    scheduler = _scheduler()
+    _decode(scheduler, _of("a"), _of("b"), _of("c", priority=-1))
+    scheduler.bounds.tokens = 2
+    assert _names(scheduler.schedule(1.5)) == ["c", "a"]
+
+
+def test_of_two_with_one_deadline_the_longer_goes_first() -> None:
+    scheduler = _scheduler(num_seqs=1)
+    _teach(scheduler)
+    for request in (_of("short", deadline_s=10.0), _of("long", max_tokens=400, deadline_s=10.0)):
+        scheduler.add(request, now_s=1.0)
+    assert _names(scheduler.schedule(1.0)) == ["long"]
+
+
+@pytest.mark.parametrize(
+    ("between_s", "since_s", "expected"),
+    [
+        # It cannot be met: twice what the two take, and a step's fixed part.
+        (1e-9, 0.0, {5, 6}),
+        # Four fifths of the time between are over, and less is left than that.
+        (0.0100, 0.0080, {5, 6}),
+        (0.0100, 0.0002, {7}),
+        (1.0, 0.0, {10}),
+    ],
+)
+def test_others_decode_as_far_as_those_that_limit_the_time_between_tokens_allow(
+    between_s: float, since_s: float, expected: set[int]
+) -> None:
+    scheduler = _scheduler(num_seqs=16)
+    _teach(scheduler)
+    others = [_of(f"other {n}", 5) for n in range(10)]
+    # In a lower class, so that the others come first, and theirs is left all the same.
+    hurried = [
+        _of(f"hurried {n}", 5, priority=5, seconds_between_tokens=between_s) for n in range(2)
+    ]
+    _decode(scheduler, *others, *hurried)
+    names = _names(scheduler.schedule(1.0 + since_s, starts_s=1.0 + since_s))
+    assert names[-2:] == ["hurried 0", "hurried 1"]
+    assert len(names) - 2 in expected
+
+
+def test_who_has_waited_too_long_decodes_whatever_time_is_left() -> None:
+    scheduler = _scheduler()
+    _teach(scheduler)
+    others = [_of(f"other {n}") for n in range(5)]
+    _decode(scheduler, *others, _of("hurried", seconds_between_tokens=1e-9))
+    scheduler.requests[-1].last_token_s = 40.0
+    assert len(_names(scheduler.schedule(40.0, starts_s=40.0))) == 6
+
+
+def test_prompts_that_have_waited_too_long_get_some_tokens_whatever_time_is_left() -> None:
+    scheduler = _scheduler()
+    _teach(scheduler)
+    _decode(scheduler, _of("hurried", seconds_between_tokens=1e-9), now_s=40.0)
+    for name in ("old", "also old"):
+        scheduler.add(_of(name), now_s=1.0)
+    scheduler.add(_of("new", priority=-1), now_s=40.0)
+    plan = scheduler.schedule(40.0, starts_s=40.0)
+    assert [(row.request.request_id, row.count) for row in plan.rows] == [
+        ("hurried", 1), ("old", 10), ("also old", 6)
+    ]  # fmt: skip
+
+
+def test_of_those_that_wait_the_first_place_goes_by_age() -> None:
+    scheduler = _scheduler(num_seqs=1)
+    scheduler.add(_of("old", priority=5), now_s=1.0)
+    scheduler.add(_of("new", priority=-1), now_s=39.0)
+    assert _names(scheduler.schedule(40.0)) == ["old"]
+
+
+def test_one_that_must_wait_for_a_block_does_not_hold_up_the_next() -> None:
+    scheduler = _scheduler(num_blocks=4)
+    lacks, has, leaves = _of("lacks", 16), _of("has", 10), _of("leaves", 30)
+    for request in (lacks, has, leaves):
+        scheduler.add(request)
+    assert len(scheduler.schedule().rows) == 3
+    # What comes free is still in use.
+    assert not scheduler.remove(leaves)
+    assert _names(scheduler.schedule()) == ["has"]
+
+
+def test_one_that_finds_no_block_for_itself_is_put_back_whole() -> None:
+    scheduler = _scheduler(num_blocks=1)
+    alone = _of("alone", 16)
+    _decode(scheduler, alone)
+    assert _names(scheduler.schedule()) == []
+    assert (alone.num_computed, alone.block_ids) == (0, [])
+    assert (scheduler.num_waiting, scheduler.preemptions_total) == (1, 1)
+
+
+def test_one_that_was_preempted_comes_back_once_its_steps_are_collected() -> None:
+    scheduler = _scheduler(num_blocks=3)
+    stays, goes = _of("stays", 31), _of("goes", 10)
+    _decode(scheduler, stays, goes)
+    launched = scheduler.schedule()
+    assert _names(launched) == ["stays", "goes"]
+    assert _names(scheduler.schedule()) == []
+    assert goes.preemptions == 1
+    scheduler.remove(stays)
+    assert _names(scheduler.schedule()) == []
+    _collect(scheduler, launched)
+    assert _names(scheduler.schedule()) == ["goes"]
+
+
+def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = BlockManager(6, 16)
+    scheduler = Scheduler(SchedulerLimits(8, 256), blocks)
+    shared = _of("shared", 33)
+    leaving = [_of("one", 10), _of("two", 10)]
+    _decode(scheduler, shared, *leaving)
+    looked_at: list[Request] = []
+    acquire = blocks.acquire_prefix
+
+    def look(request: Request) -> int:
+        looked_at.append(request)
+        return acquire(request)
+
+    monkeypatch.setattr(blocks, "acquire_prefix", look)
+    # Of its five blocks two are shared, and one is free.
+    large = make_request("large", [*shared.token_ids[:32], *range(48)])
+    scheduler.add(large)
+    for request in (None, *leaving):
+        if request is not None:
+            scheduler.remove(request)
+        plan = scheduler.schedule()
+        _collect(scheduler, plan)
+    assert looked_at == [large, large]
+    assert _rows(plan)[1] == ("large", 32, 48, True)
+
+
+def test_a_last_chunk_of_one_token_scores_nothing_of_the_prompt() -> None:
+    scheduler = _scheduler()
+    scheduler.add(make_request("a", range(65), prompt_logprobs=0))
+    scores = []
+    for _ in range(2):
+        plan = scheduler.schedule()
+        scores += [row.num_prompt_logprobs for row in plan.rows]
+        _collect(scheduler, plan)
+    assert scores == [64, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_seqs", "num_tokens", "preempted"),
+    [
+        (4, 8, 32, []),
+        (4, 8, 33, ["second"]),
+        (4, 8, 48, ["second"]),
+        (4, 8, 64, ["second"]),
+        (4, 8, 65, []),
+        (8, 2, 10, ["second"]),
+    ],
+    ids=["enough", "one block", "one block in full", "all", "more than all", "no place"],
+)
+def test_a_higher_class_takes_places_only_where_it_lacks_them_and_that_helps(
+    num_blocks: int, num_seqs: int, num_tokens: int, preempted: list[str]
+) -> None:
+    scheduler = _scheduler(num_blocks, num_seqs=num_seqs)
+    _decode(scheduler, _of("first"), _of("second"))
+    scheduler.add(_of("higher", num_tokens, priority=-1), now_s=1.0)
+    plan = scheduler.schedule(1.0)
+    assert [request.request_id for request, _ in scheduler.take_preempted()] == preempted
+    # What took a place in this step has it from the next one on.
+    assert ("higher" in _names(plan)) == (num_tokens == 32)
+    assert scheduler.preemptions_total == len(preempted)
+
+
+def test_all_preemptions_are_counted() -> None:
+    scheduler = _scheduler(num_blocks=2)
+    _decode(scheduler, _of("a"), _of("b"))
+    scheduler.add(_of("higher", 32, priority=-1), now_s=1.0)
+    _collect(scheduler, scheduler.schedule(1.0))
+    assert _names(scheduler.schedule(1.0)) == []
+    assert scheduler.preemptions_total == 2
+    assert _names(scheduler.schedule(1.0)) == ["higher"]
+
+
+def test_a_prompt_of_just_the_length_that_is_long_is_not_long() -> None:
+    for num_tokens, chunk in ((32, 32), (33, 1)):
+        scheduler = _scheduler(prefill_tokens=32)
+        _decode(scheduler, _of("decodes"))
+        scheduler.add(_of("prompt", num_tokens))
+        assert _rows(scheduler.schedule())[1][2] == chunk
+
+
+def test_short_prompts_that_have_begun_get_half_of_what_a_long_one_would_take() -> None:
+    scheduler = _scheduler(prefill_tokens=40)
+    scheduler.add(_of("long", 200))
+    _collect(scheduler, scheduler.schedule())
+    scheduler.add(_of("short", 40))
+    for counts in ([32, 32], [32, 8]):
+        plan = scheduler.schedule()
+        assert [row.count for row in plan.rows] == counts
+        _collect(scheduler, plan)
+
+
+def test_a_short_prompt_that_has_no_place_takes_nothing_from_a_long_one() -> None:
+    scheduler = _scheduler(num_seqs=1, prefill_tokens=40)
+    scheduler.add(_of("long", 200))
+    _collect(scheduler, scheduler.schedule())
+    scheduler.add(_of("short", 40))
+    assert [row.count for row in scheduler.schedule().rows] == [64]
+
+
+def test_a_prompt_for_which_no_token_is_left_has_no_row() -> None:
+    scheduler = _scheduler(prefill_tokens=40)
+    scheduler.add(_of("long", 200))
+    _collect(scheduler, scheduler.schedule())
+    scheduler.add(_of("short", 40))
+    _collect(scheduler, scheduler.schedule())
+    scheduler.bounds.tokens = 1
+    assert [row.count for row in scheduler.schedule().rows] == [1]
+
+
+def test_one_chunk_in_eight_of_a_long_prompt_is_a_little_larger() -> None:
+    scheduler = _scheduler(num_blocks=256, prefill_tokens=40)
+    _teach(scheduler)
+    _decode(scheduler, *(_of(f"decodes {n}") for n in range(6)))
+    scheduler.add(_of("long", 600))
+    counts = []
+    for _ in range(24):
+        plan = scheduler.schedule()
+        counts += [row.count for row in plan.rows if row.request.request_id == "long"]
+        _collect(scheduler, plan)
+    usual = max(set(counts), key=counts.count)
+    assert counts.count(usual) >= 20
+    assert [count for count in counts if count > usual] == [usual + 1] * 3
+
+
+def test_a_drafter_forgets_who_has_left() -> None:
+    forgotten: list[Request] = []
+
+    class Forgetful(Drafter):
+        def forget(self, request: Request) -> None:
+            forgotten.append(request)
+
+    scheduler = _scheduler(drafter=Forgetful(3))
+    request = _of("a")
+    scheduler.add(request)
+    scheduler.remove(request)
+    assert forgotten == [request]
