@@ -120,12 +120,13 @@ async def _give(
     calls: Calls, call: AsyncIterator[pb.GenerateResponse], *outputs: link.Output
 ) -> pb.GenerateResponse:
     """What the caller is sent of what the engine gives once it has the requests."""
-    reading = asyncio.ensure_future(anext(call))
-    while any(output.request_id not in calls.engine.deliver for output in outputs):
-        await asyncio.sleep(0)
-    for output in outputs:
-        calls.engine.deliver[output.request_id](output)
-    return await reading
+    async with asyncio.timeout(5):
+        reading = asyncio.ensure_future(anext(call))
+        while any(output.request_id not in calls.engine.deliver for output in outputs):
+            await asyncio.sleep(0)
+        for output in outputs:
+            calls.engine.deliver[output.request_id](output)
+        return await reading
 
 
 async def test_a_request_that_names_another_engine_is_refused() -> None:
@@ -249,8 +250,9 @@ async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_na
     calls = Calls()
     call = calls.begin(_message(attempt=4), _message("b"), context=Context((b"router",)))
     reading = asyncio.ensure_future(anext(call))
-    while len(calls.engine.submitted) < 2:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        while len(calls.engine.submitted) < 2:
+            await asyncio.sleep(0)
     (unfinished, _), (finished, _) = calls.engine.submitted
     assert unfinished.endswith("/a")
     calls.engine.deliver[finished](_end(finished))
