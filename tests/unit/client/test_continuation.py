@@ -1341,3 +1341,18 @@ async def test_other_models_shards_do_not_make_up_for_what_a_model_s_own_lack(ma
     with pytest.raises(InvalidRequest, match="not in this fleet") as refused:
         world.start(shard="nowhere")
     assert (refused.value.field, refused.value.value) == ("shard", "nowhere")
+
+
+@pytest.mark.parametrize(("fingerprint", "approximate"), [("f", False), ("", True)])
+async def test_numerics_that_nobody_knows_are_not_the_same(
+    make: Make, fingerprint: str, approximate: bool
+) -> None:
+    world = make()
+    for name in "ab":
+        world.add(name, numerics_fingerprint=fingerprint)
+    stream = world.start()
+    stream.feed(Output([10], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    stream.feed(Output([11], 1))
+    assert stream.approximate == approximate

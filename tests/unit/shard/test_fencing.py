@@ -206,10 +206,14 @@ async def test_single_tokens_go_into_columns_under_the_number_of_their_attempt()
 
 async def test_what_comes_while_the_caller_reads_nothing_is_merged() -> None:
     calls = Calls()
-    call = calls.begin(_message())
-    response = await _give(calls, call, _tokens("a", 0, 0, 1), _tokens("a", 0, 1, 2, 3), _end("a"))
-    [output] = response.outputs
-    assert (list(output.token_ids), output.HasField("finish")) == ([1, 2, 3], True)
+    call = calls.begin(_message(), _message("b"))
+    died = link.Error(Code.UNAVAILABLE, "it died", engine_died=True)
+    given = [_tokens("a", 0, 0, 1), _tokens("a", 0, 1, 2, 3), _end("a")]
+    response = await _give(calls, call, *given, _tokens("b", 0, 0, 4), _end("b", error=died))
+    ended, failed = response.outputs
+    assert (list(ended.token_ids), ended.HasField("finish")) == ([1, 2, 3], True)
+    assert (list(failed.token_ids), failed.error.message) == ([4], "it died")
+    assert failed.error.engine_died
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3])

@@ -415,6 +415,50 @@ def test_an_early_abort_is_forgotten_after_half_a_minute() -> None:
     assert not aborts.include("a", 0)
 
 
+async def test_outputs_of_an_attempt_that_another_took_over_from_reach_nobody() -> None:
+    supervisor = _Supervisor()
+    outputs: list[link.Output] = []
+    for attempt in (0, 1):
+        supervisor.submit(_submit("a", attempt), outputs.append)
+    late = [link.Output("a", 0, 0, [1]), _output("a", 0, finish=FinishReason.ABORTED)]
+    supervisor._take_step(link.StepOutputs(late, link.Load()))
+    assert [(output.attempt, output.finish) for output in outputs] == [(0, FinishReason.ABORTED)]
+    assert supervisor.live_attempt("a") == 1
+
+
+async def test_what_waits_to_be_sent_to_an_engine_dies_with_it() -> None:
+    supervisor = _Supervisor()
+    outputs: list[link.Output] = []
+    for name in "ab":
+        supervisor.submit(_submit(name), outputs.append)
+    supervisor.abort("a", 0)
+    supervisor._died()
+    await asyncio.sleep(0)
+    assert [(inbox.submits, inbox.aborts) for inbox in supervisor.sent] == [([], [])]
+    assert [output.request_id for output in outputs if output.error is not None] == ["a", "b"]
+
+
+async def test_each_engine_has_an_id_of_its_own() -> None:
+    supervisor = _Supervisor()
+    first = supervisor.instance_id
+    supervisor._died()
+    supervisor._became_ready(link.Ready(runner_info(), {}, "", ""))
+    assert supervisor.instance_id != first
+
+
+async def test_an_engine_hangs_whose_step_takes_many_times_what_such_steps_do() -> None:
+    supervisor = _Supervisor(stall_timeout_s=1)
+    for running_s, expected_s, hangs in (
+        (0.9, 0.01, False),
+        (1.1, 0.01, True),
+        (1.1, 0.5, False),
+        (5.1, 0.5, True),
+        (100.0, 0.0, False),
+    ):
+        supervisor._beat = link.Beat(running_s, expected_s)
+        assert supervisor.hangs == hangs
+
+
 async def test_an_attempt_that_takes_over_takes_the_place_too() -> None:
     supervisor = _Supervisor(max_num_seqs=1, max_queued_requests=1)
     outputs: list[link.Output] = []
