@@ -7,7 +7,7 @@ from faults.mutation import Mutant, Target
 TARGETS = {
     "block manager": Target(("BlockManager",), ("test_kv_blocks",)),
     "fences": Target(
-        ("ShardServicer", "GenerationStream", "EarlyAborts"),
+        ("Outbox", "_align_prompt", "EarlyAborts"),
         ("test_fencing", "test_stream", "test_servicer"),
         (
             "EarlyAborts.",

@@ -39,9 +39,9 @@ timeout_constant = 1_000_000.0
 
 @dataclass(frozen=True)
 class Target:
-    """The modules that define these classes, and the files of tests that have to notice."""
+    """The modules that define these names, and the files of unit tests that have to notice."""
 
-    classes: tuple[str, ...]
+    definitions: tuple[str, ...]
     tests: tuple[str, ...]
     # Beginnings of the functions' names; other functions are shown by tests of whole systems.
     functions: tuple[str, ...] = ("",)
@@ -87,18 +87,18 @@ def _lay_out(target: Target, scratch: Path) -> None:
         shutil.copytree(package, scratch / "src" / package.name, ignore=ignored)
     shutil.copytree(ROOT / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     modules = [f"src/{path.relative_to(path.parents[1])}" for path in modules_of(target)]
-    tests = [str(path.relative_to(ROOT)) for path in tests_of(target)]
+    tests = [str(path.relative_to(ROOT)) for path in unit_tests_of(target)]
     config = (ROOT / "pyproject.toml").read_text() + _CONFIG.format(modules=modules, tests=tests)
     (scratch / "pyproject.toml").write_text(config)
 
 
 def modules_of(target: Target) -> list[Path]:
-    """The files that define the target's classes."""
-    return [path for name in target.classes for path in files_of(name, ROOT)]
+    """The files that are mutated."""
+    return [path for name in target.definitions for path in files_of(name, ROOT)]
 
 
-def tests_of(target: Target) -> list[Path]:
-    return [path for name in target.tests for path in (ROOT / "tests").rglob(f"{name}.py")]
+def unit_tests_of(target: Target) -> list[Path]:
+    return [path for name in target.tests for path in (ROOT / "tests" / "unit").rglob(f"{name}.py")]
 
 
 def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
@@ -112,9 +112,9 @@ def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
         base = mutated.rpartition("__mutmut_")[0]
         functions = _functions(sources / f"{module.replace('.', '/')}.py")
         original, mutant = functions[f"{base}__mutmut_orig"], functions[mutated]
-        if not _differ_in_texts(original, mutant):
+        if not differ_in_texts(original, mutant):
             readable = base.removeprefix("xǁ").removeprefix("x_").replace("ǁ", ".")
-            yield Mutant(readable, *_changed_lines(original, mutant))
+            yield Mutant(readable, *changed_lines(original, mutant))
 
 
 @cache
@@ -127,23 +127,23 @@ def _functions(path: Path) -> dict[str, ast.AST]:
     return found
 
 
-def _changed_lines(original: ast.AST, mutant: ast.AST) -> tuple[str, str]:
+def changed_lines(original: ast.AST, mutant: ast.AST) -> tuple[str, str]:
     before, after = (ast.unparse(node).splitlines() for node in (original, mutant))
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "-+"]
     old, new = ("\n".join(line[2:].strip() for line in changed if line[0] == sign) for sign in "-+")
     return old, new
 
 
-def _differ_in_texts(first: object, second: object) -> bool:
+def differ_in_texts(first: object, second: object) -> bool:
     """Whether both are alike but for strings, or what stands in their places, and lines of logs."""
     if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_differ_in_texts, first, second))
+        return len(first) == len(second) and all(map(differ_in_texts, first, second))
     if not isinstance(first, ast.AST):
         return first == second
     if isinstance(first, ast.JoinedStr) or _is_string(first) or _is_log(first):
         return True
     return type(first) is type(second) and all(
-        _differ_in_texts(getattr(first, name, None), getattr(second, name, None))
+        differ_in_texts(getattr(first, name, None), getattr(second, name, None))
         for name in first._fields
     )
 

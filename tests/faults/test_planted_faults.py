@@ -17,7 +17,7 @@ from faults.planting import (
     planted,
     returns,
 )
-from faults.trial import ROOT, copy_tree, is_caught, named_test
+from faults.trial import ROOT, copy_tree, is_caught, named_test, seeds_until_found
 from support.budget import budget, seeded
 
 TESTED = [fault for fault in FAULTS if fault.caught_by]
@@ -60,6 +60,15 @@ def test_there_are_fifty_faults_and_each_fits_one_place_and_names_what_catches_i
 def test_planted_faults_are_caught(tmp_path: Path):
     copy_tree(tmp_path)
     assert [fault.title for fault in _tried() if not is_caught(fault, tmp_path)] == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_planted_faults_fail_a_simulated_history(tmp_path: Path):
+    copy_tree(tmp_path)
+    found = {fault.title: seeds_until_found(fault, tmp_path) for fault in SIMULATED}
+    print(*(f"{seeds} seeds: {title}" for title, seeds in found.items()), sep="\n")
+    assert [title for title, seeds in found.items() if seeds is None] == []
 
 
 @pytest.mark.parametrize(
