@@ -35,29 +35,94 @@ TARGETS = {
     ),
 }
 
-_SHORTCUT = "a shortcut: without it, or where it is taken less often, there is nothing to do"
-_FALSY = "as false as what it replaces"
-_UNUSED = "nobody reads the value"
+# Why a mutant changes nothing that anybody can see.
+SHORTCUT = "a shortcut: without it, or where it is taken at other times, there is nothing to do"
+FALSY = "as false, or as true, as what it replaces"
+UNUSED = "the value is never looked at"
+BELOW_ALL = "below every attempt, as what it replaces"
+BOUNDARY = "another answer at one moment of a clock only"
+ORDER = "only the order of these numbers counts"
 
 EQUIVALENT: dict[Mutant, str] = {
-    Mutant(
-        "BlockManager.cache_full_blocks",
-        "if known < (request.num_cached_blocks + 1) * self.block_size:",
-        "if known < (request.num_cached_blocks + 1) / self.block_size:",
-    ): _SHORTCUT,
-    Mutant(
-        "BlockManager.cache_full_blocks",
-        "if known < (request.num_cached_blocks + 1) * self.block_size:",
-        "if known < (request.num_cached_blocks - 1) * self.block_size:",
-    ): _SHORTCUT,
-    Mutant(
-        "BlockManager.release",
-        "self._free[block_id] = None",
-        "self._free[block_id] = ''",
-    ): _UNUSED,
-    Mutant(
-        "BlockManager._take",
-        "block_id, _ = self._free.popitem(last=False)",
-        "block_id, _ = self._free.popitem(last=None)",
-    ): _FALSY,
+    Mutant(function, old, new): reason
+    for reason, mutants in {
+        SHORTCUT: [
+            (
+                "BlockManager.cache_full_blocks",
+                "if known < (request.num_cached_blocks + 1) * self.block_size:",
+                "if known < (request.num_cached_blocks + 1) / self.block_size:",
+            ),
+            (
+                "BlockManager.cache_full_blocks",
+                "if known < (request.num_cached_blocks + 1) * self.block_size:",
+                "if known < (request.num_cached_blocks - 1) * self.block_size:",
+            ),
+            ("GenerationStream._align", "if known > 0:", "if known >= 0:"),
+            ("GenerationStream._align_prompt", "if known > 0:", "if known >= 0:"),
+        ],
+        FALSY: [
+            (
+                "BlockManager._take",
+                "block_id, _ = self._free.popitem(last=False)",
+                "block_id, _ = self._free.popitem(last=None)",
+            ),
+            ("Outbox.__init__", "self._closed = False", "self._closed = None"),
+            (
+                "EarlyAborts.remember",
+                "self._aborts.popitem(last=False)",
+                "self._aborts.popitem(last=None)",
+            ),
+        ],
+        UNUSED: [
+            ("BlockManager.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
+            (
+                "Outbox.__init__",
+                "self.last_error: Error | None = None",
+                "self.last_error: Error | None = ''",
+            ),
+            ("GenerationStream.__init__", "self._news_tokens = 1", "self._news_tokens = 2"),
+            (
+                "EarlyAborts.remember",
+                "attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])",
+                "attempt = max(attempt, self._aborts.get(request_id, (1.0, -1))[1])",
+            ),
+            (
+                "EarlyAborts.include",
+                "until_s, last_aborted = self._aborts.get(request_id, (0.0, -1))",
+                "until_s, last_aborted = self._aborts.get(request_id, (1.0, -1))",
+            ),
+            (
+                "EarlyAborts.include",
+                "until_s, last_aborted = self._aborts.get(request_id, (0.0, -1))",
+                "until_s, last_aborted = self._aborts.get(request_id, (0.0, +1))",
+            ),
+        ],
+        BELOW_ALL: [
+            (
+                "EarlyAborts.remember",
+                "attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])",
+                "attempt = max(attempt, self._aborts.get(request_id, (0.0, -2))[1])",
+            ),
+            (
+                "EarlyAborts.include",
+                "until_s, last_aborted = self._aborts.get(request_id, (0.0, -1))",
+                "until_s, last_aborted = self._aborts.get(request_id, (0.0, -2))",
+            ),
+        ],
+        BOUNDARY: [
+            (
+                "EarlyAborts.remember",
+                "while next(iter(self._aborts.values()))[0] <= now_s:",
+                "while next(iter(self._aborts.values()))[0] < now_s:",
+            ),
+        ],
+        "names are told apart by any bytes between them that they do not contain": [
+            (
+                "_namespace",
+                "return hashlib.blake2b(b'\\n'.join(sorted(names)), digest_size=8).hexdigest() + '/'",
+                "return hashlib.blake2b(b'XX\\nXX'.join(sorted(names)), digest_size=8).hexdigest() + '/'",
+            ),
+        ],
+    }.items()
+    for function, old, new in mutants
 }

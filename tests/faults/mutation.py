@@ -37,6 +37,9 @@ timeout_constant = 1_000_000.0
 """
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 @dataclass(frozen=True)
 class Target:
     """The modules that define these names, and the files of unit tests that have to notice."""
@@ -112,16 +115,16 @@ def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
         base = mutated.rpartition("__mutmut_")[0]
         functions = _functions(sources / f"{module.replace('.', '/')}.py")
         original, mutant = functions[f"{base}__mutmut_orig"], functions[mutated]
-        if not differ_in_texts(original, mutant):
+        if not differ_in_texts(original, mutant) and not _differ_in_defaults(original, mutant):
             readable = base.removeprefix("xǁ").removeprefix("x_").replace("ǁ", ".")
             yield Mutant(readable, *changed_lines(original, mutant))
 
 
 @cache
-def _functions(path: Path) -> dict[str, ast.AST]:
-    found: dict[str, ast.AST] = {}
+def _functions(path: Path) -> dict[str, Function]:
+    found: dict[str, Function] = {}
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, Function):
             found[node.name] = node
             node.name = "function"
     return found
@@ -146,6 +149,11 @@ def differ_in_texts(first: object, second: object) -> bool:
         differ_in_texts(getattr(first, name, None), getattr(second, name, None))
         for name in first._fields
     )
+
+
+def _differ_in_defaults(first: Function, second: Function) -> bool:
+    """Whether a parameter's default is another: mutmut calls a mutant with the original's."""
+    return ast.dump(first.args) != ast.dump(second.args)
 
 
 def _is_string(node: ast.AST) -> bool:

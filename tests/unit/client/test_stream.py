@@ -193,3 +193,22 @@ async def test_a_gap_in_the_scores_of_the_prompt_is_told() -> None:
     with pytest.raises(ShardFailed, match="from index 2 arrived, 1 was next"):
         await anext(stream)
     assert cancelled == ["r"]
+
+
+async def test_a_gap_is_told_once_and_is_the_end() -> None:
+    stream, _ = _stream()
+    told: list[bool] = []
+    stream.listen(lambda: told.append(stream.ended))
+    stream.feed(Output([1], 3))
+    assert told == [True]
+
+
+async def test_the_first_error_ends_a_stream_and_is_the_one_that_counts() -> None:
+    stream, _ = _stream()
+    told: list[bool] = []
+    stream.listen(lambda: told.append(stream.ended))
+    for text in ("first", "second"):
+        stream.fail(Unavailable(text))
+    assert told == [True]
+    with pytest.raises(Unavailable, match="first"):
+        await anext(stream)

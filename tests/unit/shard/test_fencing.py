@@ -250,7 +250,9 @@ async def test_a_message_that_cannot_be_read_ends_its_call() -> None:
     assert calls.engine.aborted == [("a", 0)]
 
 
-async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_name() -> None:
+async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     calls = Calls()
     call = calls.begin(_message(attempt=4), _message("b"), context=Context((b"router",)))
     reading = asyncio.ensure_future(anext(call))
@@ -265,6 +267,9 @@ async def test_what_is_unfinished_when_a_call_ends_is_aborted_in_its_caller_s_na
     await cast("Any", call).aclose()
     assert calls.servicer.num_unread == 0
     assert calls.engine.aborted == [(unfinished, 4)]
+    await asyncio.sleep(0.01)
+    # A reader that was ended has no error to tell.
+    assert caplog.records == []
 
 
 async def test_followers_are_told_of_each_request_and_see_its_outputs() -> None:
