@@ -48,6 +48,36 @@ EQUIVALENT: dict[Mutant, str] = {
     for reason, mutants in {
         SHORTCUT: [
             (
+                "Scheduler.collected",
+                "return self._gone((row.request for row in plan.rows)) if self._leaving else []",
+                "return self._gone((row.request for row in plan.rows)) if self._leaving or True else []",
+            ),
+            (
+                "Scheduler._budget",
+                "time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else UNBOUNDED_S",
+                "time_s = self._time_s(decodes, starts_s) if self._running.num_objectives or True else UNBOUNDED_S",
+            ),
+            (
+                "Scheduler._decode_rows",
+                "preemptions_before = self.preemptions_total",
+                "preemptions_before = None",
+            ),
+            (
+                "Scheduler._decode_rows",
+                "if row.start // block_size > row.request.num_cached_blocks:",
+                "if row.start / block_size > row.request.num_cached_blocks:",
+            ),
+            (
+                "Scheduler._decode_rows",
+                "if row.start // block_size > row.request.num_cached_blocks:",
+                "if row.start // block_size >= row.request.num_cached_blocks:",
+            ),
+            (
+                "Scheduler._preempt_for_priority",
+                "if self._waiting.highest_class >= self._running.lowest_class:",
+                "if self._waiting.highest_class > self._running.lowest_class:",
+            ),
+            (
                 "BlockManager.cache_full_blocks",
                 "if known < (request.num_cached_blocks + 1) * self.block_size:",
                 "if known < (request.num_cached_blocks + 1) / self.block_size:",
@@ -74,6 +104,11 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
         ],
         UNUSED: [
+            ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (+1, 0)"),
+            ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-2, 0)"),
+            ("Scheduler.__init__", "self._turned_away = (-1, 0)", "self._turned_away = (-1, 1)"),
+            ("Scheduler._urgency", "token_s = 0.0", "token_s = None"),
+            ("Scheduler._urgency", "token_s = 0.0", "token_s = 1.0"),
             ("BlockManager.release", "self._free[block_id] = None", "self._free[block_id] = ''"),
             (
                 "Outbox.__init__",
@@ -111,9 +146,34 @@ EQUIVALENT: dict[Mutant, str] = {
         ],
         BOUNDARY: [
             (
+                "Scheduler._in_time",
+                "if not must and seconds > budget.time_s and (not self._is_aged(request, now_s)):",
+                "if not must and seconds >= budget.time_s and (not self._is_aged(request, now_s)):",
+            ),
+            (
                 "EarlyAborts.remember",
                 "while next(iter(self._aborts.values()))[0] <= now_s:",
                 "while next(iter(self._aborts.values()))[0] < now_s:",
+            ),
+        ],
+        ORDER: [
+            ("Scheduler.__init__", "self._arrivals = 0", "self._arrivals = 1"),
+            ("Scheduler.add", "self._arrivals += 1", "self._arrivals += 2"),
+        ],
+        "which of the steps are special is arbitrary": [
+            ("Scheduler.__init__", "self._steps = 0", "self._steps = 1"),
+            ("Scheduler.schedule", "self._steps += 1", "self._steps -= 1"),
+            (
+                "Scheduler._chunk_limit",
+                "return budget.chunk_limit(request.num_computed, is_long=self._is_long(request), is_aged=lambda: self._is_aged(request, now_s), probes=self._steps % _PROBE_STEPS == 0)",
+                "return budget.chunk_limit(request.num_computed, is_long=self._is_long(request), is_aged=lambda: self._is_aged(request, now_s), probes=self._steps % _PROBE_STEPS == 1)",
+            ),
+        ],
+        "a block has more tokens than that": [
+            (
+                "Scheduler._grow_or_preempt",
+                "while not self._blocks.grow(request, request.num_computed + 1):",
+                "while not self._blocks.grow(request, request.num_computed + 2):",
             ),
         ],
         "names are told apart by any bytes between them that they do not contain": [
