@@ -29,14 +29,12 @@ FAULTS = [
         "_request_now",
         left_out("*stream.token_ids"),
         caught_by="test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt",
-        simulated=True,
     ),
     Fault(
         "Each attempt draws a seed of its own",
         "Continuations.start",
         never("request.sampling.seed is None"),
         caught_by="test_every_attempt_has_the_same_seed_also_where_none_was_given",
-        simulated=True,
     ),
     Fault(
         "Other weights may give a later token",
@@ -50,7 +48,6 @@ FAULTS = [
         "complete_request",
         becomes("_with_defaults(request.sampling, info.default_sampling)", "request.sampling"),
         caught_by="test_what_the_first_model_s_defaults_said_holds_at_the_next_shard",
-        simulated=True,
     ),
     Fault(
         "Vectors of one request come from several models",
@@ -202,7 +199,6 @@ FAULTS = [
         "FleetStream.feed",
         left_out("self.token_ids += output.token_ids"),
         caught_by="test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt",
-        simulated=True,
     ),
     Fault(
         "What fails at one shard fails",

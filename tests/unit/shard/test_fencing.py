@@ -48,6 +48,7 @@ class Engine:
     def submit(
         self, submit: link.Submit, deliver: Callable[[link.Output], None], **how: Any
     ) -> None:
+        self.live[submit.request_id] = submit.attempt
         self.submitted[submit.request_id, submit.attempt] = how
         self.deliver[submit.request_id] = deliver
 
