@@ -146,6 +146,16 @@ EQUIVALENT: dict[Mutant, str] = {
         ],
         BOUNDARY: [
             (
+                "Continuations._waited",
+                "if self._patience_left_s(stream) <= 0:",
+                "if self._patience_left_s(stream) < 0:",
+            ),
+            (
+                "Continuations._last_words",
+                "if stream.deadline_s is not None and self._clock() >= stream.deadline_s:",
+                "if stream.deadline_s is not None and self._clock() > stream.deadline_s:",
+            ),
+            (
                 "Scheduler._in_time",
                 "if not must and seconds > budget.time_s and (not self._is_aged(request, now_s)):",
                 "if not must and seconds >= budget.time_s and (not self._is_aged(request, now_s)):",
@@ -174,6 +184,20 @@ EQUIVALENT: dict[Mutant, str] = {
                 "Scheduler._grow_or_preempt",
                 "while not self._blocks.grow(request, request.num_computed + 1):",
                 "while not self._blocks.grow(request, request.num_computed + 2):",
+            ),
+        ],
+        "either both are there or neither is": [
+            (
+                "Continuations._note_progress",
+                "if stream.shard is None or stream.info is None:",
+                "if stream.shard is None and stream.info is None:",
+            ),
+        ],
+        "only how soon others are sent after a defect": [
+            (
+                "Continuations._put_due",
+                "sending = lasting(self._send_all_due, 'sending a request on', pause_s=0.0)",
+                "sending = lasting(self._send_all_due, 'sending a request on', pause_s=1.0)",
             ),
         ],
         "names are told apart by any bytes between them that they do not contain": [

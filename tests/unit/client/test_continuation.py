@@ -1356,3 +1356,27 @@ async def test_numerics_that_nobody_knows_are_not_the_same(
     await settled()
     stream.feed(Output([11], 1))
     assert stream.approximate == approximate
+
+
+async def test_a_request_waits_for_a_shard_with_its_tokenizer_that_takes_nothing_now(
+    make: Make,
+) -> None:
+    world = make("a")
+    for _ in range(5):
+        world.shards["a"].breaker.failed(1e9)
+    stream = world.start(tokenizer_hash="t")
+    assert stream.shard is None
+    assert not stream.ended
+
+
+async def test_a_request_waits_for_its_model_though_others_are_served(make: Make) -> None:
+    world = make()
+    shard = world.add("a", adapters=adapters("hash"))
+    world.add("other", model="other")
+    stream = world.start(model="m", adapter="x")
+    assert shard.info is not None
+    shard.learned(dataclasses.replace(shard.info, adapters={}))
+    lose(world, "a")
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert not stream.ended
