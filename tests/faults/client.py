@@ -184,7 +184,7 @@ FAULTS = [
         "A request that waits when the fleet closes waits for ever",
         "Continuations.close",
         left_out("self._end(stream, ShardUnavailable(_CLOSED))"),
-        caught_by="test_whatever_happens_each_stream_is_in_one_place_and_ends_once",
+        caught_by="test_who_waits_when_the_fleet_is_closed_is_told",
         simulated=True,
     ),
     Fault(

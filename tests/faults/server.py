@@ -219,7 +219,7 @@ FAULTS = [
         "A deadline outlives its request",
         "EngineSupervisor._forget",
         left_out("route.deadline.cancel()"),
-        caught_by="test_each_request_ends_once_or_is_handed_over_once",
+        caught_by="test_a_request_that_ended_has_no_deadline_any_more",
         simulated=True,
     ),
     Fault(

@@ -232,6 +232,17 @@ async def test_a_deadline_ends_a_request_although_its_engine_says_nothing() -> N
     assert supervisor.sent[-1].aborts == [("x", 0)]
 
 
+async def test_a_request_that_ended_has_no_deadline_any_more() -> None:
+    supervisor = _Supervisor()
+    delivered: list[link.Output] = []
+    supervisor.submit(_submit("x"), delivered.append, deadline_s=0.01)
+    supervisor._take_step(link.StepOutputs([_output("x", finish=FinishReason.STOP)], link.Load()))
+    # Whoever has its id now.
+    supervisor.submit(_submit("x"), delivered.append)
+    await asyncio.sleep(0.03)
+    assert [output.error for output in delivered] == [None]
+
+
 async def test_the_load_counts_what_the_engine_has_not_looked_at() -> None:
     supervisor = _Supervisor()
     for number in range(5):
