@@ -30,7 +30,7 @@ _CONFIG = """
 source_paths = ["src"]
 only_mutate = {modules}
 pytest_add_cli_args_test_selection = {tests}
-pytest_add_cli_args = ["-p", "no:cacheprovider", "--timeout", "20", "--timeout-method", "thread"]
+pytest_add_cli_args = ["-p", "no:cacheprovider", "--timeout", "60", "--timeout-method", "thread"]
 # Its own timeouts signal ids of processes that may be long gone, and by then another's: none is to
 # come. The timeout of each test ends the process of a mutant that hangs.
 timeout_constant = 1_000_000.0
