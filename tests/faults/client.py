@@ -285,7 +285,7 @@ FAULTS = [
     Fault(
         "A shard may say nothing for as long as it likes",
         "ShardWatch._next_report",
-        left_out("timeout=self._stall_timeout_s"),
+        left_out("timeout=timeout_s"),
         simulated=True,
     ),
     Fault(
