@@ -50,9 +50,10 @@ async def test_answers_of_every_kind_are_the_same_when_engines_die(
     router = Router(tmp_path / "router", [shard.address for shard in shards])
     with running(*shards, router):
         await asyncio.sleep(0.5)
-        await _rounds(session, router, shards, rng, budget(2, 40))
+        await _rounds(session, router, shards, rng, budget(1, 40))
 
 
+@pytest.mark.soak
 async def test_answers_of_a_real_model_are_the_same_when_engines_die(
     tmp_path: Path, session: aiohttp.ClientSession
 ) -> None:

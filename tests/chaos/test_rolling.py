@@ -79,7 +79,7 @@ async def test_a_rolling_restart_is_not_noticed(tmp_path: Path, rng: random.Rand
     def start(index: int, port: int | None) -> Shard:
         return Shard(tmp_path / f"shard{index}", *FAKE, port=port)
 
-    shards = [start(index, None) for index in range(4)]
+    shards = [start(index, None) for index in range(budget(2, 4))]
     with running(*shards):
         async with Fleet([shard.address for shard in shards]) as fleet:
             await _all_ready(fleet)
@@ -87,7 +87,7 @@ async def test_a_rolling_restart_is_not_noticed(tmp_path: Path, rng: random.Rand
             try:
                 calm = await rolling.calm()
                 for _ in range(budget(1, 8)):
-                    await rolling.replace_all(start, rate=50)
+                    await rolling.replace_all(start, rate=budget(25, 50))
                 await rolling.check(calm)
             finally:
                 rolling.close()
@@ -120,6 +120,7 @@ async def test_an_upgrade_to_another_wire_revision_and_back_is_not_noticed(
                 rolling.close()
 
 
+@pytest.mark.soak
 async def test_an_upgrade_of_the_weights_gives_answers_of_the_old_or_of_the_new(
     tmp_path: Path, rng: random.Random
 ) -> None:
