@@ -16,14 +16,18 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Released clients that tests talk to penstock with; they do not install together.
+# Released clients that tests talk to penstock with, each folder of them in an environment of its own.
+# `make test` needs what installs in seconds: anthropic's client (openai's is in .venv), and the files
+# that say what others agree on of JSON Schema.
+ANTHROPIC := .venv-clients/anthropic
+SCHEMA_SUITE := .venv-clients/json-schema-test-suite
+TESTED_WITH := $(ANTHROPIC)/.done $(SCHEMA_SUITE)/.done
+# `make soak` needs the others too: they take minutes. Without Node its client is not tested, which
+# the tests say.
 SDKS := .venv-clients/sdks
 HARNESSES := .venv-clients/harnesses
 NODE := .venv-clients/node
-# What others agree on of JSON Schema; no environment, only files.
-SCHEMA_SUITE := .venv-clients/json-schema-test-suite
-# Without Node its client is not tested, which the tests say.
-CLIENTS := $(SDKS)/.done $(HARNESSES)/.done $(SCHEMA_SUITE)/.done $(if $(shell command -v npm),$(NODE)/.done)
+SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(if $(shell command -v npm),$(NODE)/.done)
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time.
@@ -45,10 +49,10 @@ serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve
 check: lint type ## Check style and types, run tests/unit and tests/contract (three minutes)
 	@$(BIN)/python -m pytest -n 2 tests/unit tests/contract $(ARGS)
 
-test: $(VENV)/.dev $(CLIENTS) ## Run the tests, each property at a small fixed budget
+test: $(VENV)/.dev $(TESTED_WITH) ## Run the tests, each property at a small fixed budget (eight minutes)
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-soak: $(VENV)/.dev $(CLIENTS) ## Run the tests at the size of their claims (an hour and a half)
+soak: $(VENV)/.dev $(SOAKED_WITH) ## Run the tests at the size of their claims (an hour and a half)
 	@PENSTOCK_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(ARGS)
 
 lint: $(VENV)/.dev ## Check style and format
@@ -128,10 +132,10 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@$(PIP) install --quiet -e '.[router,shard,dev]'
 	@touch $@
 
-$(SDKS)/.done: tests/clients/sdks.txt | $(BIN)/python
-	@echo "Installing released clients into $(SDKS): about 110 MB to download."
-	@$(BIN)/python -m venv --clear $(SDKS)
-	@$(SDKS)/bin/python $(CLIENT_PIP) -r $<
+$(ANTHROPIC)/.done $(SDKS)/.done: .venv-clients/%/.done: tests/clients/%.txt | $(BIN)/python
+	@echo "Installing released clients into .venv-clients/$*: about $(if $(filter sdks,$*),110,10) MB to download."
+	@$(BIN)/python -m venv --clear .venv-clients/$*
+	@.venv-clients/$*/bin/python $(CLIENT_PIP) -r $<
 	@touch $@
 
 # Sees the packages of .venv, as system site packages are seen: there is no second torch.

@@ -12,7 +12,7 @@ from clients.environments import observe
 
 @pytest.fixture(scope="module")
 def seen(toy) -> Any:
-    return observe("sdks", "with_anthropic", toy.url, toy.secured_url)
+    return observe("anthropic", "with_anthropic", toy.url, toy.secured_url)
 
 
 @pytest.fixture(scope="module")

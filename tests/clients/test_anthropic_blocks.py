@@ -44,7 +44,7 @@ def test_random_answers_are_read_the_same_from_events_as_whole(tmp_path: Path) -
         pairs.append((whole_of(delta_of(pieces, reason)), streamed))
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps(pairs))
-    read = observe("sdks", "with_anthropic_blocks", str(path))["read"]
+    read = observe("anthropic", "with_anthropic_blocks", str(path))["read"]
     assert len(read) == len(pairs)
     for (whole, final), (said, _) in zip(read, pairs, strict=True):
         assert final == whole
@@ -56,7 +56,7 @@ def test_a_call_that_is_cut_off_ends_no_client(tmp_path: Path) -> None:
     delta = delta_of(pieces, "length")
     path = tmp_path / "pairs.json"
     path.write_text(json.dumps([(whole_of(delta), stream_of([delta]))]))
-    [(whole, final)] = observe("sdks", "with_anthropic_blocks", str(path))["read"]
+    [(whole, final)] = observe("anthropic", "with_anthropic_blocks", str(path))["read"]
     assert whole["content"][0]["input"] == {"INVALID_JSON": '{"a": 1, "b": "c'}
     # The client takes what came whole; why the answer ended says that there is more to it.
     assert final["content"][0]["input"] == {"a": 1}

@@ -55,11 +55,13 @@ def test_fewer_dimensions_are_the_first_of_them(client, direct) -> None:
     assert expected == pytest.approx(direct["data"][0]["embedding"][:8], abs=1e-5)
 
 
+@pytest.mark.soak
 def test_langchain_gets_the_vectors_of_a_plain_request(seen, direct) -> None:
     assert seen["langchain"] == vectors(direct)
     assert seen["langchain_query"] == vectors(direct)[0]
 
 
+@pytest.mark.soak
 def test_litellm_gets_the_vectors_and_usage_of_a_plain_request(seen, direct) -> None:
     assert seen["litellm"] == vectors(direct)
     assert seen["litellm_tokens"] == direct["usage"]["prompt_tokens"]

@@ -10,6 +10,8 @@ import pytest
 from clients.asked import MODEL
 from clients.environments import run
 
+pytestmark = pytest.mark.soak
+
 REQUESTS = 12
 PROMPT_TOKENS = 32
 TOKENS = 16

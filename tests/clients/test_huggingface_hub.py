@@ -10,7 +10,7 @@ from clients.direct import post
 from clients.environments import observe
 
 
-@pytest.fixture(scope="module", params=["sdks", "dev"])
+@pytest.fixture(scope="module", params=[pytest.param("sdks", marks=pytest.mark.soak), "dev"])
 def seen(request, fake) -> Any:
     """`sdks` has a version below 1.0, `dev` one above."""
     return observe(request.param, "with_huggingface_hub", fake.url, fake.secured_url)

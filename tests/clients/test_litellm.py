@@ -9,6 +9,8 @@ from clients.asked import MAX_TOKENS, MESSAGES, MODEL, NO_MODEL, PROMPT, SEED
 from clients.direct import post
 from clients.environments import observe
 
+pytestmark = pytest.mark.soak
+
 OPTIONS = {"model": MODEL, "seed": SEED, "temperature": 1.0, "max_tokens": MAX_TOKENS}
 
 

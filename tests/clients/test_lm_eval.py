@@ -17,6 +17,8 @@ from clients.environments import run
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.soak
+
 TASKS = Path(__file__).parent / "tasks"
 MAX_TOKENS = 12
 STOPS = ("\n", ".")

@@ -21,6 +21,8 @@ from support.processes import Shard, running, wait_until
 
 from penstock_client import GenerationRequest, SamplingParams, ShardClient, SyncShardClient
 
+pytestmark = pytest.mark.soak
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
 PROMPT = [5, 6, 7]
 KEY = "a-key"

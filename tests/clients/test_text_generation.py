@@ -13,6 +13,8 @@ from clients.asked import MAX_TOKENS, PROMPT, SEED
 from clients.direct import post
 from clients.environments import observe
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture(scope="module")
 def seen(fake) -> Any:
