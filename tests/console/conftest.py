@@ -96,18 +96,31 @@ class Watched:
     """What a page's browser had to say, and where the page's requests went."""
 
     def __init__(self, page: Page, origin: str) -> None:
+        self._page = page
         self.origin = origin
         self.problems: list[str] = []
         self.urls: list[str] = []
         # Patterns of what a test provokes: a browser reports each refusal that a page gets.
         self.expected: list[str] = []
         page.on("console", self._heard)
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("request", lambda request: self.urls.append(request.url))
+        page.on("pageerror", self._failed)
+        page.on("request", self._asked)
 
     def _heard(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
+
+    def _failed(self, error: Any) -> None:
+        self.problems.append(str(error))
+
+    def _asked(self, request: Any) -> None:
+        self.urls.append(request.url)
+
+    def close(self) -> None:
+        """Of this page no more is watched."""
+        self._page.remove_listener("console", self._heard)
+        self._page.remove_listener("pageerror", self._failed)
+        self._page.remove_listener("request", self._asked)
 
     def check(self) -> None:
         unexpected = [
@@ -133,17 +146,22 @@ def until(page: Page, holds: Callable[[], bool], timeout_s: float = 15.0) -> Non
 Opened = Callable[..., tuple["Page", Watched]]
 
 
+def _new_page(browser: Browser, **options: Any) -> Page:
+    """In a context of its own: nothing stored, nothing cached."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+    context.set_default_timeout(15_000)
+    return context.new_page()
+
+
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Opened]:
-    """Opens the console of a router in a context of its own: nothing stored, nothing cached."""
+    """Opens the console of a router in a context of its own."""
     watched: list[Watched] = []
     contexts = []
 
     def open_at(url: str, **options: Any) -> tuple[Page, Watched]:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(15_000)
-        contexts.append(context)
-        page = context.new_page()
+        page = _new_page(browser, **options)
+        contexts.append(page.context)
         watched.append(Watched(page, url.partition("#")[0]))
         page.goto(url)
         return page, watched[-1]
@@ -155,9 +173,26 @@ def open_page(browser: Browser) -> Iterator[Opened]:
         one.check()
 
 
+@pytest.fixture(scope="package")
+def tab(browser: Browser) -> Iterator[Page]:
+    """Of the tests that need no browser of their own: a page in a new context is most of the work
+    of a test.
+    """
+    page = _new_page(browser)
+    yield page
+    page.context.close()
+
+
 @pytest.fixture
-def page(fleet: Fleet, open_page: Opened) -> Page:
-    """The console, live."""
-    page, _ = open_page(fleet.url)
-    page.wait_for_selector("#feed-state[data-state=live]")
-    return page
+def page(fleet: Fleet, tab: Page) -> Iterator[Page]:
+    """The console, live: loaded anew, and with nothing that a test before has stored."""
+    watched = Watched(tab, fleet.url)
+    tab.goto(fleet.url)
+    tab.wait_for_selector("#feed-state[data-state=live]")
+    yield tab
+    watched.close()
+    tab.evaluate("localStorage.clear(), sessionStorage.clear()")
+    tab.unroute_all()
+    tab.mouse.move(0, 0)
+    tab.goto("about:blank")
+    watched.check()

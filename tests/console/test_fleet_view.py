@@ -141,7 +141,10 @@ def test_what_a_client_says_is_shown_as_text(page: Page, fleet: Fleet) -> None:
     assert page.locator("#requests img, #details img").count() == 0
 
 
-@pytest.mark.parametrize("whole_shard", [False, True], ids=["engine", "shard"])
+@pytest.mark.parametrize(
+    "whole_shard",
+    [pytest.param(False, id="engine", marks=pytest.mark.soak), pytest.param(True, id="shard")],
+)
 def test_a_request_is_seen_going_on_when_its_shard_is_killed(
     page: Page, fleet: Fleet, whole_shard: bool
 ) -> None:
