@@ -135,11 +135,23 @@ _bombs: list[bytes] = []
 
 def _bomb() -> bytes:
     if not _bombs:
-        packer = zlib.compressobj(9, wbits=31)
-        spaces = b" " * 10**6
-        parts = [packer.compress(spaces) for _ in range(_BOMB_BYTES // len(spaces))]
-        _bombs.append(b"".join([*parts, packer.flush()]))
+        _bombs.append(_packed_spaces(_BOMB_BYTES // 10**6))
     return _bombs[0]
+
+
+def _packed_spaces(megabytes: int) -> bytes:
+    """In gzip's format. One is packed and repeated, which is allowed after a full flush: to pack a
+    thousand takes seconds.
+    """
+    spaces = b" " * 10**6
+    packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    packed = packer.compress(spaces) + packer.flush(zlib.Z_FULL_FLUSH)
+    checksum = 0
+    for _ in range(megabytes):
+        checksum = zlib.crc32(spaces, checksum)
+    head = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
+    end = struct.pack("<II", checksum, megabytes * len(spaces) % 2**32)
+    return head + packed * megabytes + packer.flush() + end
 
 
 async def _leave_answer_unread(target: Target) -> None:

@@ -13,13 +13,22 @@ from support.streams import mixed_request, run_whole
 from penstock_client import Fleet
 
 
-async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+def _model_flags(name: str, folder: Path) -> tuple[str, ...]:
+    if name == "built-in":
+        return ("--runner", "model")
     from model_maker import make_model
 
+    make_model(folder / "model", name)
+    return ("--model", str(folder / "model"))
+
+
+@pytest.mark.parametrize("model", ["built-in", pytest.param("llama-3m", marks=pytest.mark.soak)])
+async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(
+    tmp_path: Path, model: str
+) -> None:
+    pytest.importorskip("torch")
     rng = seeded("streams_of_a_real_model")
-    make_model(tmp_path / "model", "llama-3m")
-    flags = ("--model", str(tmp_path / "model"), "--threads", "1")
+    flags = (*_model_flags(model, tmp_path), "--threads", "1")
     shards = [Shard(tmp_path / f"shard{index}", *flags) for index in range(2)]
     with running(*shards):
         async with Fleet([shard.address for shard in shards]) as fleet:
@@ -27,8 +36,12 @@ async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(tmp_path:
                 async with asyncio.timeout(60):
                     while not all(shard.ready for shard in fleet.shards):
                         await asyncio.sleep(0.05)
-                assert fleet.info().batch_invariant
-                requests = [mixed_request(rng, 8000, max_tokens=80) for _ in range(budget(12, 64))]
+                info = fleet.info()
+                assert info.batch_invariant
+                requests = [
+                    mixed_request(rng, info.vocab_size, max_tokens=80)
+                    for _ in range(budget(12, 64))
+                ]
                 calm = await asyncio.gather(*(run_whole(fleet, request) for request in requests))
                 tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]
                 await asyncio.sleep(rng.uniform(0.05, budget(1, 4) * 0.5))
