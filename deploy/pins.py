@@ -6,7 +6,7 @@ needs on CUDA are left out: they are installed before, from an index and of a bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 
 from packaging.requirements import Requirement
@@ -22,9 +22,14 @@ _HEADER = """\
 
 def pins() -> dict[str, str]:
     """Name -> version of all packages that the extras come to."""
+    return {n: version for n, version in packages(EXTRAS).items() if n not in LEFT_OUT}
+
+
+def packages(extras: Iterable[str]) -> dict[str, str]:
+    """Name -> version of penstock, all that these extras of it ask for, and what that asks for."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    todo = [("penstock", extra) for extra in EXTRAS]
+    todo = [("penstock", extra) for extra in extras]
     while todo:
         name, extra = todo.pop()
         if (name, extra) in seen:
@@ -35,8 +40,7 @@ def pins() -> dict[str, str]:
         except PackageNotFoundError:
             # Asked for on other platforms only, such as CUDA's libraries.
             continue
-        if name not in LEFT_OUT:
-            found[name] = package.version
+        found[name] = package.version
         if name != "torch":
             todo += _asked_for(package.requires or [], extra)
     return found

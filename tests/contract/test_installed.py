@@ -74,6 +74,13 @@ def test_every_requirement_of_the_images_is_pinned_within_its_range() -> None:
                 assert requirement.specifier.contains(versions[name]), requirement
 
 
+def test_what_the_routers_image_installs_asks_for_no_torch() -> None:
+    assert {"aiohttp", "tokenizers"} <= PINS.packages(("router", "otlp")).keys()
+    of_shards = {"torch", "transformers", "numpy"}
+    assert of_shards <= PINS.packages(("shard",)).keys()
+    assert not of_shards & PINS.packages(("router", "otlp")).keys()
+
+
 def test_no_package_of_the_images_is_under_the_gpl() -> None:
     licences = {name: licence_of(fields_of(name)) for name in PINS.pins()}
     assert {n: found for n, text in licences.items() if (found := objection(text))} == {}

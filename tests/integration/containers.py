@@ -24,7 +24,7 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from integration.dockerfile import Dockerfile, Image, expand, parse_arg, parse_copy, parse_env
-from support.processes import free_port
+from support.processes import free_port, is_alive, wait_until
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 # Absolute paths of the images that are moved below the folder of a built one.
@@ -247,7 +247,8 @@ class Container:
         for process in family:
             process.kill()
         self.process.wait()
-        psutil.wait_procs(family, timeout=10)
+        gone = "every process of the container has ended"
+        wait_until(lambda: not any(map(is_alive, family)), timeout_s=10, what=gone)
 
     def stop(self) -> int:
         """As `docker stop`: SIGTERM, and the exit status; an error where the grace period ends."""
