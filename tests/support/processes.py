@@ -102,6 +102,8 @@ class Service(ABC):
         # Children that were ever looked at: they may outlive the process, which would be a defect.
         self._seen: set[psutil.Process] = set()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.environment(log_file)}
+        # The next process finds its modules compiled.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if python_path:
             environment["PYTHONPATH"] = python_path
         with log_file.open("ab") as log:
