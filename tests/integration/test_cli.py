@@ -149,7 +149,9 @@ def test_bench_measures_a_running_pair(pair) -> None:
     summary = json.loads(run.stdout)
     assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (8, 0, 80)
     assert 0 < summary["ttft_ms"]["p50"] <= summary["ttft_ms"]["p99"]
-    assert summary["inter_token_ms"]["p50"] >= 3.0
+    # Nine steps after the first, of 4 ms each; on a busy machine several come at once.
+    assert summary["e2e_ms"]["p50"] >= 36
+    assert summary["e2e_ms"]["mean"] > summary["inter_token_ms"]["mean"] > 0
 
 
 class _Served:
@@ -190,9 +192,9 @@ class _Served:
             return False
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[_Served]:
-    served = _Served(tmp_path / "log")
+@contextlib.contextmanager
+def _serving(log_file: Path) -> Iterator[_Served]:
+    served = _Served(log_file)
     try:
         wait_until(lambda: "Try:" in served.log, timeout_s=30, what="penstock serve is ready")
         yield served
@@ -203,6 +205,19 @@ def served(tmp_path: Path) -> Iterator[_Served]:
         for child in children:
             if is_alive(child):
                 child.kill()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Served]:
+    with _serving(tmp_path_factory.mktemp("served") / "log") as served:
+        yield served
+
+
+@pytest.fixture
+def ending(tmp_path: Path) -> Iterator[_Served]:
+    """One that a test ends."""
+    with _serving(tmp_path / "log") as served:
+        yield served
 
 
 def test_serve_prints_a_curl_line_that_works(served: _Served) -> None:
@@ -216,15 +231,15 @@ def test_serve_restarts_a_child_that_dies(served: _Served, module: str) -> None:
     child = served.child(module)
     child.kill()
     wait_until(lambda: not is_alive(child), timeout_s=5, what="the child is gone")
-    wait_until(served.answers, timeout_s=15, what="it answers again")
+    wait_until(served.answers, timeout_s=30, what="it answers again")
     assert f"the {module.removeprefix('penstock_')}" in served.log
 
 
-def test_ctrl_c_ends_all_processes_of_serve(served: _Served) -> None:
-    children = served.children()
+def test_ctrl_c_ends_all_processes_of_serve(ending: _Served) -> None:
+    children = ending.children()
     assert len(children) >= 3
-    served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(20) == 0
+    ending.process.send_signal(signal.SIGINT)
+    assert ending.process.wait(20) == 0
     wait_until(
         lambda: not [child for child in children if is_alive(child)],
         timeout_s=5,
@@ -233,10 +248,10 @@ def test_ctrl_c_ends_all_processes_of_serve(served: _Served) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent")
-def test_children_of_serve_end_with_it_also_where_it_is_killed(served: _Served) -> None:
-    children = served.children()
+def test_children_of_serve_end_with_it_also_where_it_is_killed(ending: _Served) -> None:
+    children = ending.children()
     assert len(children) >= 3
-    served.process.kill()
+    ending.process.kill()
     try:
         wait_until(
             lambda: not [child for child in children if is_alive(child)],

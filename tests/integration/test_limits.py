@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from support.processes import Router, Shard, free_port, running
+from support.processes import Router, Shard, free_port, running, wait_until
 
 from penstock_client import GenerationRequest, Objective, ShardClient
 
@@ -24,6 +24,13 @@ LONG = {"prompt": "On and on", "max_tokens": 1500, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
     service = Shard(tmp_path_factory.mktemp("limits") / "shard", "--step-ms", "10")
+    with running(service):
+        yield service
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory, shard: Shard) -> Iterator[Router]:
+    service = Router(tmp_path_factory.mktemp("limits") / "router", [shard.address])
     with running(service):
         yield service
 
@@ -57,26 +64,24 @@ async def _until_live(client: ShardClient, count: int) -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_shard_ends_a_request_at_its_deadline_although_the_router_stands_still(
-    tmp_path: Path, shard: Shard, client: ShardClient, stream: bool
+    router: Router, client: ShardClient, stream: bool
 ) -> None:
-    router = Router(tmp_path / "router", [shard.address])
-    with running(router):
-        async with aiohttp.ClientSession() as session:
-            body = {**LONG, "stream": stream, "n": 3, "timeout": 1.0}
-            begin_s = time.monotonic()
-            asking = asyncio.create_task(session.post(router.url + "/v1/completions", json=body))
-            await _until_live(client, 3)
-            router.process.send_signal(signal.SIGSTOP)
-            try:
-                took_s = await _until_live(client, 0) - begin_s
-            finally:
-                router.process.send_signal(signal.SIGCONT)
-            assert 0.9 < took_s < 8
-            answer = await asking
-            if stream:
-                assert b'"code":504' in await answer.read()
-            else:
-                assert answer.status == 504
+    async with aiohttp.ClientSession() as session:
+        body = {**LONG, "stream": stream, "n": 3, "timeout": 1.0}
+        begin_s = time.monotonic()
+        asking = asyncio.create_task(session.post(router.url + "/v1/completions", json=body))
+        await _until_live(client, 3)
+        router.process.send_signal(signal.SIGSTOP)
+        try:
+            took_s = await _until_live(client, 0) - begin_s
+        finally:
+            router.process.send_signal(signal.SIGCONT)
+        assert 0.9 < took_s < 8
+        answer = await asking
+        if stream:
+            assert b'"code":504' in await answer.read()
+        else:
+            assert answer.status == 504
 
 
 async def test_a_shard_ends_a_request_when_its_router_is_killed(
@@ -148,7 +153,12 @@ async def test_bounds_hold_over_all_workers_of_a_router(tmp_path: Path, shard: S
     flags = ("--workers", "2", "--max-concurrent-requests", "4", "--max-queued-requests", "2")
     router = Router(tmp_path / "router", [shard.address], *flags)
     with running(router):
-        await asyncio.sleep(1)
+        await asyncio.to_thread(
+            wait_until,
+            lambda: router.log.count("listening on") == 2,
+            timeout_s=60,
+            what="two workers that listen",
+        )
         # A connection for each, so that both workers get some.
         connector = aiohttp.TCPConnector(force_close=True, limit=100)
         async with aiohttp.ClientSession(connector=connector) as session:
@@ -175,7 +185,7 @@ async def _status(session: aiohttp.ClientSession, router: Router, body: dict[str
 # ---- Bad starts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("what", ["port", "template", "audit log", "response store", "no number"])
 def test_a_start_that_cannot_succeed_is_one_line_and_status_2(
     tmp_path: Path, shard: Shard, what: str, workers: str
