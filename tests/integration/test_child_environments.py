@@ -32,6 +32,7 @@ PLANTED = {
     "AWS_SECRET_ACCESS_KEY": "5ecret",
     "DATABASE_URL": "postgres://user:5ecret@127.0.0.1/db",
 }
+RANK = "penstock_shard.rank_main"
 OUTSIDE = {"OTEL_EXPORTER_OTLP_HEADERS", "https_proxy"}
 # By a part of its command line: which of them a process may have. Those of others: none.
 KINDS = {
@@ -40,23 +41,25 @@ KINDS = {
     "multiprocessing.spawn": OUTSIDE,
     "penstock_shard": {"PENSTOCK_API_KEY", "HF_TOKEN"} | OUTSIDE,
     "penstock_shard.engine_main": {"HF_TOKEN", "https_proxy"},
-    "penstock_shard.rank_main": set[str](),
+    RANK: set[str](),
     "penstock_shard.constraints.check_process": set[str](),
     "penstock_router.text_process": set[str](),
     "penstock_router.merged_metrics": set[str](),
 }
 SMALL = ("--kv-memory", "32M", "--max-model-len", "512", "--max-num-seqs", "4", "--threads", "1")
+# A model compiles its kernels where it finds none, and has another rank.
+MODEL = ("--runner", "model", "--device", "cpu", "--tensor-parallel-size", "2", *SMALL)
 
 
 class _Everything(Service):
     """`penstock serve` with each kind of process."""
 
-    def __init__(self, folder: Path, compiler: Path) -> None:
+    def __init__(self, folder: Path, compiler: Path, *runner: str) -> None:
         self._compiler = compiler
         port = free_port()
         shard_port = free_port()
         flags = ["serve", "--port", str(port), "--shard-port", str(shard_port), "--workers", "2"]
-        flags += ["--tensor-parallel-size", "2", "--runner", "model", "--device", "cpu", *SMALL]
+        flags += runner
         super().__init__("penstock_client.cli", flags, port, folder / "log")
 
     def environment(self, log_file: Path) -> dict[str, str]:
@@ -90,27 +93,35 @@ def _kind_of(command: list[str]) -> str:
 
 
 def _compiler_that_tells(folder: Path) -> Path:
-    """A C compiler that writes its environment down."""
+    """A C compiler that writes its environment down, and takes no time to optimise."""
     real = next(path for name in ("cc", "gcc", "clang") if (path := shutil.which(name)))
     script = folder / "cc"
-    script.write_text(f'#!/bin/sh\nenv > "{folder}/compiler-$$"\nexec "{real}" "$@"\n')
+    script.write_text(f'#!/bin/sh\nenv > "{folder}/compiler-$$"\nexec "{real}" "$@" -O0\n')
     script.chmod(0o755)
     return script
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
-def test_no_process_gets_a_secret_that_it_does_not_need(tmp_path: Path) -> None:
-    system = _Everything(tmp_path, _compiler_that_tells(tmp_path))
+@pytest.mark.parametrize(
+    "runner",
+    [("--runner", "fake"), pytest.param(MODEL, marks=pytest.mark.soak)],
+    ids=["fake", "model"],
+)
+def test_no_process_gets_a_secret_that_it_does_not_need(
+    tmp_path: Path, runner: tuple[str, ...]
+) -> None:
+    expected = KINDS.keys() - (set() if runner == MODEL else {RANK})
+    system = _Everything(tmp_path, _compiler_that_tells(tmp_path), *runner)
     try:
         system.wait_healthy(timeout_s=180)
         _use_all_processes(system)
-        wait_until(lambda: KINDS.keys() <= system.by_kind().keys(), timeout_s=30, what="all kinds")
+        wait_until(lambda: expected <= system.by_kind().keys(), timeout_s=30, what="all kinds")
         for kind, processes in system.by_kind().items():
             for process in processes:
                 too_many = PLANTED.keys() & process.environ().keys() - KINDS.get(kind, set())
                 assert not too_many, f"{kind} has {too_many}"
         told = list(tmp_path.glob("compiler-*"))
-        assert told
+        assert bool(told) == (runner == MODEL)
         assert not any("5ecret" in path.read_text() for path in told)
     finally:
         system.close()
