@@ -139,7 +139,13 @@ CASES: dict[str, Values] = {
         for part in ("router", "shard")
     },
 }
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if number % 3 == 0 else pytest.mark.soak)
+        for number, case in enumerate(CASES)
+    ],
+)
 
 
 @cache
