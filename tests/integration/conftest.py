@@ -1,4 +1,4 @@
-"""A running pair that most integration tests share: a fake shard and a router in front of it."""
+"""Running pairs that integration tests share: a router before a fake shard, and before a model."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("pair")
     flags = ("--step-ms", "4", "--max-num-seqs", "64", "--max-num-batched-tokens", "256")
+    shard = Shard(logs / "shard", *flags)
+    router = Router(logs / "router", [shard.address])
+    with running(shard, router):
+        yield Pair(router, shard)
+
+
+@pytest.fixture(scope="package")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The built-in model, in the numbers that references compute with."""
+    pytest.importorskip("torch")
+    logs = tmp_path_factory.mktemp("toy")
+    flags = ("--runner", "model", "--threads", "1", "--dtype", "float32", "--enable-lora")
     shard = Shard(logs / "shard", *flags)
     router = Router(logs / "router", [shard.address])
     with running(shard, router):

@@ -9,13 +9,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.conftest import Pair
-from support.processes import Router, Shard, ask, running
+from support.processes import ask
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```sh\n(.*?)^```\n(?:\n```json\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
@@ -63,18 +62,7 @@ def test_a_command_of_the_pages_does_what_they_say(pair: Pair, command: str, sho
         assert re.fullmatch(wanted, _text(answer)), answer
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    """The built-in model, as `make serve` serves it."""
-    pytest.importorskip("torch")
-    logs = tmp_path_factory.mktemp("toy")
-    shard = Shard(logs / "shard", "--runner", "model", "--threads", "1")
-    router = Router(logs / "router", [shard.address])
-    with running(shard, router):
-        yield router
-
-
-def test_no_answer_of_the_built_in_model_to_the_pages_is_cut_off(toy: Router) -> None:
+def test_no_answer_of_the_built_in_model_to_the_pages_is_cut_off(toy: Pair) -> None:
     ends = []
     for command, _ in COMMANDS:
         script = (_PRELUDE + command).replace("http://127.0.0.1:8000", toy.url)
@@ -83,7 +71,7 @@ def test_no_answer_of_the_built_in_model_to_the_pages_is_cut_off(toy: Router) ->
     assert set(ends) == {"stop", "tool_calls", "end_turn", "tool_use", "completed"}
 
 
-def test_the_class_of_the_page_is_parsed_with_the_built_in_model(toy: Router) -> None:
+def test_the_class_of_the_page_is_parsed_with_the_built_in_model(toy: Pair) -> None:
     page = (DOCS / "structured-output.md").read_text("utf-8")
     [(program, shown)] = re.findall(
         r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE

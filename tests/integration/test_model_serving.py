@@ -9,10 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from integration.conftest import Pair
 from support.processes import Router, Shard, running
 
 pytest.importorskip("torch")
 
+BUILTIN = Path(__file__).parents[2] / "shard" / "penstock_shard" / "builtin_model"
 # As the references compute.
 EXACT = ("--dtype", "float32")
 
@@ -37,15 +39,6 @@ def opt_pair(opt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield router
 
 
-@pytest.fixture(scope="module")
-def toy_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    logs = tmp_path_factory.mktemp("toy")
-    shard = Shard(logs / "shard", "--runner", "model", "--threads", "1", *EXACT)
-    router = Router(logs / "router", [shard.address])
-    with running(shard, router):
-        yield router
-
-
 async def _post(router: Router, path: str, body: Any) -> tuple[int, Any]:
     async with (
         aiohttp.ClientSession(router.url) as session,
@@ -54,24 +47,26 @@ async def _post(router: Router, path: str, body: Any) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-def _generate(directory: Path, token_ids: list[int], count: int) -> list[int]:
+def _generate(directory: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    prompt = torch.tensor([token_ids])
-    mask = torch.ones_like(prompt)
-    output = model.generate(
-        prompt, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=2
-    )
-    ids: list[int] = output[0, len(token_ids) :].tolist()
-    return ids
+
+    def after(prompt: list[int]) -> list[int]:
+        given = torch.tensor([prompt])
+        mask = torch.ones_like(given)
+        output = model.generate(
+            given, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=2
+        )
+        ids: list[int] = output[0, len(prompt) :].tolist()
+        return ids
+
+    return [after(prompt) for prompt in prompts]
 
 
-async def test_completions_of_an_opt_model_are_those_of_generate(
-    opt_pair: Router, opt_dir: Path
-) -> None:
+async def check_completions(router: Router, directory: Path) -> None:
     prompts = [[2, 50 + i, *range(60, 60 + 9 * i)] for i in range(1, 7)]
 
     async def complete(prompt: list[int]) -> list[int]:
@@ -82,15 +77,27 @@ async def test_completions_of_an_opt_model_are_those_of_generate(
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        status, answer = await _post(opt_pair, "/v1/completions", body)
+        status, answer = await _post(router, "/v1/completions", body)
         assert status == 200, answer
         ids: list[int] = answer["choices"][0]["token_ids"]
         return ids
 
     served = await asyncio.gather(*(complete(prompt) for prompt in prompts))
-    assert served == [_generate(opt_dir, prompt, 20) for prompt in prompts]
+    assert served == _generate(directory, prompts, 20)
 
 
+async def test_completions_of_the_built_in_model_are_those_of_generate(toy: Pair) -> None:
+    await check_completions(toy.router, BUILTIN)
+
+
+@pytest.mark.soak
+async def test_completions_of_an_opt_model_are_those_of_generate(
+    opt_pair: Router, opt_dir: Path
+) -> None:
+    await check_completions(opt_pair, opt_dir)
+
+
+@pytest.mark.soak
 async def test_a_model_without_a_template_refuses_chat_and_says_what_to_do(
     opt_pair: Router, opt_dir: Path
 ) -> None:
@@ -102,15 +109,15 @@ async def test_a_model_without_a_template_refuses_chat_and_says_what_to_do(
         assert "--chat-template" in answer["error"]["message"]
 
 
-async def test_the_built_in_model_says_that_it_is_a_toy(toy_pair: Router) -> None:
+async def test_the_built_in_model_says_that_it_is_a_toy(toy: Pair) -> None:
     body = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0}
-    status, answer = await _post(toy_pair, "/v1/chat/completions", body)
+    status, answer = await _post(toy.router, "/v1/chat/completions", body)
     assert status == 200
     assert "toy" in answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_scores_of_a_prompt_are_the_models_own(toy_pair: Router) -> None:
+async def test_scores_of_a_prompt_are_the_models_own(toy: Pair) -> None:
     """What evaluation harnesses ask for: echo with log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -119,10 +126,9 @@ async def test_scores_of_a_prompt_are_the_models_own(toy_pair: Router) -> None:
     body = {
         "prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0
     }  # fmt: skip
-    status, answer = await _post(toy_pair, "/v1/completions", body)
+    status, answer = await _post(toy.router, "/v1/completions", body)
     assert status == 200
-    directory = Path(__file__).parents[2] / "shard" / "penstock_shard" / "builtin_model"
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
     with torch.inference_mode():
         scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [scores[i, token].item() for i, token in enumerate(ids[1:])]

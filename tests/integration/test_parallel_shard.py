@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from integration.conftest import Pair
 from support.adapters import make_adapter
-from support.budget import budget
 from support.processes import Shard, free_port, is_alive, running, wait_until
 
 from penstock_client import GenerationRequest, SamplingParams, ShardClient, ShardUnavailable
@@ -53,17 +53,15 @@ class DividedShard(Shard):
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    adapter = make_adapter(tmp_path_factory.mktemp("adapter"), MODULES, size=0.05)
-    return "--lora", f"{ADAPTER}={adapter}"
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("adapter"), MODULES, size=0.05)
 
 
 @pytest.fixture(scope="module")
-def divided(
-    tmp_path_factory: pytest.TempPathFactory, lora: tuple[str, str]
-) -> Iterator[DividedShard]:
+def divided(tmp_path_factory: pytest.TempPathFactory, lora: Path) -> Iterator[DividedShard]:
     log = tmp_path_factory.mktemp("divided") / "log"
-    shard = DividedShard(log, *FLAGS, *SMALL, *lora, "--tensor-parallel-size", "2")
+    adapter = ("--lora", f"{ADAPTER}={lora}")
+    shard = DividedShard(log, *FLAGS, *SMALL, *adapter, "--tensor-parallel-size", "2")
     with running(shard):
         yield shard
 
@@ -83,14 +81,15 @@ async def _answers(address: str, adapters: Sequence[str] = (ADAPTER, "")) -> lis
 
 
 async def test_a_divided_model_answers_as_the_whole_one(
-    divided: DividedShard, lora: tuple[str, str], tmp_path: Path
+    divided: DividedShard, lora: Path, toy: Pair
 ) -> None:
-    whole = Shard(tmp_path / "log", *FLAGS, *SMALL, *lora)
-    with running(whole):
+    whole = toy.shard
+    async with ShardClient(whole.address) as client, ShardClient(divided.address) as other:
+        await client.load_adapter(ADAPTER, str(lora))
         expected = await _answers(whole.address)
+        await client.unload_adapter(ADAPTER)
         assert expected[::2] != expected[1::2]
-        async with ShardClient(whole.address) as client, ShardClient(divided.address) as other:
-            ours, theirs = (await client.info()), (await other.info())
+        ours, theirs = (await client.info()), (await other.info())
     assert await _answers(divided.address) == expected
     # Sums over ranks are rounded otherwise: equal tokens are likely, equal bits are not promised.
     assert ours.weights_hash == theirs.weights_hash
@@ -119,13 +118,7 @@ async def test_a_rank_that_is_killed_ends_the_engine_which_starts_anew_with_both
     assert divided.other_rank.pid != rank.pid
 
 
-def test_an_engine_that_is_killed_leaves_no_rank_behind(divided: DividedShard) -> None:
-    divided.wait_healthy()
-    rank = divided.other_rank
-    divided.engine.kill()
-    wait_until(lambda: not is_alive(rank), timeout_s=10, what="the rank ended itself")
-
-
+@pytest.mark.soak
 def test_a_model_that_cannot_be_divided_is_one_line_and_an_exit_status(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "log", *FLAGS, "--tensor-parallel-size", "3")
     try:
@@ -138,7 +131,7 @@ def test_a_model_that_cannot_be_divided_is_one_line_and_an_exit_status(tmp_path:
         shard.close()
 
 
-@pytest.mark.skipif(not budget(0, 1), reason="starts two machines' worth of processes")
+@pytest.mark.soak
 def test_a_model_over_two_machines_answers_and_outlives_the_other(
     divided: DividedShard, tmp_path: Path
 ) -> None:
@@ -163,3 +156,11 @@ def test_a_model_over_two_machines_answers_and_outlives_the_other(
     finally:
         second.kill()
         second.wait()
+
+
+# The last one: nobody waits for the engine that starts after it.
+def test_an_engine_that_is_killed_leaves_no_rank_behind(divided: DividedShard) -> None:
+    divided.wait_healthy()
+    rank = divided.other_rank
+    divided.engine.kill()
+    wait_until(lambda: not is_alive(rank), timeout_s=10, what="the rank ended itself")
