@@ -6,11 +6,13 @@ Paths of an image are moved below a folder, ports to free local ones, names of s
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -254,6 +256,13 @@ class Container:
         """As `docker stop`: SIGTERM, and the exit status; an error where the grace period ends."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(self.workload.grace_s)
+
+    def listens(self) -> bool:
+        """Whether anything is at its port, which is cheaper to ask than any probe."""
+        assert self.process.poll() is None, f"it ended; its log:\n{self.log[-3000:]}"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
 
     def probe(self, name: str) -> bool:
         """Run one of the workload's probes."""

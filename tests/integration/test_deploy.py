@@ -501,6 +501,8 @@ def running(workloads: Sequence[Workload], folder: Path) -> Iterator[dict[str, C
             log_file = folder / f"{workload.host}.log"
             containers[workload.host] = Container(workload, network, log_file)
         for container in containers.values():
+            # Some probes are processes, which would only be in the way before.
+            wait_until(container.listens, timeout_s=60, what=f"{container.workload.host} listens")
             for probe in container.workload.probes:
                 becomes(container, probe, True)
         yield containers
