@@ -155,22 +155,12 @@ async def test_a_full_queue_refuses_a_call_and_leaves_nothing_behind(tmp_path: P
             assert len(await client.embed(EmbeddingRequest([[1]] * 20))) == 20
 
 
-async def test_a_killed_engine_ends_the_call_as_retryable(tmp_path: Path) -> None:
-    service = Shard(tmp_path / "log", *FLAGS)
-    with running(service):
-        async with ShardClient(service.address) as client:
-            call = asyncio.create_task(client.embed(EmbeddingRequest([[7] * 500] * 100)))
-            while not (await load(client)).running:
-                await asyncio.sleep(0.01)
-            service.engine.kill()
-            with pytest.raises(ShardUnavailable, match="engine died"):
-                await call
-
-
-async def test_a_fleet_makes_elsewhere_what_a_killed_shard_did_not(tmp_path: Path) -> None:
-    shards = [Shard(tmp_path / str(number), *FLAGS) for number in range(2)]
-    with running(*shards):
-        async with Fleet([shard.address for shard in shards], stall_timeout_s=1.5) as fleet:
+async def test_a_fleet_makes_elsewhere_what_a_killed_shard_did_not(
+    shard: Shard, tmp_path: Path
+) -> None:
+    other = Shard(tmp_path / "log", *FLAGS)
+    with running(other):
+        async with Fleet([other.address, shard.address], stall_timeout_s=1.5) as fleet:
             while not all(state.ready for state in fleet.shards):
                 await asyncio.sleep(0.02)
             asked = EmbeddingRequest(inputs(300, longest=400))
@@ -178,7 +168,7 @@ async def test_a_fleet_makes_elsewhere_what_a_killed_shard_did_not(tmp_path: Pat
             call = asyncio.create_task(fleet.embed(asked))
             await asyncio.sleep(0.2)
             assert not call.done()
-            shards[0].engine.kill()
+            other.engine.kill()
             assert await call == calm
 
 
@@ -197,3 +187,15 @@ async def test_time_in_the_queue_is_told_apart_from_time_in_the_engine(tmp_path:
     # The steps of the one before it, which waited for none.
     assert 1.4 <= waited[1] < took_s
     assert waited[0] < waited[1] / 2
+
+
+# The last one: its shard is not waited for.
+async def test_a_killed_engine_ends_the_call_as_retryable(
+    shard: Shard, client: ShardClient
+) -> None:
+    call = asyncio.create_task(client.embed(EmbeddingRequest([[7] * 500] * 100)))
+    while not (await load(client)).running:
+        await asyncio.sleep(0.01)
+    shard.engine.kill()
+    with pytest.raises(ShardUnavailable, match="engine died"):
+        await call

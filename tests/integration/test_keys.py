@@ -50,7 +50,7 @@ def _ask(
     shown = {}
     if key is not None:
         shown = {"x-api-key": key} if header == "x-api-key" else {"Authorization": f"Bearer {key}"}
-    return router.ask(path, body, shown, max_bytes=2000 if path == "/console/feed" else None)
+    return router.ask(path, body, shown, max_bytes=600 if path == "/console/feed" else None)
 
 
 def _command_lines(*services: Service) -> str:
