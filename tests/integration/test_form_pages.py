@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.conftest import Pair
+from integration.conftest import Pair, Served
 from support.processes import ask
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,7 +62,7 @@ def test_a_command_of_the_pages_does_what_they_say(pair: Pair, command: str, sho
         assert re.fullmatch(wanted, _text(answer)), answer
 
 
-def test_no_answer_of_the_built_in_model_to_the_pages_is_cut_off(toy: Pair) -> None:
+def test_no_answer_of_the_built_in_model_to_the_pages_is_cut_off(toy: Served) -> None:
     ends = []
     for command, _ in COMMANDS:
         script = (_PRELUDE + command).replace("http://127.0.0.1:8000", toy.url)
@@ -71,7 +71,7 @@ def test_no_answer_of_the_built_in_model_to_the_pages_is_cut_off(toy: Pair) -> N
     assert set(ends) == {"stop", "tool_calls", "end_turn", "tool_use", "completed"}
 
 
-def test_the_class_of_the_page_is_parsed_with_the_built_in_model(toy: Pair) -> None:
+def test_the_class_of_the_page_is_parsed_with_the_built_in_model(toy: Served) -> None:
     page = (DOCS / "structured-output.md").read_text("utf-8")
     [(program, shown)] = re.findall(
         r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE

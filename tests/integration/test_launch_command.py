@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
-from support.processes import free_port, is_alive, wait_until
-
-pytest.importorskip("torch")
-
-FLAGS = [
-    *("--max-num-seqs", "500", "--trust-remote-code", "--enforce-eager"),
-    *("--max-num-batched-tokens", "512", "--enable-chunked-prefill"),
-    *("--tensor-parallel-size", "1"),
-]
-# A toy on two cores: small, and of one thread.
-SMALL = ["--runner", "model", "--device", "cpu", "--threads", "1", "--kv-memory", "32M"]
+from integration.conftest import Served
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log_file = tmp_path_factory.mktemp("serve") / "log"
-    port, shard_port = free_port(), free_port()
-    ports = ["--port", str(port), "--shard-port", str(shard_port)]
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock_client.cli", "serve", *ports, *FLAGS, *SMALL],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"},
-        )
-    children: list[psutil.Process] = []
-    try:
-
-        def is_ready() -> bool:
-            assert process.poll() is None, log_file.read_text()[-2000:]
-            return "Try:" in log_file.read_text()
-
-        wait_until(is_ready, timeout_s=90, what="penstock serve is ready")
-        children = psutil.Process(process.pid).children(recursive=True)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for child in children:
-            if is_alive(child):
-                child.kill()
+@pytest.fixture
+def url(toy: Served) -> str:
+    """It is started with the published flags."""
+    return toy.url
 
 
 async def ask(session: aiohttp.ClientSession, **fields: Any) -> tuple[int, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from integration.conftest import Pair
+from integration.conftest import Served
 from support.processes import Router, Shard, running
 
 pytest.importorskip("torch")
@@ -39,9 +39,9 @@ def opt_pair(opt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield router
 
 
-async def _post(router: Router, path: str, body: Any) -> tuple[int, Any]:
+async def _post(url: str, path: str, body: Any) -> tuple[int, Any]:
     async with (
-        aiohttp.ClientSession(router.url) as session,
+        aiohttp.ClientSession(url) as session,
         session.post(path, json=body) as response,
     ):
         return response.status, await response.json()
@@ -66,7 +66,7 @@ def _generate(directory: Path, prompts: list[list[int]], count: int) -> list[lis
     return [after(prompt) for prompt in prompts]
 
 
-async def check_completions(router: Router, directory: Path) -> None:
+async def check_completions(url: str, directory: Path) -> None:
     prompts = [[2, 50 + i, *range(60, 60 + 9 * i)] for i in range(1, 7)]
 
     async def complete(prompt: list[int]) -> list[int]:
@@ -77,7 +77,7 @@ async def check_completions(router: Router, directory: Path) -> None:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        status, answer = await _post(router, "/v1/completions", body)
+        status, answer = await _post(url, "/v1/completions", body)
         assert status == 200, answer
         ids: list[int] = answer["choices"][0]["token_ids"]
         return ids
@@ -86,15 +86,15 @@ async def check_completions(router: Router, directory: Path) -> None:
     assert served == _generate(directory, prompts, 20)
 
 
-async def test_completions_of_the_built_in_model_are_those_of_generate(toy: Pair) -> None:
-    await check_completions(toy.router, BUILTIN)
+async def test_completions_of_the_built_in_model_are_those_of_generate(toy: Served) -> None:
+    await check_completions(toy.url, BUILTIN)
 
 
 @pytest.mark.soak
 async def test_completions_of_an_opt_model_are_those_of_generate(
     opt_pair: Router, opt_dir: Path
 ) -> None:
-    await check_completions(opt_pair, opt_dir)
+    await check_completions(opt_pair.url, opt_dir)
 
 
 @pytest.mark.soak
@@ -102,22 +102,22 @@ async def test_a_model_without_a_template_refuses_chat_and_says_what_to_do(
     opt_pair: Router, opt_dir: Path
 ) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}]}
-    status, answer = await _post(opt_pair, "/v1/chat/completions", body)
+    status, answer = await _post(opt_pair.url, "/v1/chat/completions", body)
     has_template = "chat_template" in (opt_dir / "tokenizer_config.json").read_text()
     assert has_template == (status == 200)
     if not has_template:
         assert "--chat-template" in answer["error"]["message"]
 
 
-async def test_the_built_in_model_says_that_it_is_a_toy(toy: Pair) -> None:
+async def test_the_built_in_model_says_that_it_is_a_toy(toy: Served) -> None:
     body = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0}
-    status, answer = await _post(toy.router, "/v1/chat/completions", body)
+    status, answer = await _post(toy.url, "/v1/chat/completions", body)
     assert status == 200
     assert "toy" in answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_scores_of_a_prompt_are_the_models_own(toy: Pair) -> None:
+async def test_scores_of_a_prompt_are_the_models_own(toy: Served) -> None:
     """What evaluation harnesses ask for: echo with log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -126,7 +126,7 @@ async def test_scores_of_a_prompt_are_the_models_own(toy: Pair) -> None:
     body = {
         "prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0
     }  # fmt: skip
-    status, answer = await _post(toy.router, "/v1/completions", body)
+    status, answer = await _post(toy.url, "/v1/completions", body)
     assert status == 200
     model = AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.conftest import Pair
+from integration.conftest import Served
 from support.adapters import make_adapter
 from support.processes import Shard, free_port, is_alive, running, wait_until
 
@@ -81,12 +81,11 @@ async def _answers(address: str, adapters: Sequence[str] = (ADAPTER, "")) -> lis
 
 
 async def test_a_divided_model_answers_as_the_whole_one(
-    divided: DividedShard, lora: Path, toy: Pair
+    divided: DividedShard, lora: Path, toy: Served
 ) -> None:
-    whole = toy.shard
-    async with ShardClient(whole.address) as client, ShardClient(divided.address) as other:
+    async with ShardClient(toy.shard_address) as client, ShardClient(divided.address) as other:
         await client.load_adapter(ADAPTER, str(lora))
-        expected = await _answers(whole.address)
+        expected = await _answers(toy.shard_address)
         await client.unload_adapter(ADAPTER)
         assert expected[::2] != expected[1::2]
         ours, theirs = (await client.info()), (await other.info())
