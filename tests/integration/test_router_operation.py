@@ -194,18 +194,20 @@ async def test_a_file_of_shards_that_changes_under_load_is_an_error_to_nobody(
 
 
 async def test_what_happens_to_sequences_between_shards_is_counted(
-    tmp_path: Path, session: aiohttp.ClientSession
+    tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession
 ) -> None:
-    own = [Shard(tmp_path / f"shard{index}", "--step-ms", "5") for index in range(2)]
-    addresses = [shard.address for shard in own]
+    two = shards[:2]
+    addresses = [shard.address for shard in two]
     router = Router(tmp_path / "router", addresses, "--verify-share", "1")
     body = {"prompt": "Counted", "max_tokens": 150, "seed": 3, "ignore_eos": True}
-    with running(*own, router):
-        await asyncio.sleep(0.5)
+    with running(router):
+        async with asyncio.timeout(20):
+            while "penstock_router_shards_serving 2.0" not in await _metrics(session, router):
+                await asyncio.sleep(0.05)
         whole = await _whole(session, router, body)
         answers = [asyncio.create_task(_whole(session, router, body)) for _ in range(4)]
         await asyncio.sleep(0.3)
-        own[0].engine.kill()
+        two[0].engine.kill()
         for answer in await asyncio.gather(*answers):
             assert answer["choices"] == whole["choices"]
         events = (("sent", "least_load"), ("continued", "engine_died"), ("verified", "equal"))
@@ -216,6 +218,7 @@ async def test_what_happens_to_sequences_between_shards_is_counted(
                     session, router
                 ):
                     await asyncio.sleep(0.1)
+    await asyncio.to_thread(two[0].wait_healthy)
 
 
 async def _metrics(session: aiohttp.ClientSession, router: Router) -> str:
