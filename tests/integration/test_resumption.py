@@ -132,7 +132,7 @@ async def test_an_answer_in_pieces_is_the_answer_in_one(
 ) -> None:
     rng = seeded("an_answer_in_pieces")
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    for _ in range(budget(3, 40)):
+    for _ in range(budget(1, 40)):
         answer = Answer()
         await read(two.routers[0].url, path, body, answer, most=rng.randrange(1, 12))
         first_id = answer.last_id
