@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.conftest import Pair
 from support.adapters import make_adapter
 from support.processes import Router, Shard, running, wait_until
 
@@ -160,9 +161,8 @@ def test_no_more_are_loaded_than_there_are_places_for(
     client.unload_adapter("second")
 
 
-def test_a_shard_without_the_flag_serves_no_adapters(tmp_path: Path, adapters: Path) -> None:
-    service = Shard(tmp_path / "log", *FAST)
-    with running(service), SyncShardClient(service.address) as client:
+def test_a_shard_without_the_flag_serves_no_adapters(pair: Pair, adapters: Path) -> None:
+    with SyncShardClient(pair.shard.address) as client:
         with pytest.raises(NotServed, match="--enable-lora"):
             client.load_adapter("one", str(adapters / "one"))
         with pytest.raises(NotServed, match="adapter is not served"):
@@ -224,7 +224,9 @@ async def test_a_request_goes_on_only_where_its_adapter_is(tmp_path: Path, adapt
     with running(first, bare, other, copy):
         addresses = [service.address for service in (first, bare, other, copy)]
         async with Fleet(addresses) as fleet:
-            await asyncio.sleep(1)
+            async with asyncio.timeout(30):
+                while not all(shard.ready for shard in fleet.shards):
+                    await asyncio.sleep(0.02)
             request = asked("mine", 120, shard=first.address)
             expected = [i async for output in fleet.submit(request) for i in output.token_ids]
             stream = fleet.submit(asked("mine", 120))
@@ -270,7 +272,7 @@ async def test_a_request_waits_for_no_adapter_that_was_unloaded(
 # ---- over HTTP ---------------------------------------------------------------------------------
 
 
-class Pair:
+class Served:
     """A router with an admin's key, and two shards."""
 
     def __init__(self, logs: Path, adapters: Path) -> None:
@@ -293,8 +295,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("pair"), adapters)
+def served(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[Served]:
+    made = Served(tmp_path_factory.mktemp("served"), adapters)
     with running(*made.shards, made.router):
         wait_until(
             lambda: made.complete("one")[0] == 200, timeout_s=20, what="the adapter is served"
@@ -302,55 +304,55 @@ def pair(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[P
         yield made
 
 
-def test_models_list_their_adapters(pair: Pair) -> None:
-    _, listed = pair.ask("/v1/models")
+def test_models_list_their_adapters(served: Served) -> None:
+    _, listed = served.ask("/v1/models")
     cards = {card["id"]: (card["root"], card["parent"]) for card in listed["data"]}
     assert cards == {"base": ("base", None), "one": ("base", "base")}
-    assert pair.ask("/v1/models/one")[1]["parent"] == "base"
+    assert served.ask("/v1/models/one")[1]["parent"] == "base"
 
 
-def test_model_picks_an_adapter(pair: Pair) -> None:
-    _, plain = pair.complete("base")
-    _, adapted = pair.complete("one")
+def test_model_picks_an_adapter(served: Served) -> None:
+    _, plain = served.complete("base")
+    _, adapted = served.complete("one")
     assert (plain["model"], adapted["model"]) == ("base", "one")
     assert plain["choices"][0]["text"] != adapted["choices"][0]["text"]
     assert plain["system_fingerprint"] != adapted["system_fingerprint"]
 
 
-def test_adapter_id_picks_an_adapter(pair: Pair) -> None:
+def test_adapter_id_picks_an_adapter(served: Served) -> None:
     def generate(**parameters: Any) -> tuple[int, Any]:
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 8, **parameters}}
-        return pair.ask("/generate", body)
+        return served.ask("/generate", body)
 
     assert generate()[1] != generate(adapter_id="one")[1]
     assert generate(adapter_id="nobody")[0] == 404
 
 
-def test_an_unknown_adapter_is_an_unknown_model(pair: Pair) -> None:
-    status, answer = pair.complete("nobody")
+def test_an_unknown_adapter_is_an_unknown_model(served: Served) -> None:
+    status, answer = served.complete("nobody")
     assert (status, answer["error"]["param"]) == (404, "model")
 
 
-def test_an_adapter_makes_no_embeddings(pair: Pair) -> None:
-    status, answer = pair.ask("/v1/embeddings", {"model": "one", "input": "Hello"})
+def test_an_adapter_makes_no_embeddings(served: Served) -> None:
+    status, answer = served.ask("/v1/embeddings", {"model": "one", "input": "Hello"})
     assert (status, answer["error"]["param"]) == (400, "model")
 
 
-def test_adapters_are_loaded_and_unloaded_at_every_shard(pair: Pair, adapters: Path) -> None:
+def test_adapters_are_loaded_and_unloaded_at_every_shard(served: Served, adapters: Path) -> None:
     body = {"lora_name": "two", "lora_path": str(adapters / "two")}
-    status, text = pair.ask("/v1/load_lora_adapter", body)
+    status, text = served.ask("/v1/load_lora_adapter", body)
     assert (status, text) == (200, "Success: LoRA adapter 'two' added successfully.")
     texts = set()
-    for shard in pair.shards:
+    for shard in served.shards:
         headers = {"Authorization": "Bearer root", "x-penstock-shard": shard.address}
         asked_for = {"model": "two", "prompt": "Hello", "max_tokens": 8, "seed": 1}
-        status, answer = pair.router.ask("/v1/completions", asked_for, headers)
+        status, answer = served.router.ask("/v1/completions", asked_for, headers)
         assert status == 200
         texts.add(json.loads(answer)["choices"][0]["text"])
     assert len(texts) == 1
-    status, text = pair.ask("/v1/unload_lora_adapter", {"lora_name": "two"})
+    status, text = served.ask("/v1/unload_lora_adapter", {"lora_name": "two"})
     assert (status, text) == (200, "Success: LoRA adapter 'two' removed successfully.")
-    assert pair.complete("two")[0] == 404
+    assert served.complete("two")[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -366,15 +368,15 @@ def test_adapters_are_loaded_and_unloaded_at_every_shard(pair: Pair, adapters: P
     ],
 )
 def test_a_change_that_cannot_be_made_is_refused(
-    pair: Pair, path: str, body: dict[str, Any], status: int, words: str
+    served: Served, path: str, body: dict[str, Any], status: int, words: str
 ) -> None:
-    found, answer = pair.ask(f"/v1/{path}_lora_adapter", body)
+    found, answer = served.ask(f"/v1/{path}_lora_adapter", body)
     assert found == status
     assert words in answer["error"]["message"]
 
 
 def test_a_path_without_an_adapter_tells_callers_nothing_of_what_is_there(
-    pair: Pair, tmp_path: Path
+    served: Served, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("{}")
@@ -384,16 +386,16 @@ def test_a_path_without_an_adapter_tells_callers_nothing_of_what_is_there(
     answers = set()
     for path in (*there, str(tmp_path / "nowhere"), "/proc/1", "~nobody-has-this-name", "~root"):
         body = {"lora_name": "x", "lora_path": path}
-        status, answer = pair.ask("/v1/load_lora_adapter", body)
+        status, answer = served.ask("/v1/load_lora_adapter", body)
         # A long path is shortened.
         _, _, reason = answer["error"]["message"].rpartition(": no adapter")
         answers.add((status, reason))
     assert len(answers) == 1, answers
 
 
-def test_a_refusal_blames_the_field_at_fault_and_no_other(pair: Pair, adapters: Path) -> None:
+def test_a_refusal_blames_the_field_at_fault_and_no_other(served: Served, adapters: Path) -> None:
     def load(name: str, path: str) -> tuple[int, Any]:
-        return pair.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        return served.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def blamed(answer: tuple[int, Any]) -> str | None:
         status, body = answer
@@ -407,10 +409,10 @@ def test_a_refusal_blames_the_field_at_fault_and_no_other(pair: Pair, adapters: 
     assert load("second", str(adapters / "two"))[0] == 200
     # All places are taken, whatever is asked for.
     assert blamed(load("third", str(adapters / "same"))) is None
-    assert pair.ask("/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 200
+    assert served.ask("/v1/unload_lora_adapter", {"lora_name": "second"})[0] == 200
 
 
-def test_adapters_are_the_operators_to_change(pair: Pair) -> None:
+def test_adapters_are_the_operators_to_change(served: Served) -> None:
     body = {"lora_name": "x", "lora_path": "/x"}
     for path in ("load", "unload"):
-        assert pair.ask(f"/v1/{path}_lora_adapter", body, key="guess")[0] == 401
+        assert served.ask(f"/v1/{path}_lora_adapter", body, key="guess")[0] == 401
