@@ -45,7 +45,9 @@ class Site:
     """A router that serves HTTPS, and shards behind mutual TLS: one that serves, and wrong ones."""
 
     authority: Authority
+    # What the shard shows, and what the router shows its clients.
     folder: SwappedFolder
+    https: SwappedFolder
     router: Router
     shard: Shard
     # By what is wrong with them.
@@ -125,6 +127,7 @@ class _Listener:
 def site(folder: Path, authority: Authority, stranger: Authority) -> Iterator[Site]:
     shown = authority.issue("router")
     mount = SwappedFolder(folder / "mount", authority.issue("127.0.0.1"), authority.file)
+    https = SwappedFolder(folder / "https", authority.issue("127.0.0.1"), authority.file)
     shard = Shard(
         folder / "shard-log",
         *(*mount.pair.server_flags, "--tls-client-ca-file", str(mount.ca_file)),
@@ -144,12 +147,12 @@ def site(folder: Path, authority: Authority, stranger: Authority) -> Iterator[Si
         router = Router(
             folder / "router-log",
             [shard.address, *wrong.values()],
-            *("--workers", "2", *authority.issue("127.0.0.1").server_flags),
+            *("--workers", "2", *https.pair.server_flags),
             *("--shard-tls-ca-file", str(authority.file)),
             *("--shard-tls-cert-file", str(shown.cert), "--shard-tls-key-file", str(shown.key)),
         )
         stack.enter_context(running(shard, router))
-        yield Site(authority, mount, router, shard, wrong)
+        yield Site(authority, mount, https, router, shard, wrong)
 
 
 def _context(authority: Authority) -> ssl.SSLContext:
@@ -203,18 +206,15 @@ def _serial(address: str, authority: Authority) -> str:
 
 
 def test_a_new_certificate_is_shown_by_all_workers_and_open_connections_stay(
-    tmp_path: Path, authority: Authority
+    site: Site, authority: Authority
 ) -> None:
-    mount = SwappedFolder(tmp_path / "mount", authority.issue("127.0.0.1"), authority.file)
-    flags = ["--workers", "2", "--log-format", "text", *mount.pair.server_flags]
-    router = Router(tmp_path / "log", ["127.0.0.1:1"], *flags)
+    router, mount = site.router, site.https
     host, port = router.address.split(":")
-    try:
-        wait_until(lambda: router.log.count("listening on") == 2, timeout_s=30, what="2 workers")
-        before = _serial(router.address, authority)
-        open_one = http.client.HTTPSConnection(
-            host, int(port), context=_context(authority), timeout=5
-        )
+    wait_until(lambda: router.log.count("listening on") == 2, timeout_s=60, what="2 workers")
+    before = _serial(router.address, authority)
+    with contextlib.closing(
+        http.client.HTTPSConnection(host, int(port), context=_context(authority), timeout=5)
+    ) as open_one:
         open_one.request("GET", "/live")
         open_one.getresponse().read()
         # Half of it, as no mount does but a person may.
@@ -230,9 +230,6 @@ def test_a_new_certificate_is_shown_by_all_workers_and_open_connections_stay(
         assert router.log.count("not the key of") == 2
         open_one.request("GET", "/live")
         assert open_one.getresponse().status == 200
-        open_one.close()
-    finally:
-        router.close()
 
 
 # ---- Shards ------------------------------------------------------------------------------------
@@ -250,7 +247,8 @@ def test_a_router_names_each_shard_it_cannot_trust_once_and_serves_with_the_othe
         # Once of each worker.
         wait_until(lambda: len(lines()) == 2, timeout_s=10, what=f"a line with {why!r}")
     said = len(site.router.log)
-    time.sleep(2.5)
+    # They are tried again and again meanwhile.
+    time.sleep(1.2)
     assert len(site.router.log) == said
     assert b"Traceback" not in site.router.log.encode()
     assert json.loads(_complete(site))["usage"]["completion_tokens"] == 4
@@ -270,7 +268,7 @@ def test_a_router_without_a_shard_that_trusts_it_is_not_ready_and_logs_why_once(
         with refusal.value as answer:
             assert answer.code == 503
             assert b"no shard serves yet" in answer.read()
-        time.sleep(1.5)
+        time.sleep(0.8)
         assert router.log.count(_CLOSED) == 1
     finally:
         router.close()
