@@ -441,8 +441,9 @@ async def test_a_health_check_needs_no_key_and_brings_no_large_message(locked: S
     async with _Peak(locked.process.pid) as peak:
         ends = {code for code, _ in await _send_all(locked, _CHECK, 20 * _MB)}
     assert ends <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
-    # They are received as far as a tenth of a second goes, and four at once; never parsed.
-    assert peak.grown_mb < 180
+    # They are received as far as a tenth of a second goes, and four at once; never parsed, which
+    # would take as much again.
+    assert peak.grown_mb < 220
     assert health([locked.address]) == 0
     assert health([locked.address, "--live"]) == 0
 
