@@ -164,12 +164,12 @@ async def test_a_fleet_makes_elsewhere_what_a_killed_shard_did_not(
             while not all(state.ready for state in fleet.shards):
                 await asyncio.sleep(0.02)
             asked = EmbeddingRequest(inputs(300, longest=400))
-            calm = await fleet.embed(asked)
+            # What is computed once is found again: the calm run is the second.
             call = asyncio.create_task(fleet.embed(asked))
             await asyncio.sleep(0.2)
             assert not call.done()
             other.engine.kill()
-            assert await call == calm
+            assert await call == await fleet.embed(asked)
 
 
 async def test_time_in_the_queue_is_told_apart_from_time_in_the_engine(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ async def test_time_in_the_queue_is_told_apart_from_time_in_the_engine(tmp_path:
     with running(service):
         async with ShardClient(service.address) as client:
             began_s = time.monotonic()
-            first = client.submit(GenerationRequest([1], SamplingParams(seed=1), max_tokens=150))
+            first = client.submit(GenerationRequest([1], SamplingParams(seed=1), max_tokens=70))
             second = client.submit(GenerationRequest([2], SamplingParams(seed=1), max_tokens=4))
             outputs = [await anext(stream) for stream in (first, second)]
             took_s = time.monotonic() - began_s
@@ -185,7 +185,7 @@ async def test_time_in_the_queue_is_told_apart_from_time_in_the_engine(tmp_path:
     assert waited[0] is not None
     assert waited[1] is not None
     # The steps of the one before it, which waited for none.
-    assert 1.4 <= waited[1] < took_s
+    assert 0.65 <= waited[1] < took_s
     assert waited[0] < waited[1] / 2
 
 
