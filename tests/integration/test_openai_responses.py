@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +15,9 @@ import openai
 import psutil
 import pydantic
 import pytest
+from integration.conftest import Pair
 from openai.types.responses import Response
-from support.processes import Router, Shard, running
+from support.processes import Router, running
 
 MODEL = "penstock-toy"
 
@@ -134,13 +135,6 @@ def test_a_background_response_is_made_or_cancelled(client: openai.OpenAI) -> No
     assert client.responses.retrieve(long.id).status == "cancelled"
 
 
-@pytest.fixture
-def shard(tmp_path: Path) -> Iterator[Shard]:
-    shard = Shard(tmp_path / "shard", "--step-ms", "10")
-    with running(shard):
-        yield shard
-
-
 TOOL: Any = {
     "type": "function",
     "name": "warmth",
@@ -164,10 +158,10 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def calling(shard: Shard, tmp_path: Path) -> Iterator[openai.OpenAI]:
+def calling(pair: Pair, tmp_path: Path) -> Iterator[openai.OpenAI]:
     file = tmp_path / "template.jinja"
     file.write_text(TEMPLATE)
-    router = Router(tmp_path / "router", [shard.address], "--chat-template", str(file))
+    router = Router(tmp_path / "router", [pair.shard.address], "--chat-template", str(file))
     with running(router), connect(router) as client:
         yield client
 
@@ -221,10 +215,10 @@ def workers_of(router: Router) -> list[psutil.Process]:
     return [child for child in router.children if "spawn_main" in " ".join(child.cmdline())]
 
 
-def test_two_workers_share_responses_and_outlive_each_other(tmp_path: Path, shard: Shard) -> None:
+def test_two_workers_share_responses_and_outlive_each_other(tmp_path: Path, pair: Pair) -> None:
     file = tmp_path / "responses"
     flags = ("--workers", "2", "--response-store", str(file))
-    router = Router(tmp_path / "router", [shard.address], *flags)
+    router = Router(tmp_path / "router", [pair.shard.address], *flags)
     with running(router), connect(router) as client:
         made = client.responses.create(model=MODEL, input="Hello", max_output_tokens=5)
         for _ in range(12):
@@ -236,8 +230,13 @@ def test_two_workers_share_responses_and_outlive_each_other(tmp_path: Path, shar
         begun = client.responses.create(
             model=MODEL, input="Hello", background=True, extra_body={"ignore_eos": True}
         )
-        for worker in workers_of(router):
-            worker.send_signal(signal.SIGKILL)
+        killed = workers_of(router)
+        for worker in killed:
+            worker.kill()
+        psutil.wait_procs(killed, timeout=20)
+        # As if they had been silent for so long that somebody says they are gone.
+        with contextlib.closing(sqlite3.connect(file)) as store, store:
+            store.execute("UPDATE owners SET beat_s = beat_s - 15")
         router.wait_healthy()
         failed = until(client, begun.id, ended)
         assert failed.status == "failed"
@@ -245,7 +244,7 @@ def test_two_workers_share_responses_and_outlive_each_other(tmp_path: Path, shar
         assert failed.error.code == "server_error"
         assert client.responses.retrieve(made.id) == made
     # And they outlive the router.
-    again = Router(tmp_path / "again", [shard.address], "--response-store", str(file))
+    again = Router(tmp_path / "again", [pair.shard.address], "--response-store", str(file))
     with running(again), connect(again) as client:
         assert client.responses.retrieve(made.id) == made
 
