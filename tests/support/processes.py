@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import ssl
@@ -24,17 +25,19 @@ from penstock_proto.tls import Tls
 START_TIMEOUT_S = 60.0
 
 
+# Below those that Linux gives to connections by itself (32768 and up): nobody gets it by chance
+# before it is listened on.
+_PORTS = range(10_000, 32_000)
+
+
 def free_port(in_a_row: int = 1) -> int:
     """The first of so many."""
     while True:
-        with contextlib.ExitStack() as probes:
-            first = 0
-            with contextlib.suppress(OSError, OverflowError):
-                for offset in range(in_a_row):
-                    probe = probes.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first and first + offset))
-                    first = first or probe.getsockname()[1]
-                return first
+        first = random.SystemRandom().choice(_PORTS)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + in_a_row):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:
