@@ -255,7 +255,7 @@ def _names(plan) -> list[str]:
 FIXED_S, DECODE_S, PROMPT_TOKEN_S = 0.002, 0.001, 0.0005
 
 
-def _teach(scheduler: Scheduler) -> None:
+def _teach(scheduler: Scheduler, fixed_s: float = FIXED_S) -> None:
     """Have it learn from steps of one to seven decodes, and prompts of many lengths."""
     for i in range(140):
         requests = [_of(f"{i} {n}", 16 + (i * 7 + n) % 8, 2) for n in range(1 + i % 7)]
@@ -269,7 +269,7 @@ def _teach(scheduler: Scheduler) -> None:
                 if row.samples:
                     row.request.num_pending -= 1
                     row.request.token_ids.append(1)
-            seconds = FIXED_S + DECODE_S * num_decodes + PROMPT_TOKEN_S * num_prompt
+            seconds = fixed_s + DECODE_S * num_decodes + PROMPT_TOKEN_S * num_prompt
             scheduler.collected(plan, seconds)
         for request in requests:
             scheduler.remove(request)
@@ -298,14 +298,16 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_goes_before_other_prompt
 
 def test_the_more_urgent_decode_where_a_step_has_no_room_for_all() -> None:
     scheduler = _scheduler()
-    _decode(scheduler, _of("a"), _of("b"), _of("c", priority=-1))
+    _decode(scheduler, _of("a"), _of("b"))
+    scheduler.add(_of("c", priority=-1), now_s=1.0)
+    _collect(scheduler, scheduler.schedule(1.0))
     scheduler.bounds.tokens = 2
     assert _names(scheduler.schedule(1.5)) == ["c", "a"]
 
 
 def test_of_two_with_one_deadline_the_longer_goes_first() -> None:
     scheduler = _scheduler(num_seqs=1)
-    _teach(scheduler)
+    _teach(scheduler, fixed_s=0.0)
     for request in (_of("short", deadline_s=10.0), _of("long", max_tokens=400, deadline_s=10.0)):
         scheduler.add(request, now_s=1.0)
     assert _names(scheduler.schedule(1.0)) == ["long"]
@@ -429,15 +431,18 @@ def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
     assert _rows(plan)[1] == ("large", 32, 48, True)
 
 
-def test_a_last_chunk_of_one_token_scores_nothing_of_the_prompt() -> None:
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, [0]), (64, [63]), (66, [64, 1])])
+def test_every_token_of_a_prompt_but_the_first_is_scored(
+    num_tokens: int, expected: list[int]
+) -> None:
     scheduler = _scheduler()
-    scheduler.add(make_request("a", range(65), prompt_logprobs=0))
+    scheduler.add(make_request("a", range(num_tokens), prompt_logprobs=0))
     scores = []
-    for _ in range(2):
+    for _ in expected:
         plan = scheduler.schedule()
         scores += [row.num_prompt_logprobs for row in plan.rows]
         _collect(scheduler, plan)
-    assert scores == [64, 0]
+    assert scores == expected
 
 
 @pytest.mark.parametrize(
