@@ -431,18 +431,16 @@ def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
     assert _rows(plan)[1] == ("large", 32, 48, True)
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(1, [0]), (64, [63]), (66, [64, 1])])
-def test_every_token_of_a_prompt_but_the_first_is_scored(
-    num_tokens: int, expected: list[int]
-) -> None:
+def test_a_chunk_of_output_alone_scores_nothing_of_the_prompt() -> None:
     scheduler = _scheduler()
-    scheduler.add(make_request("a", range(num_tokens), prompt_logprobs=0))
-    scores = []
-    for _ in expected:
-        plan = scheduler.schedule()
-        scores += [row.num_prompt_logprobs for row in plan.rows]
-        _collect(scheduler, plan)
-    assert scores == expected
+    output = range(100, 160)
+    scheduler.add(make_request("a", range(30), output=output, max_tokens=90, prompt_logprobs=0))
+    # The second is launched before the scores of the first have come.
+    plans = [scheduler.schedule() for _ in range(2)]
+    assert [(row.count, row.num_prompt_logprobs) for plan in plans for row in plan.rows] == [
+        (64, 29),
+        (26, 0),
+    ]
 
 
 @pytest.mark.parametrize(
