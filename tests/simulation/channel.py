@@ -53,6 +53,12 @@ class Status:
 
 _OK = Status(grpc.StatusCode.OK)
 _CUT = Status(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+# What else gRPC calls it where a call has much to say.
+_CUT_AMID_MESSAGES = (
+    _CUT,
+    Status(grpc.StatusCode.INTERNAL, "RST_STREAM with error code"),
+    Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "RST_STREAM: too many frames"),
+)
 
 
 @dataclass(frozen=True)
@@ -179,11 +185,12 @@ class _Call:
             return
         network, path = self._channel.network, outcome.path
         self._connection = outcome
-        doubles = self._method.endswith("/Generate")
-        self._out = Lane(network, path, Way.OUT, doubles=doubles)
-        back = Lane(network, path, Way.BACK, doubles=doubles)
+        is_shared = self._method.endswith("/Generate")
+        self._out = Lane(network, path, Way.OUT, doubles=is_shared)
+        back = Lane(network, path, Way.BACK, doubles=is_shared)
         back.deliver_to(self._arrived)
-        outcome.on_break[self] = lambda: self._end(_CUT)
+        cut = network.random.choice(_CUT_AMID_MESSAGES) if is_shared else _CUT
+        outcome.on_break[self] = lambda: self._end(cut)
         windows = self._window, self._inbox.window
         outcome.listener.accept(outcome, self._method, self._out, back, *windows)
         self._out.send(_Begin())

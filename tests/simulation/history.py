@@ -73,6 +73,11 @@ class Outcome:
     request_id: str = ""
     over_at_s: float = 0.0
 
+    @property
+    def is_over(self) -> bool:
+        found = (self.finish_reason, self.error, self.vectors)
+        return self.left or any(each is not None for each in found)
+
     def take(self, output: Output) -> None:
         assert output.first_position == len(self.token_ids), "positions do not follow each other"
         self.token_ids += output.token_ids
@@ -225,6 +230,9 @@ class History:
         self._tell(f"{trouble.what} {shard.address} for {trouble.lasts_s:.2f} s")
         match trouble.what:
             case "crash engine":
+                if trouble.amount > 0.7:
+                    # Somebody has put other files where the model is.
+                    shard.kind = self.plan.next_kind
                 shard.crash_engine()
             case "hang engine":
                 shard.hang_engine(before_step=trouble.amount > 0.7)
@@ -384,7 +392,9 @@ class History:
             if outcome.error is not None and not self._may_fail(outcome, outcome.error):
                 error = outcome.error
                 faults.append(f"{_name(outcome)} failed: {type(error).__name__}: {error}")
-            if self._is_overdue(outcome):
+            if not outcome.is_over:
+                faults.append(f"{_name(outcome)} has no end")
+            if not self._is_in_time(outcome):
                 faults.append(f"{_name(outcome)} was over at {outcome.over_at_s:.1f} s")
             ends = self._audit.ended[outcome.request_id]
             if outcome.request_id and outcome.arrival.direct is None and ends != 1:
@@ -414,18 +424,24 @@ class History:
     @property
     def _kinds(self) -> list[EngineKind]:
         """All that serve at some time: a whole answer is of one."""
-        upgraded = any(trouble.what == "upgrade" for trouble in self.plan.troubles)
+        upgraded = any(
+            trouble.what == "upgrade" or (trouble.what == "crash engine" and trouble.amount > 0.7)
+            for trouble in self.plan.troubles
+        )
         return [self.plan.kind, self.plan.next_kind] if upgraded else [self.plan.kind]
 
-    def _is_overdue(self, outcome: Outcome) -> bool:
-        """Whether it outlived its deadline by more than it takes to notice that a shard is gone."""
+    def _is_in_time(self, outcome: Outcome) -> bool:
+        """Whether it outlived its deadline by no more than it takes to notice that a shard is gone,
+        and was not ended for it before.
+        """
         request = outcome.arrival.request
         if isinstance(request, EmbeddingRequest) or request.objective.deadline_s is None:
-            return False
+            return True
         if any(trouble.what == "stop router" for trouble in self.plan.troubles):
-            return False
-        ends_s = outcome.arrival.at_s + request.objective.deadline_s + _NOTICE_S
-        return outcome.over_at_s > ends_s
+            return True
+        ends_s = outcome.arrival.at_s + request.objective.deadline_s
+        is_early = isinstance(outcome.error, DeadlineExceeded) and outcome.over_at_s < ends_s - 0.01
+        return not is_early and outcome.over_at_s <= ends_s + _NOTICE_S
 
     def _may_fail(self, outcome: Outcome, error: BaseException) -> bool:
         """Whether such a plan may end a request with such an error."""

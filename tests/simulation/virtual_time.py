@@ -14,6 +14,8 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeVar, cast
 
 _Result = TypeVar("_Result")
+# What a turn of the loop takes: no clock stands still, and what is due in less than this is due.
+_TURN_S = 1e-9
 
 # Which process a callback belongs to: tasks and timers have that of the task that made them.
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
@@ -42,7 +44,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Nothing ever happens outside: the next timer is due at once."""
         if timeout_s is None:
             raise Stuck(f"at {self._now_s:.3f} s nobody has anything to do")
-        self._now_s += timeout_s
+        self._now_s += max(timeout_s, _TURN_S)
         if self._now_s > self._ends_s:
             raise Stuck(f"at {self._now_s:.3f} s it is not over")
         return []
