@@ -240,7 +240,7 @@ async def test_a_slow_reader_gets_its_answers_while_the_shard_goes_down(tmp_path
 async def test_a_server_that_was_stopped_does_not_kill_its_healthy_engine(
     tmp_path: Path, engine_too: bool
 ) -> None:
-    service = Shard(tmp_path / "log", "--stall-timeout-s", "2", "--step-ms", "20")
+    service = Shard(tmp_path / "log", "--stall-timeout-s", "2", "--step-ms", "10")
     with running(service):
         engine = service.engine
         stopped: list[Any] = [service.process, *([engine] if engine_too else [])]
