@@ -333,10 +333,11 @@ async def test_a_worker_that_replaces_another_takes_nothing_before_it_can_serve(
         assert statuses <= {0, 200}
 
 
+@pytest.mark.soak
 def test_several_workers_serve_all_that_comes_once_one_says_that_it_can(
     tmp_path: Path, shards: list[Shard]
 ) -> None:
-    router = Router(tmp_path / "router", [shards[0].address], "--workers", "3")
+    router = Router(tmp_path / "router", [shards[0].address], "--workers", "4")
     with running(router):
         # Each on a connection of its own, so that all workers get some.
         for _ in range(40):

@@ -12,6 +12,7 @@ import pytest
 _SCRIPT = Path(__file__).parents[2] / "benchmarks" / "split.py"
 
 
+@pytest.mark.soak
 def test_both_ways_are_measured(tmp_path: Path) -> None:
     file, chart = tmp_path / "split.json", tmp_path / "split.png"
     flags = ["--models", "fake", "--streams", "4", "--step-ms", "5", "--rounds", "1"]

@@ -384,7 +384,7 @@ async def test_a_caller_with_another_certificate_ends_nobody_elses_request(
     site: Site, authority: Authority
 ) -> None:
     """Whoever knows the id of a request needs the name of its caller too."""
-    request = GenerationRequest([1, 2], SamplingParams(seed=1), max_tokens=200)
+    request = GenerationRequest([1, 2], SamplingParams(seed=1), max_tokens=80)
     names = {name: authority.tls(authority.issue(name)) for name in ("router", "other")}
     async with (
         ShardClient(site.shard.address, tls=names["router"]) as router,

@@ -234,7 +234,7 @@ def test_requests_go_on_where_nobody_reads_the_log(deployment: Deployment) -> No
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: is_up(f"{url}/health"), timeout_s=30, what="ready")
             # More than a pipe holds.
-            for _ in range(200):
+            for _ in range(150):
                 complete(url, {"max_tokens": 1, "user": "x" * 200}, **{"X-Request-Id": "y" * 250})
             assert is_up(f"{url}/health")
             router.terminate()
