@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from integration.manifests import Resource, find, pod_templates, render
+from support.budget import in_soak
 
 Values = Mapping[str, Any]
 
@@ -141,10 +142,7 @@ CASES: dict[str, Values] = {
 }
 every_case = pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if number % 3 == 0 else pytest.mark.soak)
-        for number, case in enumerate(CASES)
-    ],
+    [case if number % 3 == 0 else in_soak(case) for number, case in enumerate(CASES)],
 )
 
 

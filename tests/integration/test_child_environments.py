@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.budget import in_soak
 from support.processes import Service, free_port, wait_until
 
 pytest.importorskip("torch")
@@ -104,7 +105,7 @@ def _compiler_that_tells(folder: Path) -> Path:
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 @pytest.mark.parametrize(
     "runner",
-    [("--runner", "fake"), pytest.param(MODEL, marks=pytest.mark.soak)],
+    [("--runner", "fake"), in_soak(MODEL)],
     ids=["fake", "model"],
 )
 def test_no_process_gets_a_secret_that_it_does_not_need(

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from support.budget import in_soak
 from support.processes import Router, Shard, free_port, running, wait_until
 
 from penstock_client import GenerationRequest, Objective, ShardClient
@@ -185,7 +186,7 @@ async def _status(session: aiohttp.ClientSession, router: Router, body: dict[str
 # ---- Bad starts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("workers", ["1", in_soak("2")])
 @pytest.mark.parametrize("what", ["port", "template", "audit log", "response store", "no number"])
 def test_a_start_that_cannot_succeed_is_one_line_and_status_2(
     tmp_path: Path, shard: Shard, what: str, workers: str

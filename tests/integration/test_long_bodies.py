@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 import pytest
 from integration.conftest import Pair
-from support.budget import budget
+from support.budget import budget, in_soak
 from support.processes import Router, Shard, is_alive, running, wait_until
 
 WORDS = "the quick brown fox jumps " * 8_000
@@ -44,10 +44,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 KINDS = ("/v1/completions", "/chat_tokenize")
 PLACES = [
     *(("refusing", path) for path in ROUTES),
-    *(
-        pytest.param("serving", path, marks=() if path in KINDS else pytest.mark.soak)
-        for path in ROUTES
-    ),
+    *(("serving", path) if path in KINDS else in_soak("serving", path) for path in ROUTES),
 ]
 
 

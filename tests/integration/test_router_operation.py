@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from support.budget import budget, seeded
+from support.budget import budget, in_soak, seeded
 from support.processes import Router, Shard, is_alive, running, wait_until
 
 KEY = {"Authorization": "Bearer operator"}
@@ -247,7 +247,7 @@ async def _events(
     return found
 
 
-@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.soak), "2"])
+@pytest.mark.parametrize("workers", [in_soak("1"), "2"])
 async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_too_long(
     tmp_path: Path, shards: list[Shard], session: aiohttp.ClientSession, workers: str
 ) -> None:
