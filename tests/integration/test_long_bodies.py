@@ -169,7 +169,10 @@ async def test_work_without_end_delays_nobody_and_goes_with_its_client(
     assert await post(session, f"{trusting.url}/tokenize", {"prompt": WORDS}) == 200
     assert is_alive(process)
     task.cancel()
-    wait_until(lambda: not is_alive(process), timeout_s=5, what="the endless work ended")
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.to_thread(
+        wait_until, lambda: not is_alive(process), timeout_s=20, what="the endless work ended"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
