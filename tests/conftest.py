@@ -10,6 +10,22 @@ import pytest
 # to share the machine with one stranger only. They wait more than they compute.
 _WHOLE_SYSTEMS = frozenset({"chaos", "clients", "comparison", "console", "hosts", "integration"})
 
+# Among them, but start no service.
+_ONLY_COMPUTE = frozenset(
+    {
+        "test_answer_constraints",
+        "test_constraint_checker",
+        "test_differences",
+        "test_dockerfile",
+        "test_gpu_benchmark",
+        "test_helm_chart",
+        "test_helm_scaling",
+        "test_helm_values",
+        "test_hub_models",
+        "test_memory_channel",
+    }
+)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked `soak`, a test or one of its parameters, outside of the soak."""
@@ -35,4 +51,6 @@ def _scope_of(node_id: str) -> str:
     sets up.
     """
     path = node_id.partition("::")[0]
-    return "whole systems" if path.split("/")[1] in _WHOLE_SYSTEMS else path
+    folder, name = path.split("/")[1], path.rpartition("/")[2].removesuffix(".py")
+    is_system = folder in _WHOLE_SYSTEMS and name not in _ONLY_COMPUTE
+    return "whole systems" if is_system else path
