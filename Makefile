@@ -10,8 +10,10 @@ PORT ?= 8000
 FAKE ?=
 MODEL ?=
 ARGS ?=
-# Of `make test`: one runs whole systems, the others what computes beside them.
+# Tests run in so many processes, those of a file in one, as they share what it sets up. More than two
+# would be too many for the systems that they start, which wait more than they compute.
 WORKERS ?= 2
+BESIDE = -n $(WORKERS) --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,10 +49,10 @@ serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
 
 check: lint type ## Check style and types, run tests/unit and tests/contract (three minutes)
-	@$(BIN)/python -m pytest -n 2 tests/unit tests/contract $(ARGS)
+	@$(BIN)/python -m pytest $(BESIDE) tests/unit tests/contract $(ARGS)
 
 test: $(VENV)/.dev $(TESTED_WITH) ## Run the tests, each property at a small fixed budget (eight minutes)
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
 
 soak: $(VENV)/.dev $(SOAKED_WITH) ## Run the tests at the size of their claims (an hour and a half)
 	@PENSTOCK_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(ARGS)

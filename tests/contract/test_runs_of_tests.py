@@ -1,10 +1,7 @@
-"""Tests of whole systems do not run beside each other, a file's tests run in one worker, and what
-is marked `soak` runs in the soak only.
-"""
+"""What is marked `soak` runs in the soak only."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,15 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-TEST = """
-import os
-import time
-
-def test_{name}_{number}():
-    time.sleep(0.05)
-    print("ran", "{name}", os.environ["PYTEST_XDIST_WORKER"])
-"""
 
 SIZES = """
 import pytest
@@ -54,22 +42,6 @@ def _said_by_a_run_in(directory: Path, *flags: str, **environment: str) -> str:
         text=True,
         check=True,
     ).stdout
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("xdist"), reason="pytest-xdist is not installed")
-def test_whole_systems_and_files_have_one_worker_each(tmp_path: Path) -> None:
-    tests = tmp_path / "tests"
-    files = {"chaos/test_a": "whole", "integration/test_b": "whole", "unit/test_c": "c"}
-    for path, name in files.items():
-        (tests / path).parent.mkdir(parents=True)
-        written = "".join(TEST.format(name=name, number=number) for number in range(4))
-        (tests / path).with_suffix(".py").write_text(written)
-    said = _said_by_a_run_in(tmp_path, "-p", "xdist", "-n", "2")
-    ran = [line.split()[1:] for line in said.splitlines() if line.startswith("ran ")]
-    assert len(ran) == 12
-    workers = {name: {worker for each, worker in ran if each == name} for name in ("whole", "c")}
-    assert all(len(of_name) == 1 for of_name in workers.values()), workers
-    assert workers["whole"] != workers["c"]
 
 
 @pytest.mark.parametrize(

@@ -449,6 +449,8 @@ class History:
         if isinstance(request, EmbeddingRequest):
             # It waits for nobody, and three shards are enough.
             return isinstance(error, ShardUnavailable | Overloaded)
+        # It may go on only with numerics that not all engines have.
+        needs_others = request.exact and not all(kind.is_exact for kind in self._kinds)
         match error:
             case DeadlineExceeded():
                 return request.objective.deadline_s is not None
@@ -456,13 +458,12 @@ class History:
                 return self.plan.kind.crash_on is not None or self._num_crashes() >= 3
             case NoShardAvailable():
                 # What began with weights that nobody has any more.
-                return len({kind.weights for kind in self._kinds}) > 1
+                return len({kind.weights for kind in self._kinds}) > 1 or needs_others
             case Overloaded() if not outcome.token_ids:
                 return self.plan.config.max_queued_requests < self._num_sequences()
             case ShardUnavailable():
                 # Nobody takes it elsewhere, or nobody may.
-                is_exact = self.plan.kind.is_exact and self.plan.next_kind.is_exact
-                return arrival.direct is not None or (request.exact and not is_exact)
+                return arrival.direct is not None or needs_others
             case _:
                 return False
 
