@@ -192,6 +192,7 @@ class Continuations:
             stream.approximate = True
             self._observe("approximate", "numerics")
         stream.made_by = stream.info
+        stream.begun_by = stream.begun_by or stream.info
         if stream.info.numerics_fingerprint not in stream.fingerprints:
             stream.fingerprints.append(stream.info.numerics_fingerprint)
 
@@ -545,16 +546,16 @@ class Continuations:
 
 
 def _request_now(stream: FleetStream, now_s: float) -> GenerationRequest:
-    """The request with its output so far, and with the defaults of the shard that made that."""
-    request, made_by = stream.request, stream.made_by
+    """The request with its output so far, and with the defaults of the shard that began it."""
+    request, begun_by = stream.request, stream.begun_by
     if stream.deadline_s is not None:
         left_s = max(0.001, stream.deadline_s - now_s)
         objective = dataclasses.replace(request.objective, deadline_s=left_s)
         request = dataclasses.replace(request, objective=objective)
-    if made_by is None:
+    if begun_by is None:
         return request
     output_token_ids = [*request.output_token_ids, *stream.token_ids]
-    request = complete_request(request, made_by)
+    request = complete_request(request, begun_by)
     return dataclasses.replace(request, output_token_ids=output_token_ids)
 
 

@@ -383,8 +383,8 @@ class Fleet:
 
 
 def _record(stream: FleetStream) -> AuditRecord:
-    made_by = stream.made_by
-    request = stream.request if made_by is None else complete_request(stream.request, made_by)
+    made_by, begun_by = stream.made_by, stream.begun_by
+    request = stream.request if begun_by is None else complete_request(stream.request, begun_by)
     return AuditRecord(
         request_id=stream.request_id,
         request=request,

@@ -45,6 +45,7 @@ class FleetStream(GenerationStream):
         "attempts_in_vain",
         "avoided",
         "back_off_s",
+        "begun_by",
         "deadline_s",
         "engine_deaths",
         "final_error",
@@ -74,8 +75,10 @@ class FleetStream(GenerationStream):
         # The shard where it runs, and the info of that shard's engine; None while it waits.
         self.shard: ShardState | None = None
         self.info: ShardInfo | None = None
-        # The engine that made its latest tokens, or log-probabilities of its prompt.
+        # The engine that made its latest tokens, or log-probabilities of its prompt; and the one
+        # that made its first, whose defaults hold for all.
         self.made_by: ShardInfo | None = None
+        self.begun_by: ShardInfo | None = None
         # How it ended; both None if its reader left.
         self.finish_reason: FinishReason | None = None
         self.final_error: PenstockError | None = None

@@ -89,8 +89,9 @@ class Verification:
 
     async def _verify(self, stream: FleetStream, second: str) -> None:
         assert stream.made_by is not None
+        assert stream.begun_by is not None
         request = dataclasses.replace(
-            complete_request(stream.request, stream.made_by),
+            complete_request(stream.request, stream.begun_by),
             shard=second,
             exact=True,
             objective=Objective(priority=_PRIORITY),

@@ -219,6 +219,13 @@ async def test_what_the_first_model_s_defaults_said_holds_at_the_next_shard(make
     sent = world.last(stream).request
     assert (world.where(stream), sent.max_tokens) == ("b", 97)
     assert (sent.sampling.temperature, sent.sampling.top_k) == (0.5, None)
+    # And at the one after that.
+    stream.feed(Output([11], 1))
+    world.add("c", default_sampling=SamplingParams(temperature=0.7))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert world.where(stream) == "c"
+    assert world.last(stream).request.sampling.temperature == 0.5
 
 
 async def test_output_of_an_earlier_attempt_is_no_output_of_this_one(make: Make) -> None:
