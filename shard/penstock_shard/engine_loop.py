@@ -87,7 +87,7 @@ class EngineLoop:
         self._turn_started_s = None
 
 
-class Heart:
+class Heartbeat:
     """Beats tell how long the step in progress has run, or whatever else its thread does."""
 
     def __init__(self, loop: EngineLoop, clock: Clock = time.monotonic) -> None:

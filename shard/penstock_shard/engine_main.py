@@ -26,7 +26,7 @@ from penstock_shard.constraints.compiler import Compiler, TokenizerUnusable
 from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
 from penstock_shard.engine import Engine
 from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heart
+from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
     EngineEnd,
@@ -100,7 +100,7 @@ def main() -> int:
         info = dataclasses.replace(info, capabilities=capabilities)
     engine = _build_engine(loaded, start.config, lambda ids: link.send(Started(ids)), matchers)
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
-    threading.Thread(target=_beat, args=(link, Heart(loop)), daemon=True).start()
+    threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()
     # All objects so far live as long as the process: keep the garbage collector from walking them.
     gc.collect()
     gc.freeze()
@@ -211,11 +211,11 @@ def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
     os._exit(0)
 
 
-def _beat(link: EngineEnd, heart: Heart) -> None:
+def _beat(link: EngineEnd, heartbeat: Heartbeat) -> None:
     """Send beats from a thread outside the step, so that a long step does not look like a hang."""
     while True:
         try:
-            link.send(heart.beat())
+            link.send(heartbeat.beat())
         except OSError:
             return
         time.sleep(BEAT_S)

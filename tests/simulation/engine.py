@@ -15,7 +15,7 @@ from support.engines import runner_info
 from penstock_shard.constraints.matchers import PendingMatchers
 from penstock_shard.engine import Engine
 from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heart
+from penstock_shard.engine_loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import (
     FromEngine,
@@ -202,7 +202,7 @@ class SimulatedEngine:
             adapters.load(name, source)
         clock = self._loop.time
         loop = EngineLoop(engine, adapters, self._send, checks=True, clock=clock)
-        self.beats.run(self._beat(Heart(loop, clock)))
+        self.beats.run(self._beat(Heartbeat(loop, clock)))
         info = dataclasses.replace(runner.info, adapters=adapters.loaded)
         self._send(Ready(info, {}, "", ""))
         while True:
@@ -236,9 +236,9 @@ class SimulatedEngine:
         self._inbox.clear()
         return messages
 
-    async def _beat(self, heart: Heart) -> None:
+    async def _beat(self, heartbeat: Heartbeat) -> None:
         while True:
-            self._send(heart.beat())
+            self._send(heartbeat.beat())
             await asyncio.sleep(BEAT_S)
 
     def _make_runner(self) -> FakeRunner:

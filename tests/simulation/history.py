@@ -177,7 +177,7 @@ class History:
         await self._settle()
         faults = [*self._failed_readers(readers), *self._wrong_outcomes(), *self._leftovers()]
         if not faults:
-            faults = await self._say_goodbye()
+            faults = await self._check_release()
         closing = self._router.run(self._fleet.close())
         await asyncio.wait([closing], timeout=10.0)
         if not closing.done():
@@ -335,7 +335,7 @@ class History:
 
     # ---- after it ----
 
-    async def _say_goodbye(self) -> list[str]:
+    async def _check_release(self) -> list[str]:
         """Now that all is calm: who leaves a request, or has no more time for it, frees its place;
         and shards without requests leave at once.
         """

@@ -134,7 +134,7 @@ class Process:
             self._take_out()
             self.is_dead = True
 
-    def bury(self) -> None:
+    def let_end(self) -> None:
         """After all is over: let its tasks end."""
         if self.is_stopped or self.is_dead:
             self._go_on()
@@ -187,7 +187,7 @@ def _end_all_tasks(loop: VirtualLoop) -> None:
     """Without what asyncio would say of tasks that nobody awaits."""
     loop.set_exception_handler(lambda loop, context: None)
     for process in loop.processes:
-        process.bury()
+        process.let_end()
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

@@ -16,7 +16,7 @@ from support.engines import make_engine, make_request
 from penstock_shard import engine_main
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_adapters import EngineAdapters
-from penstock_shard.engine_loop import EngineLoop, Heart
+from penstock_shard.engine_loop import EngineLoop, Heartbeat
 from penstock_shard.link import Inbox
 from penstock_shard.loading import load_runner
 from penstock_shard.models.errors import ModelError
@@ -33,11 +33,11 @@ def _beats(sleeps_s: list[float], started_s: Callable[[float], float]) -> list[f
         def running_since_s(self) -> float:
             return started_s(clock.now_s)
 
-    heart = Heart(Loop(), lambda: clock.now_s)  # type: ignore[arg-type]
-    said = [heart.beat().step_running_s]
+    heartbeat = Heartbeat(Loop(), lambda: clock.now_s)  # type: ignore[arg-type]
+    said = [heartbeat.beat().step_running_s]
     for slept_s in sleeps_s:
         clock.now_s += slept_s
-        said.append(heart.beat().step_running_s)
+        said.append(heartbeat.beat().step_running_s)
     return said
 
 
@@ -81,16 +81,16 @@ def test_what_goes_on_outside_of_steps_grows_older_too_and_waiting_does_not() ->
     adapters = EngineAdapters(None, 0, lambda: None)
     engine = make_engine().engine
     loop = EngineLoop(engine, adapters, lambda message: None, clock=lambda: clock.now_s)
-    heart = Heart(loop, lambda: clock.now_s)
+    heartbeat = Heartbeat(loop, lambda: clock.now_s)
     clock.now_s += 0.5
-    assert heart.beat().step_running_s == 0
+    assert heartbeat.beat().step_running_s == 0
     loop.take(Inbox([], []))
     clock.now_s += 0.5
-    assert heart.beat().step_running_s == 0.5
+    assert heartbeat.beat().step_running_s == 0.5
     loop.launch()
     loop.collect()
     clock.now_s += 0.5
-    assert heart.beat().step_running_s == 0
+    assert heartbeat.beat().step_running_s == 0
 
 
 @pytest.mark.parametrize(
