@@ -22,6 +22,8 @@ TIMEOUT_S = 100.0
 # What a test run may have set and a user would not: huggingface_hub's client, for one, refuses to
 # talk to any server in its offline mode.
 _TELLTALE = ("PYTHONPATH", "HF_HUB_OFFLINE")
+# What only `make soak` installs.
+_OF_THE_SOAK = ("harnesses", "node", "sdks")
 # litellm's prices come with it, and would be looked up anew.
 _NO_DOWNLOADS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
@@ -42,6 +44,8 @@ def node_packages() -> Path:
 
 
 def _made(environment: str) -> Path:
+    if environment in _OF_THE_SOAK and not os.environ.get("PENSTOCK_SOAK"):
+        pytest.fail(f"{environment} is installed for the soak only: mark what needs it `soak`")
     if not (ENVIRONMENTS / environment / ".done").exists():
         missing = f"no clients to test with; make them: make .venv-clients/{environment}/.done"
         if os.environ.get("CI"):

@@ -16,3 +16,9 @@ def test_in_ci_a_test_fails_without_its_clients(monkeypatch) -> None:
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match=r"make \.venv-clients/none/\.done"):
         python_of("none")
+
+
+def test_a_test_outside_of_the_soak_does_not_need_what_only_the_soak_installs(monkeypatch) -> None:
+    monkeypatch.delenv("PENSTOCK_SOAK", raising=False)
+    with pytest.raises(pytest.fail.Exception, match="installed for the soak only"):
+        python_of("sdks")

@@ -133,6 +133,7 @@ def test_tgis_flags_and_variables_are_heeded(tgi: Started) -> None:
     wait_until(lambda: "penstock is ready" in tgi.log, timeout_s=10, what="it says so")
 
 
+@pytest.mark.soak
 def test_tgis_own_client_finds_its_routes(tgi: Started) -> None:
     seen = observe("sdks", "with_text_generation", tgi.url)
     assert seen["generated"]["whole"]["details"]["generated_tokens"] >= 1
