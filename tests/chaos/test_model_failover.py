@@ -39,8 +39,7 @@ async def test_streams_of_a_real_model_outlive_its_engines_bit_for_bit(
                 info = fleet.info()
                 assert info.batch_invariant
                 requests = [
-                    mixed_request(rng, info.vocab_size, max_tokens=80)
-                    for _ in range(budget(12, 64))
+                    mixed_request(rng, info.vocab_size, max_tokens=80) for _ in range(budget(6, 64))
                 ]
                 calm = await asyncio.gather(*(run_whole(fleet, request) for request in requests))
                 tasks = [asyncio.create_task(run_whole(fleet, request)) for request in requests]

@@ -75,6 +75,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return seeded(request.node.name)
 
 
+@pytest.mark.soak
 async def test_a_rolling_restart_is_not_noticed(tmp_path: Path, rng: random.Random) -> None:
     def start(index: int, port: int | None) -> Shard:
         return Shard(tmp_path / f"shard{index}", *FAKE, port=port)

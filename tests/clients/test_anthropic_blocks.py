@@ -36,7 +36,7 @@ def stream_of(deltas: list[Delta]) -> str:
 def test_random_answers_are_read_the_same_from_events_as_whole(tmp_path: Path) -> None:
     rng = seeded("blocks")
     pairs = []
-    for _ in range(budget(50, 2000)):
+    for _ in range(budget(25, 2000)):
         pieces = random_pieces(rng)
         calls = any(piece.kind is PieceKind.CALL for piece in pieces)
         reason: EndReason = "tool_calls" if calls else "stop"

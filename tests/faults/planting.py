@@ -11,9 +11,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGES = ("proto", "client", "router", "shard")
+
+_DEFINITION = re.compile(r"\b(?:def|class) (\w+)")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -125,9 +128,18 @@ def planted(fault: Fault, root: Path) -> Iterator[None]:
 
 def files_of(name: str, root: Path) -> list[Path]:
     """The product's files that define a function or class of this name."""
-    definition = re.compile(rf"(def|class) {name}\b")
-    paths = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))
-    return [path for path in paths if definition.search(path.read_text("utf-8"))]
+    return _definitions_of(root).get(name, [])
+
+
+@cache
+def _definitions_of(root: Path) -> dict[str, list[Path]]:
+    """The files that define a name. No fault changes where anything is defined."""
+    found: dict[str, list[Path]] = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            for name in dict.fromkeys(_DEFINITION.findall(path.read_text("utf-8"))):
+                found.setdefault(name, []).append(path)
+    return found
 
 
 def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:

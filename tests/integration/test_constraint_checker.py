@@ -380,11 +380,15 @@ async def test_another_tokenizer_makes_another_process_and_the_same_one_does_not
 async def test_a_verdict_for_the_tokenizer_before_is_not_kept() -> None:
     async with _checker() as checker:
         await checker.check(_regex("a"))
-        waiting = asyncio.create_task(checker.check(LARGE))
-        await asyncio.sleep(0.01)
+        # Not so slow that it is put back, and then checked for the other tokenizer.
+        words = _regex("|".join(f"word{n}" for n in range(2000)))
+        waiting = asyncio.create_task(checker.check(words))
+        # Until it is being checked.
+        for _ in range(5):
+            await asyncio.sleep(0)
         checker.use(TOKENIZER.read_bytes(), VOCAB_SIZE, (1,))
         assert await waiting == ""
-        assert checker.known(LARGE) is None
+        assert checker.known(words) is None
 
 
 async def test_a_tokenizer_that_cannot_be_read_refuses_without_a_verdict() -> None:

@@ -88,6 +88,7 @@ def made_by(target: str) -> list[str]:
     recipe = subprocess.run(
         ["make", "-n", *shlex.split(target)[1:]],
         cwd=ROOT,
+        env=_environment(),
         capture_output=True,
         text=True,
         check=True,
@@ -107,11 +108,16 @@ def commands_that_print(venv: Path) -> None:
 def made_in(venv: Path, *target: str) -> list[str]:
     """What `make serve` prints with this environment."""
     command = ["make", "serve", f"VENV={venv}", *target]
-    # Not those of a make that runs these tests.
-    left_out = ("MAKE", "TORCH")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-    made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=True
+    )
     return made.stdout.splitlines()
+
+
+def _environment() -> dict[str, str]:
+    """Without the variables of a make that runs these tests, which it hands down."""
+    of_make = ("MAKE", "MFLAGS", "ARGS", "FAKE", "MODEL", "PORT", "TORCH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(of_make)}
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """Compiles for a card, and without one, all that our Triton ops would launch on tensors of the
 host: what the interpreter runs need not compile, nor fit into a card's shared memory.
 
-    python tests/models/compile_launches.py [80 | 89 | 90 | 100 | 120]
+    python tests/models/compile_launches.py [80 | 89 | 90 | 100 | 120] [bfloat16 | float32]
 
-for a compute capability, 9.0 where none is named. Run as a process of its own, since it puts a card
+for a compute capability, 9.0 where none is named, and weights of one kind, or of each. Run as a process of its own, since it puts a card
 that is not there in Triton's driver's place. Prints a line for each launch that does not compile,
 then how many did.
 """
@@ -69,7 +69,8 @@ def main() -> int:
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     compiled = _only_compile(capability)
     failed = 0
-    for name, launch in _launches(has_fp8=capability >= _HAS_FP8):
+    kinds = {name: kind for name, kind in _DTYPES.items() if name in (sys.argv[2:] or _DTYPES)}
+    for name, launch in _launches(kinds, has_fp8=capability >= _HAS_FP8):
         try:
             launch()
         # Whatever the compiler raises is what is looked for.
@@ -97,8 +98,8 @@ def _only_compile(capability: int) -> list[tuple[str, int]]:
     return compiled
 
 
-def _launches(*, has_fp8: bool) -> Iterator[Launch]:
-    for (kind, dtype), exact in itertools.product(_DTYPES.items(), (False, True)):
+def _launches(kinds: dict[WeightKind, torch.dtype], *, has_fp8: bool) -> Iterator[Launch]:
+    for (kind, dtype), exact in itertools.product(kinds.items(), (False, True)):
         backend = TritonBackend(exact=exact)
         ops = TritonOps(_HOST, dtype, kind, backend, exact=exact)
         how = f"{kind}{' exact' if exact else ''}"

@@ -566,5 +566,5 @@ async def test_a_case_that_failed_once_passes(seed: int, check: Check) -> None:
 @pytest.mark.timeout(1800)
 async def test_streams_whole_answers_and_the_offline_reference_are_equal(check: Check) -> None:
     rng = seeded("text exactness")
-    for _ in range(budget(300, 10_000)):
+    for _ in range(budget(150, 10_000)):
         await check(rng.randrange(2**32))
