@@ -7,7 +7,6 @@ ends once; and nothing of it is left anywhere.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 from collections import Counter
@@ -32,15 +31,14 @@ from penstock_client.types import (
     FinishReason,
     GenerationRequest,
     Logprobs,
-    Objective,
     Output,
-    SamplingParams,
 )
 from penstock_shard.config import ShardConfig
 from simulation import virtual_time
 from simulation.channel import MemoryConnector
 from simulation.engine import EngineKind
 from simulation.expected import expected, expected_vectors
+from simulation.farewell import Farewell
 from simulation.network import LATENCY_S, Network, Way
 from simulation.plan import Arrival, Plan, Trouble
 from simulation.shard import SimulatedShard
@@ -51,9 +49,6 @@ _PATIENCE_S = 60.0
 _GRACE_S = 60.0
 # Until a client knows that a shard says nothing any more, or cannot be reached.
 _NOTICE_S = 10.0
-# What anything takes while nothing goes wrong.
-_CALM_S = 0.5
-_LONG = GenerationRequest(range(100, 110), SamplingParams(seed=1), max_tokens=400, ignore_eos=True)
 # Until nothing of an ended request is left anywhere.
 _SETTLE_S = 15.0
 
@@ -177,7 +172,8 @@ class History:
         await self._settle()
         faults = [*self._failed_readers(readers), *self._wrong_outcomes(), *self._leftovers()]
         if not faults:
-            faults = await self._check_release()
+            farewell = Farewell(self._network, self._router, self._fleet, self._shards)
+            faults = await farewell.play()
         closing = self._router.run(self._fleet.close())
         await asyncio.wait([closing], timeout=10.0)
         if not closing.done():
@@ -332,33 +328,6 @@ class History:
     def _remove(self, address: str) -> None:
         if any(state.address == address for state in self._fleet.shards):
             self._fleet.remove(address)
-
-    # ---- after it ----
-
-    async def _check_release(self) -> list[str]:
-        """Now that all is calm: who leaves a request, or has no more time for it, frees its place;
-        and shards without requests leave at once.
-        """
-        shards = [shard for shard in self._shards if shard.num_live == 0 and shard.is_up]
-        for endings in (self._leave_one, self._overrun_one):
-            await asyncio.wait([self._router.run(endings())], timeout=_NOTICE_S)
-            await asyncio.sleep(_CALM_S)
-            if any(shard.num_live for shard in shards):
-                return [f"a request goes on at its shard after {endings.__name__}"]
-        for state in self._fleet.shards:
-            self._router.context.run(self._fleet.remove, state.address)
-        await asyncio.sleep(_CALM_S)
-        return [f"{state.address} does not leave the fleet" for state in self._fleet.shards]
-
-    async def _leave_one(self) -> None:
-        async with self._fleet.submit(_LONG) as stream:
-            await anext(stream)
-
-    async def _overrun_one(self) -> None:
-        request = dataclasses.replace(_LONG, objective=Objective(deadline_s=0.5))
-        with contextlib.suppress(PenstockError):
-            async for _ in self._fleet.submit(request):
-                pass
 
     # ---- what must hold ----
 

@@ -140,6 +140,11 @@ class SimulatedShard:
             self._engine.hangs = True
             self._engine.hangs_before_step = before_step
 
+    def replace_hanging_engine(self) -> None:
+        """Now, and not at its next step."""
+        if self._engine is not None and self._engine.hangs:
+            self._engine.die()
+
     def stop(self) -> None:
         """All its processes stand still until `resume`."""
         if self._server is not None:
