@@ -424,7 +424,8 @@ async def _end(child: _Child) -> None:
         return
     process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), child.stop_timeout_s)
+        async with asyncio.timeout(child.stop_timeout_s):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -486,7 +486,9 @@ class EngineSupervisor:
             return None
         process.writer.close()
         try:
-            return await asyncio.wait_for(process.wait(), timeout=1.0)
+            # Not `wait_for`: before Python 3.12 it loses a cancellation in the turn of the end.
+            async with asyncio.timeout(1.0):
+                return await process.wait()
         except TimeoutError:
             process.kill()
             return await process.wait()

@@ -196,7 +196,8 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
             reported = serving
         # A hang sets no event, so check at intervals.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(changed.wait(), _HEALTH_INTERVAL_S)
+            async with asyncio.timeout(_HEALTH_INTERVAL_S):
+                await changed.wait()
 
 
 async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) -> None:

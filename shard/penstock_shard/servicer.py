@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Reading what is installed takes milliseconds.
+_VERSION = version("penstock")
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
 # A call with this many outputs waiting has no more requests read: otherwise a caller that reads
@@ -259,7 +261,7 @@ class ShardServicer(wire.Servicer):
             instance_id=self._engine.instance_id,
             revision=ready.revision,
             tokenizer_hash=ready.tokenizer_hash,
-            version=version("penstock"),
+            version=_VERSION,
         )
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:

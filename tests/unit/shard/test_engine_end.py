@@ -1,0 +1,49 @@
+"""How a supervisor and its engine come to an end together."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock_shard.config import ShardConfig
+from penstock_shard.engine_supervisor import EngineSupervisor
+
+
+class Process:
+    """Ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        self.left = asyncio.Event()
+        self.writer: Any = SimpleNamespace(write=lambda data: None, close=self.left.set)
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def kill(self) -> None:
+        raise AssertionError("it is killed")
+
+    async def wait(self) -> int:
+        return await self.status
+
+
+async def test_a_supervisor_that_is_cancelled_while_its_engine_ends_starts_no_other() -> None:
+    started: list[Process] = []
+
+    async def start() -> Process:
+        started.append(Process())
+        return started[-1]
+
+    running = asyncio.create_task(EngineSupervisor(ShardConfig(), start).run())
+    while not started:
+        await asyncio.sleep(0)
+    started[0].reader.feed_eof()
+    await started[0].left.wait()
+    await asyncio.sleep(0)
+    started[0].status.set_result(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5.0):
+            await running
+    assert len(started) == 1
