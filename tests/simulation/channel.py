@@ -19,7 +19,6 @@ from penstock_proto.transport import Connector
 from simulation.network import CONNECT_S, Connection, Lane, Listener, Network, Way
 from simulation.virtual_time import Process
 
-_WINDOW_BYTES = 64 * 1024
 # As `transport.channel_options` has them.
 _FIRST_BACK_OFF_S = 0.1
 _MAX_BACK_OFF_S = 1.0
@@ -81,12 +80,13 @@ class _Cancel:
 class _Window:
     """How much a writer may be ahead of the reader of the other end."""
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
         self._unread_bytes = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait_for_room(self) -> None:
-        while self._unread_bytes >= _WINDOW_BYTES:
+        while self._unread_bytes >= self._size_bytes:
             room = asyncio.get_running_loop().create_future()
             self._waiting.append(room)
             await room
@@ -96,7 +96,7 @@ class _Window:
 
     def was_read(self, data: bytes) -> None:
         self._unread_bytes -= len(data)
-        if self._unread_bytes < _WINDOW_BYTES:
+        if self._unread_bytes < self._size_bytes:
             self.open()
 
     def open(self) -> None:
@@ -162,8 +162,9 @@ class _Call:
         self._method = method
         self._serializer, self._deserializer = serializer, deserializer
         self._status: Status | None = None
-        self._window = _Window()
-        self._inbox = _Inbox(_Window())
+        size_bytes = channel.network.window_bytes
+        self._window = _Window(size_bytes)
+        self._inbox = _Inbox(_Window(size_bytes))
         self._out: Lane | None = None
         self._connection: Connection | None = None
         loop = asyncio.get_running_loop()

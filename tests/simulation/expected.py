@@ -68,7 +68,13 @@ def expected_vectors(
 
 
 def _runner(kind: EngineKind) -> FakeRunner:
-    return FakeRunner(info_of(kind), ORDINARY_IDS, step_s=0.0, eos_rate=kind.eos_rate)
+    return FakeRunner(
+        info_of(kind),
+        ORDINARY_IDS,
+        step_s=0.0,
+        eos_rate=kind.eos_rate,
+        sleep=lambda seconds: None,
+    )
 
 
 def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Request:

@@ -11,13 +11,21 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
-from penstock_client import Fleet, ShardClient
-from penstock_client.errors import DeadlineExceeded, PenstockError
+from penstock_client import Fleet, ShardClient, _wire
+from penstock_client.errors import (
+    DeadlineExceeded,
+    PenstockError,
+    PoisonousRequest,
+    ShardUnavailable,
+)
 from penstock_client.fleet_stream import FleetStream
-from penstock_client.types import GenerationRequest, Objective, SamplingParams
+from penstock_client.stream import GenerationStream
+from penstock_client.types import Attempt, GenerationRequest, Objective, Output, SamplingParams
 from penstock_proto.bounds import TRIAL_TOKENS
 from simulation.channel import MemoryConnector
-from simulation.network import Network
+from simulation.expected import expected
+from simulation.network import LATENCY_S, Network, Way
+from simulation.plan import POISON_ID
 from simulation.shard import SimulatedShard
 from simulation.virtual_time import Process
 
@@ -27,9 +35,15 @@ _CALM_S = 0.5
 _READY_S = 60.0
 # Longer than a fleet waits for the report of an idle shard.
 _IDLE_S = 4.0
+# Until a client knows that a shard says nothing any more, and has gone on elsewhere.
+_SILENCE_S = 8.0
 _LONG = GenerationRequest(range(100, 110), SamplingParams(seed=1), max_tokens=400, ignore_eos=True)
+# For answers that are read to their end.
+_SHORT = dataclasses.replace(_LONG, max_tokens=60)
 # As many engine deaths as a request is refused for, if it does not get on between them.
 _DEATHS = 3
+# More often than a request is tried in vain.
+_CUTS = 35
 # How many scenes a history has.
 _SCENES = 2
 
@@ -63,13 +77,22 @@ class Farewell:
             self._overrun_over_two_engines,
             self._overrun_while_waiting,
             self._outlive_engines,
+            self._outlive_connections,
+            self._lose_a_host,
+            self._meet_another_engine,
+            self._survive_poison,
+            self._take_over,
+            self._abort_before_an_attempt,
+            self._write_no_more,
+            self._come_back,
             self._drain,
         )
         for shard in self._shards:
             shard.replace_hanging_engine()
         await asyncio.sleep(_CALM_S)
         chosen = self._network.random.sample(scenes, _SCENES)
-        for scene in (*chosen, self._leave_the_fleet):
+        ending = self._network.random.choice([self._leave_the_fleet, self._close_the_fleet])
+        for scene in (*chosen, ending):
             task = self._router.run(self._play(scene))
             await asyncio.wait([task], timeout=2 * _READY_S)
             name = scene.__name__.strip("_")
@@ -81,6 +104,8 @@ class Farewell:
         return []
 
     async def _play(self, scene: Callable[[], Awaitable[None]]) -> None:
+        # Until the end of the scene before is known everywhere.
+        await asyncio.sleep(_CALM_S)
         await self._all_ready()
         await scene()
 
@@ -113,10 +138,7 @@ class Farewell:
 
     async def _break_a_call(self) -> None:
         shard = self._shards[0]
-        connector = MemoryConnector(self._network)
-        async with ShardClient(
-            shard.address, connector=connector, clock=self._network.loop.time
-        ) as client:
+        async with self._client(shard) as client:
             stream = client.submit(_LONG)
             await anext(stream)
             self._network.cut(shard.address)
@@ -148,15 +170,134 @@ class Farewell:
                 self._crash_engines()
             await self._read_to(stream, (_DEATHS + 1) * (TRIAL_TOKENS + 10))
 
-    async def _drain(self) -> None:
-        """Whoever drains is left at once by those whom another can go on with."""
-        kinds = {shard.kind for shard in self._shards}
-        if len(self._shards) == 1 or len(kinds) > 1 or not self._shards[0].kind.is_exact:
+    async def _outlive_connections(self) -> None:
+        """Nor is one that gets on ever tried too often."""
+        async with self._submit(_LONG) as stream:
+            for count in range(1, _CUTS):
+                await self._read_to(stream, count)
+                for shard in self._shards:
+                    self._network.cut(shard.address)
+
+    async def _lose_a_host(self) -> None:
+        """A shard that says nothing is left for another."""
+        if not self._are_alike:
             return
         async with self._submit(_LONG) as stream:
             await anext(stream)
+            address = self._busy(stream).address
+            self._network.close_ways(address, set(Way))
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    await self._read_to(stream, 100)
+            except TimeoutError:
+                raise Missed("a request stays at a shard that says nothing") from None
+            finally:
+                self._network.open_ways(address)
+
+    async def _meet_another_engine(self) -> None:
+        """No answer goes on with weights that are new where it goes, though nobody knows it yet."""
+        if not self._are_alike:
+            return
+        async with self._submit(_SHORT) as stream:
+            first = await anext(stream)
+            busy = self._busy(stream)
+            for shard in self._shards:
+                if shard is not busy:
+                    self._network.path(shard.address).delay_s = shard.kind.load_s + 0.5
+            await asyncio.sleep(4 * (busy.kind.load_s + 0.5))
+            kind = busy.kind
+            for shard in self._shards:
+                if shard is not busy:
+                    shard.kind = dataclasses.replace(kind, weights=f"not {kind.weights}")
+                    shard.crash_engine()
+            await asyncio.sleep(0.1)
+            busy.crash_engine()
+            await self._check_answer(stream, busy, first)
+        for shard in self._shards:
+            self._network.path(shard.address).delay_s = LATENCY_S
+            if shard is not busy:
+                shard.kind = kind
+                shard.crash_engine()
+
+    async def _survive_poison(self) -> None:
+        """Who ends engines is refused, and its like; those beside it are not."""
+        poison = dataclasses.replace(_LONG, prompt_token_ids=[*range(100, 110), POISON_ID])
+        readers = [asyncio.ensure_future(self._read_short()) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        for _ in range(2):
+            try:
+                async for _ in self._fleet.submit(poison):
+                    pass
+            except PoisonousRequest:
+                continue
+            raise Missed("what ends engines is computed")
+        await asyncio.gather(*readers)
+
+    async def _take_over(self) -> None:
+        """Of attempts on several calls the highest has the request, whatever comes late."""
+        shard = self._shards[0]
+        async with self._client(shard) as first, self._client(shard) as second:
+            low = first.submit(_SHORT, request_id="taken over", attempt=0)
+            await anext(low)
+            high = second.submit(_SHORT, request_id="taken over", attempt=2)
+            beginning = await anext(high)
+            await asyncio.sleep(10 * LATENCY_S)
+            self._check(low.ended, "an attempt goes on beside the one that took over")
+            late = first.submit(_SHORT, request_id="taken over", attempt=1)
+            try:
+                await anext(late)
+                raise Missed("a lower attempt takes over from a higher one")
+            except PenstockError:
+                first.detach(low)
+            await self._check_answer(high, shard, beginning)
+
+    async def _abort_before_an_attempt(self) -> None:
+        """An abort that comes before its attempt ends no later one."""
+        shard = self._shards[0]
+        async with self._client(shard) as client:
+            first = client.submit(_SHORT, request_id="aborted early", attempt=0)
+            client.detach(first)
+            await asyncio.sleep(_CALM_S)
+            second = client.submit(_SHORT, request_id="aborted early", attempt=1)
+            await self._check_answer(second, shard)
+
+    async def _write_no_more(self) -> None:
+        """A caller that has written all that it will still gets all that it asked for."""
+        channel = MemoryConnector(self._network).open_aio(self._shards[0].address, None)
+        call = _wire.stub(channel).Generate(metadata=())
+        await call.write(_wire.generate_request(_SHORT, "the last", Attempt(0)))
+        await call.done_writing()
+        count = 0
+        async for response in call:
+            for message in response.outputs:
+                output = _wire.output(message)
+                assert isinstance(output, Output)
+                count += len(output.token_ids)
+        self._check(count == _SHORT.max_tokens, f"{count} tokens came before the call ended")
+        await channel.close()
+
+    async def _come_back(self) -> None:
+        """A shard that is in the fleet again before it has left stays."""
+        addresses = [shard.address for shard in self._shards]
+        async with self._submit(_LONG) as stream:
+            await anext(stream)
+            for address in addresses:
+                self._fleet.remove(address)
+            await asyncio.sleep(0.1)
+            for address in addresses:
+                self._fleet.add(address)
+            await self._read_to(stream, 100)
+        await asyncio.sleep(_CALM_S)
+        await self._all_ready()
+
+    async def _drain(self) -> None:
+        """Whoever drains is left at once by those whom another can go on with."""
+        if not self._are_alike or not self._shards[0].kind.is_exact:
+            return
+        async with self._submit(_LONG) as stream:
+            await anext(stream)
+            busy = self._busy(stream)
             assert stream.shard is not None
-            (busy,) = (shard for shard in self._shards if shard.address == stream.shard.address)
             draining = asyncio.ensure_future(stream.shard.drain())
             await asyncio.sleep(_CALM_S)
             self._check(not busy.num_live, "a request stays at a shard that drains")
@@ -171,6 +312,18 @@ class Farewell:
         await asyncio.sleep(_CALM_S)
         self._check(not self._fleet.shards, "a shard does not leave the fleet")
 
+    async def _close_the_fleet(self) -> None:
+        """Who waits when the fleet is closed is told."""
+        for shard in self._shards:
+            shard.kill()
+        await asyncio.sleep(_CALM_S)
+        reader = asyncio.ensure_future(self._read_short())
+        await asyncio.sleep(_CALM_S)
+        await self._fleet.close()
+        done, _ = await asyncio.wait([reader], timeout=_CALM_S)
+        self._check(bool(done), "a request waits for a fleet that is closed")
+        self._check(isinstance(reader.exception(), ShardUnavailable), "it is not told")
+
     # ---- what they are made of ----
 
     @property
@@ -182,6 +335,11 @@ class Farewell:
         """Whether the fleet has all shards; it may have other addresses, where none is any more."""
         ready = {state.address for state in self._fleet.shards if state.ready}
         return ready.issuperset(shard.address for shard in self._shards)
+
+    @property
+    def _are_alike(self) -> bool:
+        """Whether there are several shards, and each gives what the others do."""
+        return len(self._shards) > 1 and len({shard.kind for shard in self._shards}) == 1
 
     def _check(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -195,7 +353,8 @@ class Farewell:
 
     async def _check_released(self) -> None:
         await asyncio.sleep(_CALM_S)
-        self._check(not any(shard.num_live for shard in self._shards), "a request goes on")
+        left = [text for shard in self._shards for text in shard.leftovers()]
+        self._check(not left, "; ".join(left))
 
     async def _check_deadline(self, deadline_s: float) -> None:
         """A request that cannot be done by then ends then."""
@@ -216,6 +375,16 @@ class Farewell:
         for shard in self._shards:
             shard.crash_engine()
 
+    def _client(self, shard: SimulatedShard) -> ShardClient:
+        connector, clock = MemoryConnector(self._network), self._network.loop.time
+        return ShardClient(shard.address, connector=connector, clock=clock)
+
+    def _busy(self, stream: FleetStream) -> SimulatedShard:
+        """The shard that a stream runs on."""
+        assert stream.shard is not None
+        address = stream.shard.address
+        return next(shard for shard in self._shards if shard.address == address)
+
     def _submit(self, request: GenerationRequest) -> FleetStream:
         stream = self._fleet.submit(request)
         assert isinstance(stream, FleetStream)
@@ -225,3 +394,18 @@ class Farewell:
         """Read until it has so many tokens. Raises as the stream does."""
         while len(stream.token_ids) < count:
             await anext(stream)
+
+    async def _read_short(self) -> None:
+        async for _ in self._fleet.submit(_SHORT):
+            pass
+
+    async def _check_answer(
+        self, stream: GenerationStream, shard: SimulatedShard, *outputs: Output
+    ) -> None:
+        """Read to the end what follows the outputs: all must be as the shard's kind has it."""
+        kind = shard.kind
+        token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        async for output in stream:
+            token_ids += output.token_ids
+        answer = expected(_SHORT, kind, shard.config)
+        self._check(token_ids == answer.token_ids, "its tokens are others")

@@ -26,6 +26,7 @@ from penstock_client.errors import (
 )
 from penstock_client.membership import DnsSource
 from penstock_client.stream import GenerationStream
+from penstock_client.suspects import POISON_DEATHS, SUSPECT_DEATHS
 from penstock_client.types import (
     EmbeddingRequest,
     FinishReason,
@@ -40,17 +41,19 @@ from simulation.engine import EngineKind
 from simulation.expected import expected, expected_vectors
 from simulation.farewell import Farewell
 from simulation.network import LATENCY_S, Network, Way
-from simulation.plan import Arrival, Plan, Trouble
+from simulation.plan import POISON_ID, Arrival, Plan, Trouble
 from simulation.shard import SimulatedShard
 from simulation.virtual_time import Process, VirtualLoop
 
 # After all is calm, how long a request may take: it waits, backs off, and is computed.
 _PATIENCE_S = 60.0
+_ATTEMPTS = 32
 _GRACE_S = 60.0
 # Until a client knows that a shard says nothing any more, or cannot be reached.
 _NOTICE_S = 10.0
-# Until nothing of an ended request is left anywhere.
-_SETTLE_S = 15.0
+# Until nothing of an ended request is left anywhere: an engine whose machine stood still in one of
+# its first steps, for seconds, is not taken to hang in the next before ten times as long.
+_SETTLE_S = 90.0
 
 
 @dataclass
@@ -118,7 +121,8 @@ class History:
         self.plan = plan
         self._loop = loop
         self._tell = tell
-        self._network = Network(loop, random.Random(f"{plan.seed} network"))
+        rng = random.Random(f"{plan.seed} network")
+        self._network = Network(loop, rng, window_bytes=plan.window_bytes)
         self._router = Process(loop, "router")
         self._audit = _Audit()
         self._events: Counter[str] = Counter()
@@ -129,10 +133,18 @@ class History:
             SimulatedShard(loop, self._network, self._new_address(), plan.config, plan.kind)
             for _ in range(plan.num_shards)
         ]
+        # Of callbacks and tasks, where nobody would see them.
+        self._exceptions: list[str] = []
+        loop.set_exception_handler(self._note_exception)
         # Whether the name of the shards can be looked up.
         self._has_names = True
         self.outcomes = [Outcome(arrival) for arrival in plan.arrivals]
         self._fleet: Fleet = self._router.context.run(self._make_fleet)
+
+    def _note_exception(self, loop: object, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is not None:
+            self._exceptions.append(f"{type(error).__name__}: {error}")
 
     def _new_address(self) -> str:
         """Nobody sends anything there."""
@@ -151,7 +163,7 @@ class History:
             source,
             connector=MemoryConnector(self._network),
             policy=self.plan.policy,
-            patience=Patience(wait_s=_PATIENCE_S, attempts=64),
+            patience=Patience(wait_s=_PATIENCE_S, attempts=_ATTEMPTS),
             observe=lambda event, reason: self._events.update([event]),
             audit=self._audit,  # type: ignore[arg-type]
             clock=clock,
@@ -178,6 +190,7 @@ class History:
         await asyncio.wait([closing], timeout=10.0)
         if not closing.done():
             faults.append("the fleet does not close")
+        faults += self._exceptions
         finished = sum(outcome.error is None and not outcome.left for outcome in self.outcomes)
         continued = self._events["continued"] + self._events["moved"]
         return Report(self.plan, tuple(faults), self._loop.time(), finished, continued)
@@ -424,7 +437,7 @@ class History:
             case DeadlineExceeded():
                 return request.objective.deadline_s is not None
             case PoisonousRequest():
-                return self.plan.kind.crash_on is not None or self._num_crashes() >= 3
+                return self._is_poisoned(request) or self._num_deaths() >= POISON_DEATHS
             case NoShardAvailable():
                 # What began with weights that nobody has any more.
                 return len({kind.weights for kind in self._kinds}) > 1 or needs_others
@@ -441,9 +454,17 @@ class History:
         requests = [arrival.request for arrival in self.plan.arrivals]
         return sum(len(r.inputs) if isinstance(r, EmbeddingRequest) else 1 for r in requests)
 
-    def _num_crashes(self) -> int:
+    def _num_deaths(self) -> int:
+        """How many engines may die with a request that is not at fault: of troubles, and of each
+        poison while it is tried with others.
+        """
         deaths = ("crash engine", "hang engine", "stop")
-        return sum(trouble.what in deaths for trouble in self.plan.troubles)
+        by_trouble = sum(trouble.what in deaths for trouble in self.plan.troubles)
+        poisons = sum(self._is_poisoned(arrival.request) for arrival in self.plan.arrivals)
+        return by_trouble + SUSPECT_DEATHS * poisons
+
+    def _is_poisoned(self, request: GenerationRequest | EmbeddingRequest) -> bool:
+        return isinstance(request, GenerationRequest) and POISON_ID in request.prompt_token_ids
 
 
 def _differences(

@@ -18,6 +18,7 @@ from simulation.virtual_time import Process, VirtualLoop
 KEEPALIVE_S = 40.0
 CONNECT_S = 5.0
 LATENCY_S = 0.0002
+WINDOW_BYTES = 64 * 1024
 # Times that differ by rounding.
 _SAME_S = 1e-9
 
@@ -139,9 +140,13 @@ class Listener:
 class Network:
     """Paths by address, and who listens there."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+    def __init__(
+        self, loop: VirtualLoop, rng: random.Random, *, window_bytes: int = WINDOW_BYTES
+    ) -> None:
+        """`window_bytes`: how much of a call may be written that is not read yet."""
         self.loop = loop
         self.random = rng
+        self.window_bytes = window_bytes
         self._process = Process(loop, "network")
         self._paths: dict[str, Path] = {}
         self._listeners: dict[str, Listener] = {}

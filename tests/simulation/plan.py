@@ -25,7 +25,7 @@ _SCHEMA = '{"type": "array", "items": {"type": "integer"}, "maxItems": 9}'
 _THINKING = ThinkingBudget(5, 110, 111, begun=True)
 # Names and sources of what every shard has loaded.
 ADAPTERS = (("styled", "a source"), ("plain", "another source"))
-# An id that ends the engine which computes a prompt with it, if the history has such.
+# An id that ends the engine which computes a prompt with it; few histories have one.
 POISON_ID = 13
 
 
@@ -90,6 +90,8 @@ class Plan:
     next_kind: EngineKind
     config: ShardConfig
     policy: str
+    # How much of a call may be written that is not read yet.
+    window_bytes: int
     arrivals: tuple[Arrival, ...]
     troubles: tuple[Trouble, ...]
 
@@ -102,7 +104,7 @@ class Plan:
 def draw(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(seed)
-    poisoned = rng.random() < 0.05
+    poisoned = rng.random() < 0.1
     kind = EngineKind(
         step_s=rng.choice([0.005, 0.02, 0.05]),
         num_blocks=rng.choice([40, 64, 256]),
@@ -112,7 +114,7 @@ def draw(seed: int) -> Plan:
         eos_rate=rng.choice([0.0, 0.02]),
         load_s=rng.choice([0.1, 1.0]),
         is_exact=rng.random() < 0.8,
-        crash_on=POISON_ID if poisoned else None,
+        crash_on=POISON_ID,
     )
     next_kind = dataclasses.replace(
         kind,
@@ -121,6 +123,7 @@ def draw(seed: int) -> Plan:
         num_blocks=rng.choice([kind.num_blocks, 64]),
         is_exact=kind.is_exact and rng.random() < 0.9,
     )
+    has_adapters = rng.random() < 0.5
     config = ShardConfig(
         max_num_seqs=kind.max_num_seqs,
         max_queued_requests=rng.choice([2, 8, 100]),
@@ -130,15 +133,18 @@ def draw(seed: int) -> Plan:
         check_integrity=True,
         step_ms=kind.step_s * 1000,
         max_restarts=1000,
-        loras=ADAPTERS,
+        loras=ADAPTERS if has_adapters else (),
     )
     num_shards = rng.choice([1, 2, 2, 3])
     troubles = tuple(_trouble(rng, number, num_shards) for number in range(rng.randint(1, 5)))
     arrivals = tuple(
         _arrival(rng, number, num_shards, poisoned=poisoned) for number in range(rng.randint(3, 12))
     )
+    if not has_adapters:
+        arrivals = tuple(_without_adapter(arrival) for arrival in arrivals)
     policy = rng.choice(["least-load", "round-robin", "prefix-affinity", "session"])
-    return Plan(seed, num_shards, kind, next_kind, config, policy, arrivals, troubles)
+    window_bytes = rng.choice([512, 4096, 64 * 1024])
+    return Plan(seed, num_shards, kind, next_kind, config, policy, window_bytes, arrivals, troubles)
 
 
 def _trouble(rng: random.Random, number: int, num_shards: int) -> Trouble:
@@ -166,6 +172,12 @@ def _arrival(rng: random.Random, number: int, num_shards: int, *, poisoned: bool
         leaves_at=rng.randrange(10) if rng.random() < 0.15 else None,
         pause_s=rng.choice([0.0, 0.0, 0.3]),
     )
+
+
+def _without_adapter(arrival: Arrival) -> Arrival:
+    if isinstance(arrival.request, EmbeddingRequest):
+        return arrival
+    return dataclasses.replace(arrival, request=dataclasses.replace(arrival.request, adapter=""))
 
 
 def _direct(

@@ -53,7 +53,7 @@ class SimulatedShard:
         self.kind = kind
         self._loop = loop
         self._network = network
-        self._config = config
+        self.config = config
         self._server: Process | None = None
         self.supervisor: EngineSupervisor | None = None
         # Of the present server, the last of them alive perhaps.
@@ -79,9 +79,9 @@ class SimulatedShard:
 
     def _begin(self, process: Process) -> None:
         self.supervisor = supervisor = EngineSupervisor(
-            self._config, self._start_engine, self._loop.time, _Checker()
+            self.config, self._start_engine, self._loop.time, _Checker()
         )
-        servicer = ShardServicer(supervisor, self._config)
+        servicer = ShardServicer(supervisor, self.config)
         server = MemoryServer(process)
         wire.add_servicer(servicer, server)  # type: ignore[arg-type]
         self._servicer = servicer
@@ -112,7 +112,7 @@ class SimulatedShard:
 
     async def _drain_and_end(self) -> None:
         assert self.supervisor is not None
-        await drain(self.supervisor, self._servicer, self._config)
+        await drain(self.supervisor, self._servicer, self.config)
         # What the last outputs need to be written.
         await asyncio.sleep(0.5)
         self._running.cancel()
