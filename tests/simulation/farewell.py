@@ -201,23 +201,23 @@ class Farewell:
         async with self._submit(_SHORT) as stream:
             first = await anext(stream)
             busy = self._busy(stream)
-            for shard in self._shards:
-                if shard is not busy:
-                    self._network.path(shard.address).delay_s = shard.kind.load_s + 0.5
-            await asyncio.sleep(4 * (busy.kind.load_s + 0.5))
-            kind = busy.kind
-            for shard in self._shards:
-                if shard is not busy:
-                    shard.kind = dataclasses.replace(kind, weights=f"not {kind.weights}")
-                    shard.crash_engine()
+            others = [shard for shard in self._shards if shard is not busy]
+            kind, late_s = busy.kind, busy.kind.load_s + 0.5
+            for shard in others:
+                self._network.path(shard.address).delay_s = late_s
+            await asyncio.sleep(4 * late_s)
+            for shard in others:
+                shard.kind = dataclasses.replace(kind, weights=f"not {kind.weights}")
+                shard.crash_engine()
             await asyncio.sleep(0.1)
             busy.crash_engine()
             await self._check_answer(stream, busy, first)
-        for shard in self._shards:
+        for shard in others:
             self._network.path(shard.address).delay_s = LATENCY_S
-            if shard is not busy:
-                shard.kind = kind
-                shard.crash_engine()
+            shard.kind = kind
+            shard.crash_engine()
+        # Until what is on its way has arrived.
+        await asyncio.sleep(late_s)
 
     async def _survive_poison(self) -> None:
         """Who ends engines is refused, and its like; those beside it are not."""
@@ -322,7 +322,8 @@ class Farewell:
         await self._fleet.close()
         done, _ = await asyncio.wait([reader], timeout=_CALM_S)
         self._check(bool(done), "a request waits for a fleet that is closed")
-        self._check(isinstance(reader.exception(), ShardUnavailable), "it is not told")
+        error = reader.exception()
+        self._check(isinstance(error, ShardUnavailable), f"it ends with {error!r}")
 
     # ---- what they are made of ----
 

@@ -324,7 +324,7 @@ class History:
                 path.is_refused = False
 
     def _restart(self, shard: SimulatedShard) -> None:
-        if shard.is_up:
+        if shard.is_ending:
             self._network.at(self._loop.time() + 0.1, self._restart, shard)
         else:
             shard.start()

@@ -63,8 +63,8 @@ class SimulatedShard:
     # ---- its life ----
 
     @property
-    def is_up(self) -> bool:
-        return self._server is not None
+    def is_ending(self) -> bool:
+        return self._ending is not None
 
     def move(self, address: str) -> None:
         """Be at another address from the next start on."""
