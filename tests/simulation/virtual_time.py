@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 _Result = TypeVar("_Result")
 # What a turn of the loop takes: no clock stands still, and what is due in less than this is due.
 _TURN_S = 1e-9
+# Nobody who waits at all needs as many turns in a millisecond.
+_MOST_TURNS = 100_000
 
 # Which process a callback belongs to: tasks and timers have that of the task that made them.
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
@@ -33,6 +35,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._ends_s = ends_s
         self._now_s = 0.0
+        # Turns since a time a millisecond ago at most.
+        self._turns, self._counts_from_s = 0, 0.0
         # asyncio asks it for events, and how long to wait for them.
         self._selector = self
         self.processes: list[Process] = []
@@ -45,6 +49,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if timeout_s is None:
             raise Stuck(f"at {self._now_s:.3f} s nobody has anything to do")
         self._now_s += max(timeout_s, _TURN_S)
+        self._turns += 1
+        if self._now_s > self._counts_from_s + 0.001:
+            self._counts_from_s, self._turns = self._now_s, 0
+        if self._turns > _MOST_TURNS:
+            raise Stuck(f"at {self._now_s:.3f} s somebody turns in circles")
         if self._now_s > self._ends_s:
             raise Stuck(f"at {self._now_s:.3f} s it is not over")
         return []
