@@ -291,7 +291,7 @@ FAULTS = [
     Fault(
         "A new engine is taken for the one before",
         "ShardWatch._follow",
-        becomes("load.instance_id != known", "not known"),
+        becomes("is_new or changed", "not known"),
         simulated=True,
     ),
     Fault(

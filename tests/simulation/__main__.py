@@ -23,6 +23,8 @@ def main() -> int:
     )
     flags.add_argument("--keep-going", action="store_true", help="after a failure")
     asked = flags.parse_args()
+    if asked.seeds < 1:
+        flags.error("--seeds: at least 1")
     logging.disable()
     gc.disable()
     if asked.replay is not None:
@@ -32,12 +34,16 @@ def main() -> int:
 
 def _replay(seed: int) -> int:
     report = run(draw(seed))
-    return _tell(shorten(report).plan if report.faults else report.plan)
+    if report.faults:
+        print(_said(report), "made shorter:", sep="\n", flush=True)
+        report = shorten(report)
+    return _tell(report.plan)
 
 
 def _tell(plan: Plan) -> int:
     """Let it happen again, and tell what does; whether it failed."""
-    for part in (plan.kind, plan.next_kind, *plan.arrivals, *plan.troubles):
+    print(f"{plan.num_shards} shards, {plan.policy}, windows of {plan.window_bytes} bytes")
+    for part in (plan.config, plan.kind, plan.next_kind, *plan.arrivals, *plan.troubles):
         print(_written(part))
     report = run(plan, lambda text, now_s: print(f"{now_s:8.3f}  {text}"))
     print(_said(report))
@@ -58,7 +64,6 @@ def _run_all(seeds: range, *, keep_going: bool) -> int:
             print(f"after {count} seeds: {_said(report)}", flush=True)
             if not keep_going:
                 _tell(shorten(report).plan)
-            if not keep_going:
                 return 1
     took_s = time.perf_counter() - began_s
     print(

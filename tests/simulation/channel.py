@@ -63,6 +63,8 @@ _CUT_AMID_MESSAGES = (
 @dataclass(frozen=True)
 class _Message:
     data: bytes
+    # The network made it: nobody waits for room for it.
+    is_copy: bool = False
 
 
 class _Begin:
@@ -140,7 +142,8 @@ class _Inbox:
         if not isinstance(frame, _Message):
             self.is_over = True
             return None
-        self.window.was_read(frame.data)
+        if not frame.is_copy:
+            self.window.was_read(frame.data)
         return frame.data
 
 
@@ -259,7 +262,7 @@ class _Call:
         assert self._out is not None
         data = self._serializer(message)
         self._window.sent(data)
-        self._out.send_message(_Message(data))
+        self._out.send_message(_Message(data), _Message(data, is_copy=True))
 
     async def done_writing(self) -> None:
         await self._begun
@@ -509,7 +512,7 @@ class MemoryServer:
             await window.wait_for_room()
             data = handler.response_serializer(message)
             window.sent(data)
-            responses.send_message(_Message(data))
+            responses.send_message(_Message(data), _Message(data, is_copy=True))
 
         if handler.request_streaming:
             answers = handler.stream_stream(_messages(handler, inbox), context)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from penstock_client import Fleet, ShardClient, _wire
 from penstock_client.errors import (
@@ -23,12 +23,14 @@ from penstock_client.stream import GenerationStream
 from penstock_client.types import Attempt, GenerationRequest, Objective, Output, SamplingParams
 from penstock_proto.bounds import TRIAL_TOKENS
 from simulation.channel import MemoryConnector
+from simulation.engine import POISON_ID
 from simulation.expected import expected
 from simulation.network import LATENCY_S, Network, Way
-from simulation.plan import POISON_ID
 from simulation.shard import SimulatedShard
 from simulation.virtual_time import Process
 
+# Until a drain is known and done; shorter than the longest answer takes.
+_SOON_S = 0.3
 # What anything takes while nothing goes wrong.
 _CALM_S = 0.5
 # Until an engine has started again, several times in a row perhaps, and clients have noticed.
@@ -44,8 +46,6 @@ _SHORT = dataclasses.replace(_LONG, max_tokens=60)
 _DEATHS = 3
 # More often than a request is tried in vain.
 _CUTS = 35
-# How many scenes a history has.
-_SCENES = 2
 
 
 class Missed(Exception):
@@ -63,39 +63,14 @@ class Farewell:
         self._fleet = fleet
         self._shards = shards
 
-    async def play(self) -> list[str]:
-        """What went wrong in the first scene where something did; empty if all is well.
-
-        A history has a few of the scenes: they take longer than the rest of it.
-        """
-        scenes = (
-            self._stay_ready,
-            self._leave_after_a_token,
-            self._leave_at_once,
-            self._break_a_call,
-            self._overrun,
-            self._overrun_over_two_engines,
-            self._overrun_while_waiting,
-            self._outlive_engines,
-            self._outlive_connections,
-            self._lose_a_host,
-            self._meet_another_engine,
-            self._survive_poison,
-            self._take_over,
-            self._abort_before_an_attempt,
-            self._write_no_more,
-            self._come_back,
-            self._drain,
-        )
+    async def play(self, names: Iterable[str], tell: Callable[[str], None]) -> list[str]:
+        """What went wrong in the first of these scenes where something did; empty if nothing."""
         for shard in self._shards:
             shard.replace_hanging_engine()
-        await asyncio.sleep(_CALM_S)
-        chosen = self._network.random.sample(scenes, _SCENES)
-        ending = self._network.random.choice([self._leave_the_fleet, self._close_the_fleet])
-        for scene in (*chosen, ending):
-            task = self._router.run(self._play(scene))
+        for name in names:
+            tell(f"scene: {name}")
+            task = self._router.run(self._play(_ALL[name]))
             await asyncio.wait([task], timeout=2 * _READY_S)
-            name = scene.__name__.strip("_")
             if not task.done():
                 return [f"{name} does not end"]
             error = task.exception()
@@ -103,27 +78,27 @@ class Farewell:
                 return [f"{name}: {type(error).__name__}: {error}"]
         return []
 
-    async def _play(self, scene: Callable[[], Awaitable[None]]) -> None:
-        # Until the end of the scene before is known everywhere.
+    async def _play(self, scene: Scene) -> None:
+        # Until the end of what was before is known everywhere.
         await asyncio.sleep(_CALM_S)
         await self._all_ready()
-        await scene()
+        await scene(self)
 
     # ---- scenes ----
 
-    async def _stay_ready(self) -> None:
+    async def stay_ready(self) -> None:
         """Nothing is lost of shards that nobody asks for anything."""
         ends_s = self._now_s + _IDLE_S
         while self._now_s < ends_s:
             self._check(self._is_ready, "an idle shard is lost")
             await asyncio.sleep(0.1)
 
-    async def _leave_after_a_token(self) -> None:
+    async def leave_after_a_token(self) -> None:
         async with self._fleet.submit(_LONG) as stream:
             await anext(stream)
         await self._check_released()
 
-    async def _leave_at_once(self) -> None:
+    async def leave_at_once(self) -> None:
         """Where aborts overtake what they abort."""
         for shard in self._shards:
             self._network.path(shard.address).jitter_s = 0.05
@@ -136,7 +111,7 @@ class Farewell:
         for shard in self._shards:
             self._network.path(shard.address).jitter_s = 0.0
 
-    async def _break_a_call(self) -> None:
+    async def break_a_call(self) -> None:
         shard = self._shards[0]
         async with self._client(shard) as client:
             stream = client.submit(_LONG)
@@ -144,17 +119,17 @@ class Farewell:
             self._network.cut(shard.address)
             await self._check_released()
 
-    async def _overrun(self) -> None:
+    async def overrun(self) -> None:
         await self._check_deadline(0.5)
         await self._check_released()
 
-    async def _overrun_over_two_engines(self) -> None:
+    async def overrun_over_two_engines(self) -> None:
         crash = self._network.loop.call_later(0.5, self._crash_engines)
         await self._check_deadline(2.5)
         crash.cancel()
         await self._check_released()
 
-    async def _overrun_while_waiting(self) -> None:
+    async def overrun_while_waiting(self) -> None:
         for shard in self._shards:
             shard.kill()
         await asyncio.sleep(_CALM_S)
@@ -162,7 +137,7 @@ class Farewell:
         for shard in self._shards:
             shard.start()
 
-    async def _outlive_engines(self) -> None:
+    async def outlive_engines(self) -> None:
         """Who gets on is not held to have ended the engines that it outlived."""
         async with self._submit(_LONG) as stream:
             for death in range(_DEATHS):
@@ -170,7 +145,7 @@ class Farewell:
                 self._crash_engines()
             await self._read_to(stream, (_DEATHS + 1) * (TRIAL_TOKENS + 10))
 
-    async def _outlive_connections(self) -> None:
+    async def outlive_connections(self) -> None:
         """Nor is one that gets on ever tried too often."""
         async with self._submit(_LONG) as stream:
             for count in range(1, _CUTS):
@@ -178,7 +153,7 @@ class Farewell:
                 for shard in self._shards:
                     self._network.cut(shard.address)
 
-    async def _lose_a_host(self) -> None:
+    async def lose_a_host(self) -> None:
         """A shard that says nothing is left for another."""
         if not self._are_alike:
             return
@@ -194,7 +169,7 @@ class Farewell:
             finally:
                 self._network.open_ways(address)
 
-    async def _meet_another_engine(self) -> None:
+    async def meet_another_engine(self) -> None:
         """No answer goes on with weights that are new where it goes, though nobody knows it yet."""
         if not self._are_alike:
             return
@@ -205,11 +180,9 @@ class Farewell:
             kind, late_s = busy.kind, busy.kind.load_s + 0.5
             for shard in others:
                 self._network.path(shard.address).delay_s = late_s
-            await asyncio.sleep(4 * late_s)
-            for shard in others:
                 shard.kind = dataclasses.replace(kind, weights=f"not {kind.weights}")
                 shard.crash_engine()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
             busy.crash_engine()
             await self._check_answer(stream, busy, first)
         for shard in others:
@@ -219,21 +192,19 @@ class Farewell:
         # Until what is on its way has arrived.
         await asyncio.sleep(late_s)
 
-    async def _survive_poison(self) -> None:
-        """Who ends engines is refused, and its like; those beside it are not."""
+    async def survive_poison(self) -> None:
+        """Who ends engines is refused, and its like at once; those beside it are not."""
         poison = dataclasses.replace(_LONG, prompt_token_ids=[*range(100, 110), POISON_ID])
+        alike = dataclasses.replace(poison, sampling=SamplingParams(seed=2))
         readers = [asyncio.ensure_future(self._read_short()) for _ in range(3)]
         await asyncio.sleep(0.1)
-        for _ in range(2):
-            try:
-                async for _ in self._fleet.submit(poison):
-                    pass
-            except PoisonousRequest:
-                continue
-            raise Missed("what ends engines is computed")
+        await self._check_refused(poison)
+        began_s = self._now_s
+        await self._check_refused(alike)
+        self._check(self._now_s - began_s < LATENCY_S, "the like of what ended engines is tried")
         await asyncio.gather(*readers)
 
-    async def _take_over(self) -> None:
+    async def take_over(self) -> None:
         """Of attempts on several calls the highest has the request, whatever comes late."""
         shard = self._shards[0]
         async with self._client(shard) as first, self._client(shard) as second:
@@ -251,7 +222,7 @@ class Farewell:
                 first.detach(low)
             await self._check_answer(high, shard, beginning)
 
-    async def _abort_before_an_attempt(self) -> None:
+    async def abort_before_an_attempt(self) -> None:
         """An abort that comes before its attempt ends no later one."""
         shard = self._shards[0]
         async with self._client(shard) as client:
@@ -261,7 +232,7 @@ class Farewell:
             second = client.submit(_SHORT, request_id="aborted early", attempt=1)
             await self._check_answer(second, shard)
 
-    async def _write_no_more(self) -> None:
+    async def write_no_more(self) -> None:
         """A caller that has written all that it will still gets all that it asked for."""
         channel = MemoryConnector(self._network).open_aio(self._shards[0].address, None)
         call = _wire.stub(channel).Generate(metadata=())
@@ -276,7 +247,7 @@ class Farewell:
         self._check(count == _SHORT.max_tokens, f"{count} tokens came before the call ended")
         await channel.close()
 
-    async def _come_back(self) -> None:
+    async def come_back(self) -> None:
         """A shard that is in the fleet again before it has left stays."""
         addresses = [shard.address for shard in self._shards]
         async with self._submit(_LONG) as stream:
@@ -290,29 +261,32 @@ class Farewell:
         await asyncio.sleep(_CALM_S)
         await self._all_ready()
 
-    async def _drain(self) -> None:
-        """Whoever drains is left at once by those whom another can go on with."""
-        if not self._are_alike or not self._shards[0].kind.is_exact:
+    async def drain(self) -> None:
+        """Whoever drains is left at once by those whom another goes on with to the same bits, and
+        by no others.
+        """
+        if not self._are_alike:
             return
         async with self._submit(_LONG) as stream:
             await anext(stream)
             busy = self._busy(stream)
             assert stream.shard is not None
             draining = asyncio.ensure_future(stream.shard.drain())
-            await asyncio.sleep(_CALM_S)
-            self._check(not busy.num_live, "a request stays at a shard that drains")
+            await asyncio.sleep(_SOON_S)
+            stays = bool(busy.num_live)
+            self._check(stays != busy.kind.is_exact, "a request stays" if stays else "it is moved")
             draining.cancel()
         busy.kill()
         busy.start()
 
-    async def _leave_the_fleet(self) -> None:
+    async def leave_the_fleet(self) -> None:
         """Shards without requests leave at once."""
         for state in self._fleet.shards:
             self._fleet.remove(state.address)
         await asyncio.sleep(_CALM_S)
         self._check(not self._fleet.shards, "a shard does not leave the fleet")
 
-    async def _close_the_fleet(self) -> None:
+    async def close_the_fleet(self) -> None:
         """Who waits when the fleet is closed is told."""
         for shard in self._shards:
             shard.kill()
@@ -357,6 +331,14 @@ class Farewell:
         left = [text for shard in self._shards for text in shard.leftovers()]
         self._check(not left, "; ".join(left))
 
+    async def _check_refused(self, request: GenerationRequest) -> None:
+        try:
+            async for _ in self._fleet.submit(request):
+                pass
+        except PoisonousRequest:
+            return
+        raise Missed("what ends engines is computed")
+
     async def _check_deadline(self, deadline_s: float) -> None:
         """A request that cannot be done by then ends then."""
         request = dataclasses.replace(_LONG, objective=Objective(deadline_s=deadline_s))
@@ -371,6 +353,8 @@ class Farewell:
             self._check(abs(late_s) < 0.1, f"its deadline of {deadline_s} s ended it {late_s} late")
         except PenstockError as error:
             raise Missed(f"it ended with {type(error).__name__}: {error}") from None
+        else:
+            raise Missed(f"its deadline of {deadline_s} s did not end it")
 
     def _crash_engines(self) -> None:
         for shard in self._shards:
@@ -410,3 +394,39 @@ class Farewell:
             token_ids += output.token_ids
         answer = expected(_SHORT, kind, shard.config)
         self._check(token_ids == answer.token_ids, "its tokens are others")
+
+
+Scene = Callable[[Farewell], Awaitable[None]]
+
+
+def _named(*scenes: Callable[..., Awaitable[None]]) -> dict[str, Scene]:
+    return {scene.__name__.replace("_", " "): scene for scene in scenes}
+
+
+# Played with any shards; with several only; and at the very end.
+SCENES = _named(
+    Farewell.stay_ready,
+    Farewell.leave_after_a_token,
+    Farewell.leave_at_once,
+    Farewell.break_a_call,
+    Farewell.overrun,
+    Farewell.overrun_over_two_engines,
+    Farewell.overrun_while_waiting,
+    Farewell.outlive_engines,
+    Farewell.outlive_connections,
+    Farewell.survive_poison,
+    Farewell.take_over,
+    Farewell.abort_before_an_attempt,
+    Farewell.write_no_more,
+    Farewell.come_back,
+)
+SCENES_OF_SEVERAL = _named(
+    Farewell.lose_a_host,
+    Farewell.meet_another_engine,
+    Farewell.drain,
+)
+ENDINGS = _named(
+    Farewell.leave_the_fleet,
+    Farewell.close_the_fleet,
+)
+_ALL = {**SCENES, **SCENES_OF_SEVERAL, **ENDINGS}

@@ -1,7 +1,7 @@
 """One history: a fleet, its shards, requests and troubles on virtual time, and what must hold.
 
 Every output must be what the fake runner's hash says, whatever happened on the way; every request
-ends once; and nothing of it is left anywhere.
+ends, those of the fleet once; and nothing of it is left anywhere.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from penstock_client.types import (
 from penstock_shard.config import ShardConfig
 from simulation import virtual_time
 from simulation.channel import MemoryConnector
-from simulation.engine import EngineKind
+from simulation.engine import POISON_ID, EngineKind
 from simulation.expected import expected, expected_vectors
 from simulation.farewell import Farewell
 from simulation.network import LATENCY_S, Network, Way
-from simulation.plan import POISON_ID, Arrival, Plan, Trouble
+from simulation.plan import Arrival, Plan, Trouble
 from simulation.shard import SimulatedShard
 from simulation.virtual_time import Process, VirtualLoop
 
@@ -68,6 +68,8 @@ class Outcome:
     error: BaseException | None = None
     left: bool = False
     vectors: list[list[float]] | None = None
+    # Some of it came from other numerics than what was before.
+    is_approximate: bool = False
     request_id: str = ""
     over_at_s: float = 0.0
 
@@ -127,7 +129,8 @@ class History:
         self._audit = _Audit()
         self._events: Counter[str] = Counter()
         self._drains: dict[Trouble, asyncio.Task[None]] = {}
-        self._left: dict[Trouble, str] = {}
+        # Where each trouble is: its shard may move meanwhile.
+        self._addresses: dict[Trouble, str] = {}
         self._last_host = 0
         self._shards = [
             SimulatedShard(loop, self._network, self._new_address(), plan.config, plan.kind)
@@ -179,13 +182,13 @@ class History:
         readers = [self._router.run(self._read(outcome)) for outcome in self.outcomes]
         limit_s = self.plan.calm_at_s + _PATIENCE_S + _GRACE_S
         await asyncio.wait(readers, timeout=limit_s)
-        # So that whatever was begun is over, and what was down is up.
+        # So that all troubles are over; a shard may still drain, or start.
         await asyncio.sleep(max(0.0, self.plan.calm_at_s + 0.1 - self._loop.time()))
         await self._settle()
         faults = [*self._failed_readers(readers), *self._wrong_outcomes(), *self._leftovers()]
         if not faults:
             farewell = Farewell(self._network, self._router, self._fleet, self._shards)
-            faults = await farewell.play()
+            faults = await farewell.play(self.plan.scenes, self._tell)
         closing = self._router.run(self._fleet.close())
         await asyncio.wait([closing], timeout=10.0)
         if not closing.done():
@@ -220,23 +223,29 @@ class History:
         arrival, outcome.request_id = outcome.arrival, stream.request_id
         self._tell(f"request {arrival.number} is {stream.request_id}")
         async with stream:
-            if arrival.leaves_at == 0:
+            await self._take(outcome, stream)
+        outcome.is_approximate = stream.approximate
+
+    async def _take(self, outcome: Outcome, stream: GenerationStream) -> None:
+        arrival = outcome.arrival
+        if arrival.leaves_at == 0:
+            outcome.left = True
+            return
+        async for output in stream:
+            outcome.take(output)
+            if arrival.leaves_at is not None and len(outcome.token_ids) >= arrival.leaves_at:
                 outcome.left = True
                 return
-            async for output in stream:
-                outcome.take(output)
-                if arrival.leaves_at is not None and len(outcome.token_ids) >= arrival.leaves_at:
-                    outcome.left = True
-                    return
-                if arrival.pause_s and output.finish_reason is None:
-                    await asyncio.sleep(arrival.pause_s)
+            if arrival.pause_s and output.finish_reason is None:
+                await asyncio.sleep(arrival.pause_s)
 
     # ---- troubles ----
 
     def _begin(self, trouble: Trouble) -> None:
         shard, network = self._shards[trouble.shard], self._network
-        path = network.path(shard.address)
-        self._tell(f"{trouble.what} {shard.address} for {trouble.lasts_s:.2f} s")
+        address = self._addresses[trouble] = shard.address
+        path = network.path(address)
+        self._tell(f"{trouble.what} {address} for {trouble.lasts_s:.2f} s")
         match trouble.what:
             case "crash engine":
                 if trouble.amount > 0.7:
@@ -249,6 +258,8 @@ class History:
                 shard.kill()
             case "stop":
                 shard.stop()
+            case "stop engine":
+                shard.stop_engine()
             case "stop router":
                 self._router.stop()
             case "upgrade":
@@ -256,15 +267,14 @@ class History:
             case "drain":
                 self._drains[trouble] = self._router.run(self._drain(trouble))
             case "leave":
-                self._left[trouble] = shard.address
-                self._router.context.run(self._remove, shard.address)
+                self._router.context.run(self._remove, address)
             case "move":
                 shard.kill()
                 shard.move(self._new_address())
             case "no names":
                 self._has_names = False
             case "cut":
-                network.cut(shard.address)
+                network.cut(address)
             case "slow":
                 path.delay_s = trouble.amount
             case "late":
@@ -272,14 +282,14 @@ class History:
             case "double":
                 path.doubled = 200
             case "half open":
-                network.close_ways(shard.address, {Way.OUT, Way.BACK})
+                network.close_ways(address, {Way.OUT, Way.BACK})
             case "deaf":
-                network.close_ways(shard.address, {Way.OUT})
+                network.close_ways(address, {Way.OUT})
             case "mute":
-                network.close_ways(shard.address, {Way.BACK})
+                network.close_ways(address, {Way.BACK})
             case "refuse":
                 path.is_refused = True
-                network.cut(shard.address)
+                network.cut(address)
             case _:
                 raise AssertionError(trouble.what)
         network.at(trouble.at_s + trouble.lasts_s, self._end, trouble)
@@ -292,14 +302,15 @@ class History:
 
     def _end(self, trouble: Trouble) -> None:
         shard, network = self._shards[trouble.shard], self._network
-        path = network.path(shard.address)
-        self._tell(f"{trouble.what} {shard.address} is over")
+        address = self._addresses[trouble]
+        path = network.path(address)
+        self._tell(f"{trouble.what} {address} is over")
         match trouble.what:
             case "kill" | "move":
                 shard.start()
             case "no names":
                 self._has_names = True
-            case "stop":
+            case "stop" | "stop engine":
                 shard.resume()
             case "stop router":
                 self._router.resume()
@@ -311,7 +322,7 @@ class History:
                 shard.terminate()
                 self._restart(shard)
             case "leave":
-                self._router.context.run(self._fleet.add, self._left.pop(trouble))
+                self._router.context.run(self._fleet.add, address)
             case "slow":
                 path.delay_s = LATENCY_S
             case "late":
@@ -319,9 +330,13 @@ class History:
             case "double":
                 path.doubled = 0
             case "half open" | "deaf" | "mute":
-                network.open_ways(shard.address)
+                network.open_ways(address)
             case "refuse":
                 path.is_refused = False
+            case "crash engine" | "hang engine" | "cut":
+                pass
+            case _:
+                raise AssertionError(trouble.what)
 
     def _restart(self, shard: SimulatedShard) -> None:
         if shard.is_ending:
@@ -374,6 +389,10 @@ class History:
             if outcome.error is not None and not self._may_fail(outcome, outcome.error):
                 error = outcome.error
                 faults.append(f"{_name(outcome)} failed: {type(error).__name__}: {error}")
+            request = outcome.arrival.request
+            is_exact = isinstance(request, GenerationRequest) and request.exact
+            if is_exact and outcome.is_approximate:
+                faults.append(f"{_name(outcome)} went on with other numerics")
             if not outcome.is_over:
                 faults.append(f"{_name(outcome)} has no end")
             if not self._is_in_time(outcome):
@@ -458,7 +477,7 @@ class History:
         """How many engines may die with a request that is not at fault: of troubles, and of each
         poison while it is tried with others.
         """
-        deaths = ("crash engine", "hang engine", "stop")
+        deaths = ("crash engine", "hang engine", "stop", "stop engine")
         by_trouble = sum(trouble.what in deaths for trouble in self.plan.troubles)
         poisons = sum(self._is_poisoned(arrival.request) for arrival in self.plan.arrivals)
         return by_trouble + SUSPECT_DEATHS * poisons
@@ -525,5 +544,5 @@ def run(plan: Plan, tell: Callable[[str, float], None] = lambda text, now_s: Non
 
     try:
         return virtual_time.run(main, ends_s=plan.calm_at_s + 1000.0)
-    except virtual_time.Stuck as error:
+    except Exception as error:  # noqa: BLE001 - whatever fails, the seed is to be known
         return Report(plan, (f"{type(error).__name__}: {error}",))

@@ -14,8 +14,8 @@ from enum import Enum
 
 from simulation.virtual_time import Process, VirtualLoop
 
-# As long as gRPC's settings have it: an end that hears nothing for so long is told so.
-KEEPALIVE_S = 40.0
+# An end whose frames nobody acknowledges for so long is told so, as gRPC's settings have it.
+KEEPALIVE_S = 10.0
 CONNECT_S = 5.0
 LATENCY_S = 0.0002
 WINDOW_BYTES = 64 * 1024
@@ -43,6 +43,7 @@ class Path:
     is_refused: bool = False
     # Directions in which nothing passes, though nobody is told.
     closed: set[Way] = field(default_factory=set)
+    closed_at_s: float = 0.0
     # Where something has arrived at a closed way.
     held: dict[Lane, None] = field(default_factory=dict)
 
@@ -76,13 +77,13 @@ class Lane:
         self._frames.append((arrives_s, frame))
         network.at(arrives_s, self.arrive)
 
-    def send_message(self, frame: object) -> None:
-        """As `send`; perhaps twice."""
+    def send_message(self, frame: object, copy: object) -> None:
+        """As `send`; perhaps the copy too, a while later."""
         self.send(frame)
         network, path = self._network, self._path
         if self._doubles and network.random.randrange(1000) < path.doubled:
             again_s = network.loop.time() + network.random.uniform(0, 0.1)
-            network.at(again_s, self.send, frame)
+            network.at(again_s, self.send, copy)
 
     def arrive(self) -> None:
         """Hand over what is there by now, if the way is open."""
@@ -188,6 +189,7 @@ class Network:
         """Let nothing pass there until `open_ways`; connections break after the keepalive time."""
         path = self.path(address)
         path.closed |= ways
+        path.closed_at_s = self.loop.time()
         listener = self._listeners.get(address)
         for connection in [] if listener is None else list(listener.connections):
             self.at(self.loop.time() + KEEPALIVE_S, self._give_up, connection)
@@ -201,5 +203,6 @@ class Network:
             lane.arrive()
 
     def _give_up(self, connection: Connection) -> None:
-        if connection.path.closed:
+        path = connection.path
+        if path.closed and self.loop.time() >= path.closed_at_s + KEEPALIVE_S - _SAME_S:
             connection.break_off()

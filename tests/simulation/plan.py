@@ -19,14 +19,11 @@ from penstock_client.types import (
     ThinkingBudget,
 )
 from penstock_shard.config import ShardConfig
-from simulation.engine import ORDINARY_IDS, EngineKind
+from simulation.engine import ORDINARY_IDS, POISON_ID, EngineKind
+from simulation.farewell import ENDINGS, SCENES, SCENES_OF_SEVERAL
 
-_SCHEMA = '{"type": "array", "items": {"type": "integer"}, "maxItems": 9}'
-_THINKING = ThinkingBudget(5, 110, 111, begun=True)
-# Names and sources of what every shard has loaded.
+# Names and sources of what every shard has loaded, in half of the histories.
 ADAPTERS = (("styled", "a source"), ("plain", "another source"))
-# An id that ends the engine which computes a prompt with it; few histories have one.
-POISON_ID = 13
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,19 @@ class Trouble:
     what: str
     shard: int
     lasts_s: float = 0.0
+    # From 0 to 1: how slow or late, in seconds; above 0.7 other weights after a crash, and a hang
+    # before a step.
     amount: float = 0.0
 
 
-# What may go wrong, and how often it does beside the others.
+# What may go wrong, and how often it does beside the others. A new one makes another history of
+# every seed.
 TROUBLES = {
     "crash engine": 4,
     "hang engine": 2,
     "kill": 3,
     "stop": 2,
+    "stop engine": 1,
     "stop router": 1,
     "upgrade": 3,
     "drain": 2,
@@ -94,6 +95,8 @@ class Plan:
     window_bytes: int
     arrivals: tuple[Arrival, ...]
     troubles: tuple[Trouble, ...]
+    # Played when all is over, one after the other.
+    scenes: tuple[str, ...]
 
     @property
     def calm_at_s(self) -> float:
@@ -114,7 +117,6 @@ def draw(seed: int) -> Plan:
         eos_rate=rng.choice([0.0, 0.02]),
         load_s=rng.choice([0.1, 1.0]),
         is_exact=rng.random() < 0.8,
-        crash_on=POISON_ID,
     )
     next_kind = dataclasses.replace(
         kind,
@@ -144,17 +146,31 @@ def draw(seed: int) -> Plan:
         arrivals = tuple(_without_adapter(arrival) for arrival in arrivals)
     policy = rng.choice(["least-load", "round-robin", "prefix-affinity", "session"])
     window_bytes = rng.choice([512, 4096, 64 * 1024])
-    return Plan(seed, num_shards, kind, next_kind, config, policy, window_bytes, arrivals, troubles)
+    scenes = _scenes(rng, num_shards)
+    return Plan(
+        seed, num_shards, kind, next_kind, config, policy, window_bytes, arrivals, troubles, scenes
+    )
+
+
+def _scenes(rng: random.Random, num_shards: int) -> tuple[str, ...]:
+    """A few: they take longer than the rest of a history."""
+    names = [*SCENES, *(SCENES_OF_SEVERAL if num_shards > 1 else ())]
+    return (*rng.sample(names, 2), rng.choice(list(ENDINGS)))
+
+
+# What nobody is told of for a while.
+_SILENT = {"half open", "deaf", "mute"}
 
 
 def _trouble(rng: random.Random, number: int, num_shards: int) -> Trouble:
     (what,) = rng.choices(list(TROUBLES), weights=list(TROUBLES.values()))
+    lengths_s = [0.05, 0.5, 2.0, 5.0, *([15.0] if what in _SILENT else [])]
     return Trouble(
         number,
         at_s=rng.uniform(0.2, 4.0),
         what=what,
         shard=rng.randrange(num_shards),
-        lasts_s=rng.choice([0.05, 0.5, 2.0, 5.0]) * rng.uniform(0.5, 1.5),
+        lasts_s=rng.choice(lengths_s) * rng.uniform(0.5, 1.5),
         amount=rng.random(),
     )
 

@@ -18,7 +18,7 @@ from penstock_shard.request import Constraint
 from penstock_shard.server import drain
 from penstock_shard.servicer import ShardServicer
 from simulation.channel import MemoryServer
-from simulation.engine import EngineKind, SimulatedEngine
+from simulation.engine import KILLED, EngineKind, SimulatedEngine
 from simulation.network import Network
 from simulation.virtual_time import Process, VirtualLoop
 
@@ -96,13 +96,13 @@ class SimulatedShard:
         return started
 
     def kill(self) -> None:
-        """Server and engine are gone at once, as with their machine's power."""
+        """Server and engine are gone at once, as by SIGKILL."""
         if self._server is None:
             return
         self._server.kill()
         self._network.unlisten(self.address)
         for engine in self.engines:
-            engine.die(-9)
+            engine.die(KILLED)
         self._is_down()
 
     def terminate(self) -> None:
@@ -149,6 +149,10 @@ class SimulatedShard:
         """All its processes stand still until `resume`."""
         if self._server is not None:
             self._server.stop()
+        self.stop_engine()
+
+    def stop_engine(self) -> None:
+        """It alone stands still until `resume`."""
         if self._engine is not None:
             self._engine.steps.stop()
             self._engine.beats.stop()
