@@ -29,7 +29,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Sides:
-    """The same of the commit before, and of now."""
+    """The same of the baseline, and of now."""
 
     before: Side
     now: Side

@@ -6,6 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
+class _Absent:
+    """Unlike null."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Of every case that was answered before: its name, and the first place that differs."""
     lines = (_first_difference(before[name], now.get(name), name) for name in before)
@@ -22,7 +32,7 @@ def _unequal(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any,
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             inner = f"{place}.{key}" if place else str(key)
-            yield from _unequal(before.get(key), now.get(key), inner)
+            yield from _unequal(before.get(key, _ABSENT), now.get(key, _ABSENT), inner)
     elif isinstance(before, list) and isinstance(now, list):
         for index, (was, is_now) in enumerate(zip(before, now, strict=False)):
             yield from _unequal(was, is_now, f"{place}[{index}]")

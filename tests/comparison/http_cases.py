@@ -112,7 +112,7 @@ _OPENAI = {
     "truncation_side": Case({"": "left"}, {"truncate_prompt_tokens": 4}),
     "add_special_tokens": Case({"": True}),
     "return_token_ids": Case({"": True}),
-    "stream_options.include_usage": Case({"": True}, {"stream": True}, shows=False),
+    "stream_options.include_usage": Case({"": True}, {"stream": True}),
     "stream_options.continuous_usage_stats": Case({"": True}, {"stream": True}, shows=False),
     "max_tokens": Case({"": 9}),
     "response_format": Case({"": {"type": "json_object"}}),

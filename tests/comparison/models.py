@@ -1,4 +1,4 @@
-"""Shards with models: how they are served, and whether answers are those of the commit before."""
+"""Shards with models: how they are served, and whether answers are those of the baseline."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def differences_of(
     ways: Mapping[str, Way],
     asked: Callable[[Questions], Mapping[str, Json]] = Questions.each_field,
 ) -> list[str]:
-    """What differs in any of the ways from what the commit before answers to the first one's way of
+    """What differs in any of the ways from what the baseline answers to the first one's way of
     asking. Where a shard says that results depend on the batch, the way is one after the other.
     """
     shard = shard_of(before, folder / "before.log", *flags)

@@ -39,6 +39,10 @@ _SERVICE = "penstock.v1.Shard"
 _TIMEOUT_S = 600
 # More would only have them wait.
 _HTTP_CLIENTS = 8
+# Of a stream's events: texts in pieces, counts that grow, and the rest in order.
+_JOINED = ("text", "content", "delta", "name", "arguments", "partial_json")
+_COUNTS = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
+_LISTED = ("finish_reason", "stop_reason", "stop_sequence", "logprob")
 # Of the clock, or drawn anew for each answer.
 _OF_ITS_OWN = frozenset({"id", "call_id", "created", "created_at", "completed_at"})
 
@@ -163,8 +167,10 @@ def _join(events: list[Any]) -> Json:
     for event in events:
         for key, value in _strings_and_numbers(event):
             said.setdefault(key, []).append(value)
-    texts = {key: "".join(map(str, said.get(key, ()))) for key in ("text", "content", "delta")}
-    return {**texts, "ends": said.get("finish_reason", []), "logprob": said.get("logprob", [])}
+    texts = {key: "".join(map(str, said.get(key, ()))) for key in _JOINED}
+    # Usage may come with every event: what it is in the end.
+    ends = {key: said[key][-1] for key in _COUNTS if key in said}
+    return {**texts, **ends, **{key: said.get(key, []) for key in _LISTED}}
 
 
 def _strings_and_numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

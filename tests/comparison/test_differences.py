@@ -1,4 +1,4 @@
-"""What counts as a difference, which fields need a case, and which tree is the commit before."""
+"""What counts as a difference, which fields need a case, and which tree is the baseline."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def test_equal_answers_have_no_differences() -> None:
     [
         (ANSWER | {"token_ids": [5, 9, 7]}, "token_ids[1] was 6, is 9"),
         (ANSWER | {"token_ids": [5, 6]}, "the length of token_ids was 3, is 2"),
-        (ANSWER | {"logprobs": {}}, "logprobs.chosen was [-1.0, -0.25], is None"),
+        (ANSWER | {"logprobs": {}}, "logprobs.chosen was [-1.0, -0.25], is absent"),
         (
             # One unit in the last place of a float32.
             ANSWER | {"logprobs": {"chosen": [-1.0, -0.2500000298023224]}},
             "logprobs.chosen[1] was -0.25, is -0.2500000298023224",
         ),
-        ({**ANSWER, "stop_token_id": 7}, "stop_token_id was None, is 7"),
-        ({"error": "InvalidRequest"}, "token_ids was [5, 6, 7], is None"),
+        ({**ANSWER, "stop_token_id": None}, "stop_token_id was absent, is None"),
+        ({**ANSWER, "stop_token_id": 7}, "stop_token_id was absent, is 7"),
+        ({"error": "InvalidRequest"}, "token_ids was [5, 6, 7], is absent"),
         (None, "the answer was"),
     ],
 )

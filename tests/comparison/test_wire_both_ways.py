@@ -1,4 +1,4 @@
-"""Clients and routers of the commit before talk to shards of now, and the other way round."""
+"""Clients and routers of the baseline talk to shards of now, and the other way round."""
 
 from __future__ import annotations
 

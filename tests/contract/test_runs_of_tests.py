@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,3 +60,15 @@ def test_tests_and_parameters_marked_soak_run_in_the_soak_only(
     (tmp_path / "tests" / "test_sizes.py").write_text(SIZES)
     said = _said_by_a_run_in(tmp_path, **environment)
     assert {line for line in said.splitlines() if line.startswith("ran ")} == expected
+
+
+def test_whatever_runs_in_the_soak_only_is_listed_with_what_keeps_its_property() -> None:
+    tests = Path(__file__).parents[1]
+    listed = (tests / "soak.md").read_text("utf-8")
+    marked = re.compile(r"mark\.soak\b|\bin_soak\(")
+    files = [path for path in tests.rglob("test_*.py") if path != Path(__file__)]
+    soaked = [path.name for path in files if marked.search(path.read_text("utf-8"))]
+    assert len(soaked) > 20
+    assert [name for name in soaked if f"{name}`" not in listed] == []
+    named = set(re.findall(r"`(?:\w+/)?(test_\w+\.py)`", listed))
+    assert named <= {path.name for path in files}

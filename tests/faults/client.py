@@ -10,6 +10,7 @@ FAULTS = [
         "GenerationStream._align",
         never("known > 0"),
         caught_by="test_known_tokens_are_dropped_with_their_logprobs",
+        simulated=True,
     ),
     Fault(
         "Cancelling a stream aborts nothing",
@@ -35,6 +36,7 @@ FAULTS = [
         "Continuations.start",
         never("request.sampling.seed is None"),
         caught_by="test_every_attempt_has_the_same_seed_also_where_none_was_given",
+        simulated=True,
     ),
     Fault(
         "Other weights may give a later token",
@@ -48,6 +50,7 @@ FAULTS = [
         "complete_request",
         becomes("_with_defaults(request.sampling, info.default_sampling)", "request.sampling"),
         caught_by="test_what_the_first_model_s_defaults_said_holds_at_the_next_shard",
+        simulated=True,
     ),
     Fault(
         "Vectors of one request come from several models",
@@ -192,13 +195,13 @@ FAULTS = [
         "Continuations._fits",
         never("other.shard is shard or other.kind == stream.kind"),
         caught_by="test_one_suspect_runs_on_a_shard_at_a_time",
-        simulated=True,
     ),
     Fault(
         "Tokens are given to the reader and not kept for the next attempt",
         "FleetStream.feed",
         left_out("self.token_ids += output.token_ids"),
         caught_by="test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt",
+        simulated=True,
     ),
     Fault(
         "What fails at one shard fails",
@@ -232,7 +235,7 @@ FAULTS = [
         "Outputs of an older attempt are taken for those of the next",
         "_SharedCall._dispatch",
         left_out("stream.attempt == message.attempt"),
-        simulated=True,
+        caught_by="test_an_end_of_a_lower_attempt_that_comes_late_ends_no_higher_one",
     ),
     Fault(
         "A stream that is over keeps its place on the call",
@@ -299,7 +302,6 @@ FAULTS = [
         "ShardState.ready",
         left_out("not load.draining"),
         caught_by="test_a_shard_that_hands_over_is_left_for_one_that_gives_the_same_tokens",
-        simulated=True,
     ),
     Fault(
         "A shard that comes back before it left is closed all the same",
@@ -326,6 +328,5 @@ FAULTS = [
         "CircuitBreaker.allows",
         left_out("now_s >= self._try_at_s"),
         caught_by="test_five_failures_in_a_row_open_it_and_a_success_before_starts_anew",
-        simulated=True,
     ),
 ]

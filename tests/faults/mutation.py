@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 # More than there are cores: tests of what waits wait.
 _CHILDREN = 4
 _LIMIT_S = 3000.0
+# How mutants end; all else is no end.
+_STATUSES = {"killed", "survived", "no tests"}
 _CONFIG = """
 [tool.mutmut]
 source_paths = ["src"]
@@ -71,14 +73,18 @@ def survivors(target: Target, scratch: Path) -> list[Mutant]:
         run, cwd=scratch, env=environment, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL
     )
     results = subprocess.run(
-        [*mutmut, "results"],
+        [*mutmut, "results", "--all", "true"],
         cwd=scratch,
         env=environment,
         check=True,
         capture_output=True,
         text=True,
     )
-    names = re.findall(r"(\S+): (?:survived|no tests)$", results.stdout, re.MULTILINE)
+    statuses = dict(re.findall(r"^\s*(\S+): (.+)$", results.stdout, re.MULTILINE))
+    unknown = {name: status for name, status in statuses.items() if status not in _STATUSES}
+    assert not unknown, unknown
+    assert "killed" in statuses.values(), "no mutant was tried"
+    names = [name for name, status in statuses.items() if status != "killed"]
     found = _mutants(scratch / "mutants" / "src", names)
     return [mutant for mutant in found if mutant.function.startswith(target.functions)]
 

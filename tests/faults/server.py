@@ -13,6 +13,7 @@ FAULTS = [
             "given or defaults.get(name, neutral)",
         ),
         caught_by="test_a_given_zero_is_not_an_absent_value",
+        simulated=True,
     ),
     Fault(
         "An abort of an id that is not known yet is forgotten",
@@ -52,7 +53,6 @@ FAULTS = [
         "EngineSupervisor._died",
         never("route.suspect"),
         caught_by="test_a_death_is_charged_to_those_that_ran_and_to_a_suspect_alone",
-        simulated=True,
     ),
     Fault(
         "A request is served by whatever engine is there",
@@ -100,7 +100,6 @@ FAULTS = [
         "ShardServicer._submit",
         left_out("suspect=incoming.suspect"),
         caught_by="test_the_deadline_the_caller_and_the_suspicion_are_passed_on",
-        simulated=True,
     ),
     Fault(
         "What waits to be written is replaced by what comes next",
@@ -143,7 +142,6 @@ FAULTS = [
         "_is_one_token",
         left_out("output.finish is None"),
         caught_by="test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts",
-        simulated=True,
     ),
     Fault(
         "Positions in columns are those of the answer's start",
@@ -171,14 +169,12 @@ FAULTS = [
         "EngineSupervisor._died",
         always("route.started_s is not None"),
         caught_by="test_a_suspect_that_gives_tokens_is_none_any_more",
-        simulated=True,
     ),
     Fault(
         "What waited for a dead engine goes to the next one",
         "EngineSupervisor._died",
         left_out("self._submits, self._aborts, self._adapter_changes = [], [], []"),
         caught_by="test_what_waits_to_be_sent_to_an_engine_dies_with_it",
-        simulated=True,
     ),
     Fault(
         "Outputs of an ended attempt go to the one that took over",

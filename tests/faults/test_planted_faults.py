@@ -18,7 +18,14 @@ from faults.planting import (
     planted,
     returns,
 )
-from faults.trial import ROOT, copy_tree, is_caught, named_test, seeds_until_found
+from faults.trial import (
+    ROOT,
+    copy_tree,
+    is_caught,
+    named_test,
+    pass_without,
+    seeds_until_found,
+)
 from support.budget import seeded
 
 TESTED = [fault for fault in FAULTS if fault.caught_by]
@@ -53,8 +60,8 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_there_are_fifty_faults_and_each_fits_one_place_and_names_what_catches_it():
-    assert len({fault.title for fault in FAULTS}) == len(FAULTS) >= 50
+def test_each_fault_fits_one_place_and_names_what_catches_it():
+    assert len({fault.title for fault in FAULTS}) == len(FAULTS) > 100
     for fault in FAULTS:
         files_with(fault, ROOT)
         assert fault.simulated or fault.caught_by, fault.title
@@ -64,7 +71,9 @@ def test_there_are_fifty_faults_and_each_fits_one_place_and_names_what_catches_i
 @pytest.mark.timeout(3600)
 def test_planted_faults_are_caught(tmp_path: Path):
     copy_tree(tmp_path)
-    assert [fault.title for fault in _tried() if not is_caught(fault, tmp_path)] == []
+    tried = _tried()
+    assert pass_without(tried, tmp_path)
+    assert [fault.title for fault in tried if not is_caught(fault, tmp_path)] == []
 
 
 @pytest.mark.soak

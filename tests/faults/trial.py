@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # Where a history fails with the fault, it does so among these.
 SEEDS = 2000
 _TEST_S = 300.0
+_SIMULATOR = [sys.executable, "-m", "simulation"]
 
 
 def copy_tree(to: Path) -> None:
@@ -47,38 +49,56 @@ def _tests() -> dict[str, list[Path]]:
 
 def is_caught(fault: Fault, tree: Path) -> bool:
     """Whether the test fails in a copy of the tree that has the fault."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     with planted(fault, tree):
-        run = subprocess.run(
-            [*command, named_test(fault)],
-            cwd=tree,
-            env=_environment(tree),
-            capture_output=True,
-            text=True,
-            timeout=_TEST_S,
-        )
+        run = _run_tests([named_test(fault)], tree)
     print(f"{fault.title}: {'caught' if run.returncode == 1 else run.stdout[-2000:]}", flush=True)
     return run.returncode == 1
 
 
+def pass_without(faults: Iterable[Fault], tree: Path) -> bool:
+    """Whether their tests pass in a copy of the tree that has none of the faults."""
+    run = _run_tests({named_test(fault) for fault in faults}, tree)
+    if run.returncode:
+        print(run.stdout[-5000:])
+    return run.returncode == 0
+
+
+def _run_tests(names: Iterable[str], tree: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, *names],
+        cwd=tree,
+        env=_environment(tree),
+        capture_output=True,
+        text=True,
+        timeout=_TEST_S,
+    )
+
+
 def seeds_until_found(fault: Fault, tree: Path, seeds: int = SEEDS) -> int | None:
     """How many histories the simulator tries in a copy of the tree that has the fault until one
-    fails; None where none does.
+    fails, which holds without; None where none does.
     """
-    command = [sys.executable, "-m", "simulation", "--seeds", str(seeds)]
-    with (
-        planted(fault, tree),
-        subprocess.Popen(
-            command, cwd=tree, env=_environment(tree), stdout=subprocess.PIPE, text=True
-        ) as run,
-    ):
+    with planted(fault, tree):
+        found = _first_failing(tree, seeds)
+    if found is not None:
+        alone = [*_SIMULATOR, "--first", str(found - 1), "--seeds", "1"]
+        subprocess.run(alone, cwd=tree, env=_environment(tree), check=True, capture_output=True)
+    return found
+
+
+def _first_failing(tree: Path, seeds: int) -> int | None:
+    command = [*_SIMULATOR, "--seeds", str(seeds)]
+    with subprocess.Popen(
+        command, cwd=tree, env=_environment(tree), stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         for line in run.stdout:
             if found := re.match(r"after (\d+) seeds", line):
                 # It would make the history shorter now.
                 run.kill()
                 return int(found[1])
-    assert run.returncode == 0, f"{fault.title}: the simulator ended with {run.returncode}"
+    assert run.returncode == 0, f"the simulator ended with {run.returncode}"
     return None
 
 

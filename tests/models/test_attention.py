@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import library_stand_ins
 from models.attention_cases import BF16, CASES, F8, F16, F32, Case, check_case, make_batch
+from support.budget import in_soak
 from torch.overrides import TorchFunctionMode
 
 from penstock_shard.models.attention import sdpa
@@ -21,7 +22,6 @@ from penstock_shard.models.attention.torch_varlen import TorchVarlen
 from penstock_shard.models.kernels.cpu import load_kernels
 
 # Triton's interpreter takes about a second for a case: these always, the others in the soak.
-_SOAK = bool(os.environ.get("PENSTOCK_SOAK"))
 _INTERPRETED = {
     "triton": {
         "seven queries a head",
@@ -89,9 +89,9 @@ BACKENDS = (
     "triton, exact",
 )
 TABLE = [
-    (name, case)
+    (name, case) if case.name in _INTERPRETED.get(name, {case.name}) else in_soak(name, case)
     for name, case in itertools.product(BACKENDS, CASES)
-    if caches(name, case) and (_SOAK or case.name in _INTERPRETED.get(name, {case.name}))
+    if caches(name, case)
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from models.driver import Driver, load, make_request
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.adapters import make_adapter
+from support.budget import in_soak
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -63,10 +63,9 @@ CASES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "transformers: phi": ("phi", ["q_proj", "dense", "fc1", "fc2"], {}),
     "transformers: opt": ("opt", ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"], {}),
 }
-# Without PENSTOCK_SOAK, those that differ most.
+# Those that differ most: the others in the soak.
 SOME = ["all of llama", "ranks of their own", "fused tensors", "beside experts"]
 SOME += ["transformers: stablelm"]
-_SOAK = bool(os.environ.get("PENSTOCK_SOAK"))
 
 
 def make_peft(model_dir: Path, out: Path, targets: list[str], seed: int, **config: Any) -> Path:
@@ -134,7 +133,7 @@ class Adapted:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *((name, "cpu") for name in (CASES if _SOAK else SOME)),
+        *((name, "cpu") if name in SOME else in_soak(name, "cpu") for name in CASES),
         *((name, "sdpa") for name in ("some of llama", "transformers: phi")),
     ],
 )

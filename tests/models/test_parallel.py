@@ -21,7 +21,7 @@ import torch.distributed as dist
 from model_maker import make_model
 from models.other_rank import STACKED, load_as_told
 from support.adapters import make_adapter
-from support.budget import budget
+from support.budget import in_soak
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
@@ -150,7 +150,7 @@ def check_equal(two_ranks: TwoRanks, directory: Path, **settings: Any) -> None:
     assert greedy(divided, vocab_size) == greedy(whole, vocab_size)
 
 
-@pytest.mark.parametrize("family", [*OURS, *THEIRS, *(MORE if budget(0, 1) else [])])
+@pytest.mark.parametrize("family", [*OURS, *THEIRS, *map(in_soak, MORE)])
 def test_two_ranks_give_the_logits_and_tokens_of_one(
     family: str, two_ranks: TwoRanks, model_dir: Callable[[str], Path]
 ) -> None:
@@ -306,11 +306,11 @@ ADAPTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 # Here adapters that are looped and stacked differ by more than 1e-5 on one rank, too.
 ROUNDED_MORE = {"GraniteForCausalLM", "Qwen2MoeForCausalLM"}
-# Without PENSTOCK_SOAK, those that differ most.
+# Those that differ most: the others in the soak.
 SOME_ADAPTED = ["fewer heads of keys than ranks", "transformers: olmo2", "stacked, fused tensors"]
 
 
-@pytest.mark.parametrize("name", ADAPTED if budget(0, 1) else SOME_ADAPTED)
+@pytest.mark.parametrize("name", [n if n in SOME_ADAPTED else in_soak(n) for n in ADAPTED])
 def test_adapters_add_the_same_over_two_ranks(
     name: str, two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
@@ -428,7 +428,7 @@ def test_a_number_for_each_head_is_divided_like_the_heads() -> None:
 
 
 @pytest.mark.parametrize("family", [*OURS, "qwen3", "phi3"])
-@pytest.mark.parametrize("size", [4, *([2] if budget(0, 1) else [])])
+@pytest.mark.parametrize("size", [4, in_soak(2)])
 def test_parts_together_are_the_whole(
     family: str, size: int, model_dir: Callable[[str], Path]
 ) -> None:

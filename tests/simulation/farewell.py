@@ -23,7 +23,7 @@ from penstock_client.stream import GenerationStream
 from penstock_client.types import Attempt, GenerationRequest, Objective, Output, SamplingParams
 from penstock_proto.bounds import TRIAL_TOKENS
 from simulation.channel import MemoryConnector
-from simulation.engine import POISON_ID
+from simulation.engine import POISON_ID, EngineKind
 from simulation.expected import expected
 from simulation.network import LATENCY_S, Network, Way
 from simulation.shard import SimulatedShard
@@ -39,7 +39,10 @@ _READY_S = 60.0
 _IDLE_S = 4.0
 # Until a client knows that a shard says nothing any more, and has gone on elsewhere.
 _SILENCE_S = 8.0
-_LONG = GenerationRequest(range(100, 110), SamplingParams(seed=1), max_tokens=400, ignore_eos=True)
+_LONG_TOKENS = 400
+_LONG = GenerationRequest(
+    range(100, 110), SamplingParams(seed=1), max_tokens=_LONG_TOKENS, ignore_eos=True
+)
 # For answers that are read to their end.
 _SHORT = dataclasses.replace(_LONG, max_tokens=60)
 # As many engine deaths as a request is refused for, if it does not get on between them.
@@ -192,6 +195,25 @@ class Farewell:
         # Until what is on its way has arrived.
         await asyncio.sleep(late_s)
 
+    async def stay_exact(self) -> None:
+        """Who asks for the same bits waits for them, though others have the weights."""
+        if not self._are_alike or not self._shards[0].kind.is_exact:
+            return
+        request = dataclasses.replace(_LONG, exact=True)
+        async with self._submit(request) as stream:
+            await anext(stream)
+            busy = self._busy(stream)
+        kind = busy.kind
+        others = [shard for shard in self._shards if shard is not busy]
+        await self._become(others, dataclasses.replace(kind, is_exact=False))
+        async with self._submit(request) as stream:
+            await anext(stream)
+            if self._busy(stream) is busy:
+                busy.crash_engine()
+                await self._read_to(stream, _LONG_TOKENS)
+                self._check(not stream.approximate, "it goes on with other bits")
+        await self._become(others, kind)
+
     async def survive_poison(self) -> None:
         """Who ends engines is refused, and its like at once; those beside it are not."""
         poison = dataclasses.replace(_LONG, prompt_token_ids=[*range(100, 110), POISON_ID])
@@ -326,6 +348,14 @@ class Farewell:
             self._check(self._now_s < ends_s, "a shard does not get ready again")
             await asyncio.sleep(0.1)
 
+    async def _become(self, shards: Sequence[SimulatedShard], kind: EngineKind) -> None:
+        """Their next engines are of this kind, and serve."""
+        for shard in shards:
+            shard.kind = kind
+            shard.crash_engine()
+        await asyncio.sleep(_CALM_S)
+        await self._all_ready()
+
     async def _check_released(self) -> None:
         await asyncio.sleep(_CALM_S)
         left = [text for shard in self._shards for text in shard.leftovers()]
@@ -423,6 +453,7 @@ SCENES = _named(
 SCENES_OF_SEVERAL = _named(
     Farewell.lose_a_host,
     Farewell.meet_another_engine,
+    Farewell.stay_exact,
     Farewell.drain,
 )
 ENDINGS = _named(

@@ -45,20 +45,28 @@ def this_checkout() -> Checkout:
 
 
 def baseline(folder: Path) -> Checkout:
-    """The tree of the commit before, written to `folder`; skips the test without its history."""
-    return at_revision(os.environ.get("PENSTOCK_BASELINE") or _BASELINE, folder)
+    """The tree that this one is compared with, written to `folder`; skips the test without its
+    history.
+    """
+    asked = os.environ.get("PENSTOCK_BASELINE")
+    if asked and _archive(asked).returncode:
+        pytest.fail(f"PENSTOCK_BASELINE: {asked} is no revision of this repository")
+    return at_revision(asked or _BASELINE, folder)
 
 
 def at_revision(revision: str, folder: Path) -> Checkout:
     """The tree of a revision, written to `folder`; skips the test without its history."""
-    archive = subprocess.run(
-        ["git", "-C", str(_ROOT), "archive", revision], capture_output=True, check=False
-    )
+    archive = _archive(revision)
     if archive.returncode:
         pytest.skip(f"the history of this repository is not here: {revision} is not known")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     return Checkout(revision, folder)
+
+
+def _archive(revision: str) -> subprocess.CompletedProcess[bytes]:
+    command = ["git", "-C", str(_ROOT), "archive", revision]
+    return subprocess.run(command, capture_output=True, check=False)
 
 
 def copy_of(source: Checkout, folder: Path) -> Checkout:

@@ -59,6 +59,10 @@ class _Scripted(ShardServicer):
             else:
                 output.token_ids[:] = [1]
                 output.finish.reason = pb.Finish.REASON_STOP
+            if request.label == "late":
+                late = pb.Output(request_id=request.request_id, attempt=request.attempt - 1)
+                late.error.code = grpc.StatusCode.UNAVAILABLE.value[0]
+                yield pb.GenerateResponse(outputs=[late])
             yield pb.GenerateResponse(outputs=[output])
 
     async def Abort(self, request, context):
@@ -90,6 +94,14 @@ async def test_tokens_in_columns_reach_the_attempt_with_their_number(
         for stream in streams:
             assert [token async for output in stream for token in output.token_ids] == [8, 9, 10]
         assert client.in_flight == 0
+
+
+async def test_an_end_of_a_lower_attempt_that_comes_late_ends_no_higher_one(
+    scripted: tuple[_Scripted, str],
+) -> None:
+    async with ShardClient(scripted[1]) as client:
+        stream = client.submit(_request("late"), request_id="r", attempt=1)
+        assert [token async for output in stream for token in output.token_ids] == [1]
 
 
 async def test_tokens_in_columns_of_a_lower_attempt_are_dropped(
