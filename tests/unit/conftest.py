@@ -1,4 +1,4 @@
-"""On which event loop a unit test runs: asyncio's, or one whose time passes while everybody waits."""
+"""Which event loop a unit test runs on: asyncio's, or one whose time passes while all wait."""
 
 from __future__ import annotations
 
