@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 # Where a history fails with the fault, it does so among these.
 SEEDS = 2000
 _TEST_S = 300.0
+# With the fault a test may wait for what never comes.
+_PYTEST = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "40")
 _SIMULATOR = [sys.executable, "-m", "simulation"]
 
 
@@ -64,7 +66,7 @@ def pass_without(faults: Iterable[Fault], tree: Path) -> bool:
 
 
 def _run_tests(names: Iterable[str], tree: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *_PYTEST]
     return subprocess.run(
         [*command, *names],
         cwd=tree,

@@ -587,6 +587,13 @@ class MemoryRouter:
 _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
+async def _models_loaded(app: web.Application) -> None:
+    """Until the tokenizer of each model that is served was read, which takes a thread."""
+    async with asyncio.timeout(30.0):
+        while app[ROUTER].models.not_ready_because == "the models are being loaded":
+            await asyncio.sleep(0.001)
+
+
 @asynccontextmanager
 async def memory_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[MemoryRouter]:
     """Serve `fleet` in memory; fails when a sequence is left running afterwards."""
@@ -613,6 +620,7 @@ async def memory_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[Memo
         await runner.setup()
         try:
             assert runner.server is not None
+            await _models_loaded(app)
             yield MemoryRouter(fleet, app, runner.server)
         finally:
             await runner.cleanup()
