@@ -10,13 +10,14 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from llguidance import LLMatcher
 
 from penstock_shard.constraints.compiler import Compiler, is_worn_out
 from penstock_shard.constraints.state import failure_of
-from penstock_shard.request import Request, RequestState
+from penstock_shard.request import Request
 
 # A matcher's limit of work for consuming tokens is renewed at each mask. A mask after this many
 # delivered tokens uses little of that limit even with a highly ambiguous regex, and computes few
@@ -44,8 +45,16 @@ class OutputExhausts(Exception):
     """Following a request's delivered output exceeds the matcher's limits."""
 
 
-class _Discarded(Exception):
+class Discarded(Exception):
     """The request ended while its matcher was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """A matcher that is being made, and what stops that."""
+
+    matcher: Future[LLMatcher]
+    is_discarded: threading.Event
 
 
 class PendingMatchers:
@@ -56,7 +65,7 @@ class PendingMatchers:
         self._compiler = compiler
         self._on_done = on_done
         self._threads = threads
-        self._waiting: dict[Request, Future[LLMatcher]] = {}
+        self._waiting: dict[Request, _Making] = {}
         # A queue, so that a step looks only at requests that are done, however many wait.
         self._done: SimpleQueue[Request] = SimpleQueue()
 
@@ -65,18 +74,19 @@ class PendingMatchers:
 
     def add(self, request: Request) -> None:
         """Begin to make the matcher of a request that has a constraint."""
-        future = self._threads.submit(self._matcher, request)
-        self._waiting[request] = future
-        future.add_done_callback(lambda _: self._tell_done(request))
+        is_discarded = threading.Event()
+        matcher = self._threads.submit(self._matcher, request, is_discarded)
+        self._waiting[request] = _Making(matcher, is_discarded)
+        matcher.add_done_callback(lambda _: self._tell_done(request))
 
     def discard(self, request: Request) -> bool:
         """Forget a request that ended; whether it was waiting for its matcher."""
-        future = self._waiting.pop(request, None)
-        if future is None:
+        making = self._waiting.pop(request, None)
+        if making is None:
             return False
         # Stops `_follow`, as other requests wait behind it and its output may be long.
-        request.state = RequestState.ENDED
-        future.cancel()
+        making.is_discarded.set()
+        making.matcher.cancel()
         return True
 
     def take(self) -> list[tuple[Request, BaseException | None]]:
@@ -85,13 +95,13 @@ class PendingMatchers:
         """
         taken: list[tuple[Request, BaseException | None]] = []
         while (request := self._next_done()) is not None:
-            future = self._waiting.pop(request, None)
-            if future is None:
+            making = self._waiting.pop(request, None)
+            if making is None:
                 continue
             # Any exception, the library's panics included, ends this request only.
-            error = future.exception()
+            error = making.matcher.exception()
             if error is None:
-                request.matcher = future.result()
+                request.matcher = making.matcher.result()
             taken.append((request, error))
         return taken
 
@@ -105,29 +115,31 @@ class PendingMatchers:
         self._done.put(request)
         self._on_done()
 
-    def _matcher(self, request: Request) -> LLMatcher:
+    def _matcher(self, request: Request, is_discarded: threading.Event) -> LLMatcher:
         constraint = request.constraint
         assert constraint is not None
         goes_on = bool(request.num_output_tokens)
         beginning = self._compiler.compile(constraint, goes_on=goes_on)
         try:
-            return _follow(beginning.deep_copy(), request, _TOKENS_A_MASK)
+            return _follow(beginning.deep_copy(), request, is_discarded, _TOKENS_A_MASK)
         except (OutputRefused, OutputExhausts):
             if not is_worn_out(beginning):
                 raise
         # Requests with the same constraint share a lexer and its limits, which others may have used
         # up. Compiled alone, with a mask before each token, it repeats how the tokens were drawn.
-        return _follow(self._compiler.compile_alone(constraint), request, 1)
+        return _follow(self._compiler.compile_alone(constraint), request, is_discarded, 1)
 
 
-def _follow(matcher: LLMatcher, request: Request, tokens_a_mask: int) -> LLMatcher:
+def _follow(
+    matcher: LLMatcher, request: Request, is_discarded: threading.Event, tokens_a_mask: int
+) -> LLMatcher:
     """Advance the matcher past the request's delivered output, and check that it can fill a mask
     there. Raises OutputRefused, OutputExhausts.
     """
     token_ids = request.token_ids[request.num_prompt_tokens :]
     for start in range(0, len(token_ids), tokens_a_mask):
-        if request.state is RequestState.ENDED:
-            raise _Discarded
+        if is_discarded.is_set():
+            raise Discarded
         _compute_mask(matcher)
         if not matcher.consume_tokens(token_ids[start : start + tokens_a_mask]):
             raise OutputRefused(

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -23,7 +25,7 @@ from support.constrained_engines import ConstrainedEngine, constrained, text, to
 
 from penstock_shard.codes import Code
 from penstock_shard.constraints.compiler import Compiler
-from penstock_shard.constraints.matchers import PendingMatchers, compiling_threads
+from penstock_shard.constraints.matchers import Discarded, PendingMatchers, compiling_threads
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
 
@@ -274,6 +276,30 @@ def test_what_one_output_wears_out_the_next_request_does_not_meet() -> None:
     for _ in range(2):
         [outputs] = ConstrainedEngine(compiler=compiler).run(_ambiguous(1)).values()
         assert outputs[-1].error is None
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_output_is_followed_no_further_when_its_request_has_ended(ends: bool) -> None:
+    class Begun(Executor):
+        """Runs its work when told to, too late to cancel."""
+
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            self.future: Future[Any] = Future()
+            self.future.set_running_or_notify_cancel()
+            self.run = lambda: fn(*args, **kwargs)
+            return self.future
+
+    letters = Constraint("regex", "[a-f]{3,90}")
+    request = constrained("r", letters, output=ids_of(two_ended_compiler(), "abc" * 9))
+    threads = Begun()
+    matchers = PendingMatchers(two_ended_compiler(), lambda: None, threads)
+    matchers.add(request)
+    if ends:
+        assert matchers.discard(request)
+        with pytest.raises(Discarded):
+            threads.run()
+    else:
+        assert not threads.run().is_error()
 
 
 def test_what_is_worn_out_while_an_output_is_followed_costs_that_output_nothing() -> None:
