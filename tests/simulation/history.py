@@ -39,9 +39,9 @@ from simulation import virtual_time
 from simulation.channel import MemoryConnector
 from simulation.engine import POISON_ID, EngineKind
 from simulation.expected import expected, expected_vectors
-from simulation.farewell import Farewell
 from simulation.network import LATENCY_S, Network, Way
 from simulation.plan import Arrival, Plan, Trouble
+from simulation.scenes import Scenes
 from simulation.shard import SimulatedShard
 from simulation.virtual_time import Process, VirtualLoop
 
@@ -187,8 +187,8 @@ class History:
         await self._settle()
         faults = [*self._failed_readers(readers), *self._wrong_outcomes(), *self._leftovers()]
         if not faults:
-            farewell = Farewell(self._network, self._router, self._fleet, self._shards)
-            faults = await farewell.play(self.plan.scenes, self._tell)
+            scenes = Scenes(self._network, self._router, self._fleet, self._shards)
+            faults = await scenes.play(self.plan.scenes, self._tell)
         closing = self._router.run(self._fleet.close())
         await asyncio.wait([closing], timeout=10.0)
         if not closing.done():

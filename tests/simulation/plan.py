@@ -20,7 +20,7 @@ from penstock_client.types import (
 )
 from penstock_shard.config import ShardConfig
 from simulation.engine import ORDINARY_IDS, POISON_ID, EngineKind
-from simulation.farewell import ENDINGS, SCENES, SCENES_OF_SEVERAL
+from simulation.scenes import ENDINGS, SCENES, SCENES_OF_SEVERAL
 
 # Names and sources of what every shard has loaded, in half of the histories.
 ADAPTERS = (("styled", "a source"), ("plain", "another source"))

@@ -55,7 +55,7 @@ class Missed(Exception):
     """What a scene found."""
 
 
-class Farewell:
+class Scenes:
     """A fleet, in the process of its router, and its shards, all of them up."""
 
     def __init__(
@@ -426,7 +426,7 @@ class Farewell:
         self._check(token_ids == answer.token_ids, "its tokens are others")
 
 
-Scene = Callable[[Farewell], Awaitable[None]]
+Scene = Callable[[Scenes], Awaitable[None]]
 
 
 def _named(*scenes: Callable[..., Awaitable[None]]) -> dict[str, Scene]:
@@ -435,29 +435,29 @@ def _named(*scenes: Callable[..., Awaitable[None]]) -> dict[str, Scene]:
 
 # Played with any shards; with several only; and at the very end.
 SCENES = _named(
-    Farewell.stay_ready,
-    Farewell.leave_after_a_token,
-    Farewell.leave_at_once,
-    Farewell.break_a_call,
-    Farewell.overrun,
-    Farewell.overrun_over_two_engines,
-    Farewell.overrun_while_waiting,
-    Farewell.outlive_engines,
-    Farewell.outlive_connections,
-    Farewell.survive_poison,
-    Farewell.take_over,
-    Farewell.abort_before_an_attempt,
-    Farewell.write_no_more,
-    Farewell.come_back,
+    Scenes.stay_ready,
+    Scenes.leave_after_a_token,
+    Scenes.leave_at_once,
+    Scenes.break_a_call,
+    Scenes.overrun,
+    Scenes.overrun_over_two_engines,
+    Scenes.overrun_while_waiting,
+    Scenes.outlive_engines,
+    Scenes.outlive_connections,
+    Scenes.survive_poison,
+    Scenes.take_over,
+    Scenes.abort_before_an_attempt,
+    Scenes.write_no_more,
+    Scenes.come_back,
 )
 SCENES_OF_SEVERAL = _named(
-    Farewell.lose_a_host,
-    Farewell.meet_another_engine,
-    Farewell.stay_exact,
-    Farewell.drain,
+    Scenes.lose_a_host,
+    Scenes.meet_another_engine,
+    Scenes.stay_exact,
+    Scenes.drain,
 )
 ENDINGS = _named(
-    Farewell.leave_the_fleet,
-    Farewell.close_the_fleet,
+    Scenes.leave_the_fleet,
+    Scenes.close_the_fleet,
 )
 _ALL = {**SCENES, **SCENES_OF_SEVERAL, **ENDINGS}
