@@ -156,6 +156,32 @@ class Scenes:
                 for shard in self._shards:
                     self._network.cut(shard.address)
 
+    async def lose_an_engine(self) -> None:
+        """One that says nothing is replaced."""
+        async with self._submit(_LONG) as stream:
+            await anext(stream)
+            busy = self._busy(stream)
+            busy.stop_engine()
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    await self._read_to(stream, 30)
+            except TimeoutError:
+                raise Missed("a request stays with an engine that says nothing") from None
+            finally:
+                busy.resume()
+
+    async def crash_unheard(self) -> None:
+        """An end is not lost on a caller that could not read for a while."""
+        async with self._submit(_LONG) as stream:
+            await anext(stream)
+            busy = self._busy(stream)
+            self._network.close_ways(busy.address, {Way.BACK})
+            await asyncio.sleep(_IDLE_S / 4)
+            busy.crash_engine()
+            await asyncio.sleep(_CALM_S)
+            self._network.open_ways(busy.address)
+            await self._read_to(stream, _LONG_TOKENS)
+
     async def lose_a_host(self) -> None:
         """A shard that says nothing is left for another."""
         if not self._are_alike:
@@ -166,7 +192,7 @@ class Scenes:
             self._network.close_ways(address, set(Way))
             try:
                 async with asyncio.timeout(_SILENCE_S):
-                    await self._read_to(stream, 100)
+                    await self._read_to(stream, 30)
             except TimeoutError:
                 raise Missed("a request stays at a shard that says nothing") from None
             finally:
@@ -297,6 +323,7 @@ class Scenes:
             await asyncio.sleep(_SOON_S)
             stays = bool(busy.num_live)
             self._check(stays != busy.kind.is_exact, "a request stays" if stays else "it is moved")
+            await self._check_unavailable(busy)
             draining.cancel()
         busy.kill()
         busy.start()
@@ -360,6 +387,14 @@ class Scenes:
         await asyncio.sleep(_CALM_S)
         left = [text for shard in self._shards for text in shard.leftovers()]
         self._check(not left, "; ".join(left))
+
+    async def _check_unavailable(self, shard: SimulatedShard) -> None:
+        async with self._client(shard) as client:
+            try:
+                await anext(client.submit(_SHORT))
+            except ShardUnavailable:
+                return
+        raise Missed("a shard that drains takes a request")
 
     async def _check_refused(self, request: GenerationRequest) -> None:
         try:
@@ -444,6 +479,8 @@ SCENES = _named(
     Scenes.overrun_while_waiting,
     Scenes.outlive_engines,
     Scenes.outlive_connections,
+    Scenes.lose_an_engine,
+    Scenes.crash_unheard,
     Scenes.survive_poison,
     Scenes.take_over,
     Scenes.abort_before_an_attempt,
