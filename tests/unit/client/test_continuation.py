@@ -46,8 +46,6 @@ from penstock_client.verification import Verification
 from penstock_proto.bounds import TRIAL_TOKENS
 from penstock_proto.tracing import SpanContext
 
-pytestmark = pytest.mark.virtual_time
-
 _instances = itertools.count()
 
 
@@ -129,7 +127,6 @@ class World:
             patience,
             lambda *event: self.events.append(event),
             self.ended.append,
-            clock=options.pop("clock", asyncio.get_running_loop().time),
             **options,
         )
         for name in names:
