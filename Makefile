@@ -11,10 +11,9 @@ FAKE ?=
 MODEL ?=
 ARGS ?=
 # Tests run in so many processes, those of a file in one, as they share what it sets up. More than two
-# would be too many for the systems that they start, which wait more than they compute. In the order of
-# folders: files of few tests that take long come first, and the many of tests/unit fill the end.
+# would be too many for the systems that they start, which wait more than they compute.
 WORKERS ?= 2
-BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BESIDE = -n $(WORKERS) --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,7 +49,7 @@ serve: $(if $(FAKE),$(VENV)/.fake,$(VENV)/.shard) ## Set everything up and serve
 	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(if $(FAKE),--runner fake) $(ARGS)
 
 check: lint type ## Check style and types, run tests/unit and tests/contract (three minutes)
-	@$(BIN)/python -m pytest $(BESIDE) tests/contract tests/unit $(ARGS)
+	@$(BIN)/python -m pytest $(BESIDE) tests/unit tests/contract $(ARGS)
 
 test: $(VENV)/.dev $(TESTED_WITH) ## Run the tests, each property at a small fixed budget (eight minutes)
 	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
