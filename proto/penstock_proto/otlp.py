@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from importlib.metadata import version
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
@@ -24,6 +23,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from penstock_proto.tracing import Span
+from penstock_proto.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class OtlpSink:
         self._where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self._exporter = exporter or trace_exporter.OTLPSpanExporter(endpoint=url)
         self._resource = _resource(service)
-        self._scope = InstrumentationScope("penstock", version("penstock"))
+        self._scope = InstrumentationScope("penstock", VERSION)
         self._waiting: deque[Span] = deque()
         # Spans without room are counted by the event loop, those not taken by the thread.
         self._num_without_room = self._num_failed = self._num_reported = 0
@@ -127,7 +127,7 @@ class OtlpSink:
 
 def _resource(service: str) -> Resource:
     """The resource that OpenTelemetry's variables describe; `service` if they name no service."""
-    resource = Resource.create({"service.version": version("penstock")})
+    resource = Resource.create({"service.version": VERSION})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": service}))
     return resource

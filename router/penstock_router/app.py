@@ -16,6 +16,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web, web_urldispatcher
 
 from penstock_proto.tasks import lasting
 from penstock_proto.tracing import SpanSink
+from penstock_proto.version import VERSION
 from penstock_router import openapi
 from penstock_router.admission import Admission
 from penstock_router.apis.base import ERRORS
@@ -52,7 +53,6 @@ from penstock_router.routes.base import (
     RECORD,
     REQUEST_ID,
     ROUTER,
-    VERSION,
     WRONG_KEY,
     Handler,
     Route,

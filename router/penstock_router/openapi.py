@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from penstock_proto.version import VERSION
 from penstock_router import errors
 from penstock_router.apis.base import ErrorForm
 from penstock_router.errors import ApiError
 from penstock_router.fields import STRING, Field, JsonObject, Table, body_schema, table
 from penstock_router.request import MAX_REQUEST_ID_CHARS
-from penstock_router.routes.base import VERSION, Route
+from penstock_router.routes.base import Route
 from penstock_router.type_schemas import TypeSchemas
 
 _DESCRIPTION = """\

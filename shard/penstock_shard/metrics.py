@@ -5,7 +5,6 @@ engine process: the supervisor reports events, and its state is read at each scr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from itertools import chain
 from typing import Protocol
 
@@ -19,13 +18,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock_proto.metric_names import translated
+from penstock_proto.version import VERSION
 from penstock_shard.config import ShardConfig
 from penstock_shard.link import Error, Load, Output, Ready
 from penstock_shard.metrics_port import serve_in_threads
 from penstock_shard.request import FinishReason
 
-# Reading what is installed takes milliseconds.
-_VERSION = version("penstock")
 _STEP_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
@@ -229,7 +227,7 @@ class EngineCollector(Collector):
     def _info(self, ready: Ready | None) -> Metric:
         labels = {
             "model": self._config.model_name,
-            "version": _VERSION,
+            "version": VERSION,
             "dtype": "" if ready is None else ready.info.dtype,
             "device": "" if ready is None else ready.info.device,
             "instance_id": self._engine.instance_id,

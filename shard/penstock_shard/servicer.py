@@ -12,12 +12,12 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
 from penstock_proto.transport import FIELD_METADATA
+from penstock_proto.version import VERSION
 from penstock_shard import wire
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Reading what is installed takes milliseconds.
-_VERSION = version("penstock")
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
 # A call with this many outputs waiting has no more requests read: otherwise a caller that reads
@@ -261,7 +259,7 @@ class ShardServicer(wire.Servicer):
             instance_id=self._engine.instance_id,
             revision=ready.revision,
             tokenizer_hash=ready.tokenizer_hash,
-            version=_VERSION,
+            version=VERSION,
         )
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:

@@ -71,6 +71,8 @@ class Scenes:
         for shard in self._shards:
             shard.replace_hanging_engine()
         for name in names:
+            if name in SCENES_OF_SEVERAL and not self._are_alike:
+                continue
             tell(f"scene: {name}")
             task = self._router.run(self._play(_ALL[name]))
             await asyncio.wait([task], timeout=2 * _READY_S)
@@ -162,13 +164,8 @@ class Scenes:
             await anext(stream)
             busy = self._busy(stream)
             busy.stop_engine()
-            try:
-                async with asyncio.timeout(_SILENCE_S):
-                    await self._read_to(stream, 30)
-            except TimeoutError:
-                raise Missed("a request stays with an engine that says nothing") from None
-            finally:
-                busy.resume()
+            await self._check_goes_on(stream)
+            busy.resume()
 
     async def crash_unheard(self) -> None:
         """An end is not lost on a caller that could not read for a while."""
@@ -184,24 +181,15 @@ class Scenes:
 
     async def lose_a_host(self) -> None:
         """A shard that says nothing is left for another."""
-        if not self._are_alike:
-            return
         async with self._submit(_LONG) as stream:
             await anext(stream)
             address = self._busy(stream).address
             self._network.close_ways(address, set(Way))
-            try:
-                async with asyncio.timeout(_SILENCE_S):
-                    await self._read_to(stream, 30)
-            except TimeoutError:
-                raise Missed("a request stays at a shard that says nothing") from None
-            finally:
-                self._network.open_ways(address)
+            await self._check_goes_on(stream)
+            self._network.open_ways(address)
 
     async def meet_another_engine(self) -> None:
         """No answer goes on with weights that are new where it goes, though nobody knows it yet."""
-        if not self._are_alike:
-            return
         async with self._submit(_SHORT) as stream:
             first = await anext(stream)
             busy = self._busy(stream)
@@ -223,7 +211,7 @@ class Scenes:
 
     async def stay_exact(self) -> None:
         """Who asks for the same bits waits for them, though others have the weights."""
-        if not self._are_alike or not self._shards[0].kind.is_exact:
+        if not self._shards[0].kind.is_exact:
             return
         request = dataclasses.replace(_LONG, exact=True)
         async with self._submit(request) as stream:
@@ -313,8 +301,6 @@ class Scenes:
         """Whoever drains is left at once by those whom another goes on with to the same bits, and
         by no others.
         """
-        if not self._are_alike:
-            return
         async with self._submit(_LONG) as stream:
             await anext(stream)
             busy = self._busy(stream)
@@ -387,6 +373,14 @@ class Scenes:
         await asyncio.sleep(_CALM_S)
         left = [text for shard in self._shards for text in shard.leftovers()]
         self._check(not left, "; ".join(left))
+
+    async def _check_goes_on(self, stream: FleetStream) -> None:
+        """Whoever computed it says nothing any more: it goes on all the same."""
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                await self._read_to(stream, 30)
+        except TimeoutError:
+            raise Missed("a request stays with who says nothing") from None
 
     async def _check_unavailable(self, shard: SimulatedShard) -> None:
         async with self._client(shard) as client:
@@ -468,7 +462,7 @@ def _named(*scenes: Callable[..., Awaitable[None]]) -> dict[str, Scene]:
     return {scene.__name__.replace("_", " "): scene for scene in scenes}
 
 
-# Played with any shards; with several only; and at the very end.
+# Played with any shards; with several that are alike; and at the very end.
 SCENES = _named(
     Scenes.stay_ready,
     Scenes.leave_after_a_token,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -48,8 +47,6 @@ from penstock_router.shared_budget import SharedBudget
 from penstock_router.text_work import AnyKind
 from penstock_router.threads import Threads
 from penstock_router.write_timeout import write_timeout_of
-
-VERSION = version("penstock")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
