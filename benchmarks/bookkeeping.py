@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,9 @@ def _request(number: int, vocab_size: int, max_tokens: int) -> Request:
     return Request(
         request_id=str(number),
         attempt=0,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        num_delivered=0,
+        prompt=array("I", prompt).tobytes(),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=max_tokens,
-        stop_token_ids=frozenset(),
     )
 
 

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,12 +136,9 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
                 Request(
                     request_id=str(i),
                     attempt=0,
-                    token_ids=prompt,
-                    num_prompt_tokens=len(prompt),
-                    num_delivered=0,
+                    prompt=array("I", prompt).tobytes(),
                     sampling=SamplingParams(temperature=0.0),
                     max_tokens=args.output_tokens,
-                    stop_token_ids=frozenset(),
                 )
             )
         count = 0

@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import msgspec
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine import Engine
@@ -124,13 +127,14 @@ def _request(name: str, rng: random.Random, vocab: int, prompt: int, output: int
     return Request(
         request_id=name,
         attempt=0,
-        token_ids=[rng.randrange(3, vocab) for _ in range(prompt)],
-        num_prompt_tokens=prompt,
-        num_delivered=0,
+        prompt=array("I", [rng.randrange(3, vocab) for _ in range(prompt)]).tobytes(),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=output,
-        stop_token_ids=frozenset(),
     )
+
+
+def _with(objective: Objective, request: Request) -> Request:
+    return msgspec.structs.replace(request, objective=objective)
 
 
 def _limits(config: ShardConfig, args: argparse.Namespace, aging_s: float) -> SchedulerLimits:
@@ -161,9 +165,12 @@ def objectives(runner: Runner, config: ShardConfig, args: argparse.Namespace) ->
         while (at_s := at_s + rng.expovariate(1.3 * capacity)) < args.seconds:
             arrivals.append((at_s, _chat(str(len(arrivals)), rng, vocab)))
         chosen = {request.request_id for _, request in arrivals if rng.random() < 0.2}
-        for _, request in arrivals:
-            if with_slo and request.request_id in chosen:
-                request.objective = Objective(seconds_between_tokens=args.slo)
+        if with_slo:
+            slo = Objective(seconds_between_tokens=args.slo)
+            arrivals = [
+                (at_s, _with(slo, request) if request.request_id in chosen else request)
+                for at_s, request in arrivals
+            ]
         started_s = time.monotonic()
         timelines = serve(runner, limits, arrivals, max_queued=2 * args.max_num_seqs)
         elapsed_s = time.monotonic() - started_s

@@ -12,9 +12,13 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections import abc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks.gpu_bench.machine import (
     copy_bytes_per_s,
@@ -26,8 +30,9 @@ from benchmarks.gpu_bench.machine import (
 from benchmarks.gpu_bench.shapes import SHAPES, Shape, Variant
 from penstock_shard.config import ShardConfig
 from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.base import ScheduledSequence, StepPlan
 from penstock_shard.runner.model_runner import ModelRunner
+from penstock_shard.sequence import Sequence
 
 _GREEDY = SamplingParams(temperature=0.0)
 # The share of a copy's bytes per second at which weights are expected to be read.
@@ -75,20 +80,18 @@ class Sequences:
         blocks = -(-(context + room) // info.block_size)
         if count * blocks > info.num_blocks:
             raise RuntimeError(f"{count} sequences of {context} tokens need more KV blocks")
-        self.requests = [
-            Request(
+        self.sequences = []
+        for i in range(count):
+            request = Request(
                 request_id=str(i),
                 attempt=0,
-                token_ids=rng.choices(range(info.vocab_size), k=context),
-                num_prompt_tokens=context,
-                num_delivered=0,
+                prompt=array("I", rng.choices(range(info.vocab_size), k=context)).tobytes(),
                 sampling=_GREEDY,
                 max_tokens=room,
-                stop_token_ids=frozenset(),
-                block_ids=list(range(i * blocks, (i + 1) * blocks)),
             )
-            for i in range(count)
-        ]
+            sequence = Sequence.of(request)
+            sequence.block_ids += range(i * blocks, (i + 1) * blocks)
+            self.sequences.append(sequence)
         self._runner = runner
         self._next = context - 1
 
@@ -96,20 +99,20 @@ class Sequences:
         """Launch a step that samples one token of each sequence."""
         start = self._next
         self._next += 1
-        rows = tuple(ScheduledRequest(r, start, 1, samples=True) for r in self.requests)
+        rows = tuple(ScheduledSequence(s, start, 1, samples=True) for s in self.sequences)
         self._runner.launch(StepPlan(rows))
 
     def collect(self) -> None:
         results = self._runner.collect()
-        for request, result in zip(self.requests, results, strict=True):
+        for sequence, result in zip(self.sequences, results, strict=True):
             token_ids = result_tokens(result)
             if not token_ids:
                 raise RuntimeError(result.error or "a row gave no token")
-            request.token_ids += token_ids
+            sequence.token_ids += token_ids
 
     def end(self) -> None:
-        for request in self.requests:
-            self._runner.release(request)
+        for sequence in self.sequences:
+            self._runner.release(sequence)
 
 
 def result_tokens(result: Any) -> list[int]:
@@ -118,7 +121,7 @@ def result_tokens(result: Any) -> list[int]:
 
 
 def decode(
-    runner: ModelRunner, variant: Variant, batches: Sequence[int], context: int, steps: int
+    runner: ModelRunner, variant: Variant, batches: abc.Sequence[int], context: int, steps: int
 ) -> Iterator[dict[str, Any]]:
     """A row of figures for each batch size, in ms."""
     copy = copy_bytes_per_s(device_of(variant.device))
@@ -191,7 +194,7 @@ def device_and_launch_s(
 
 
 def prefill(
-    runner: ModelRunner, variant: Variant, lengths: Sequence[int]
+    runner: ModelRunner, variant: Variant, lengths: abc.Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """Prefill of prompts, each computed in one step."""
     peak = matmul_flops_per_s(device_of(variant.device))
@@ -213,9 +216,9 @@ def prefill(
 def compute_prompt(runner: ModelRunner, length: int) -> float:
     """Compute a prompt in one step. Returns the seconds until its token is collected."""
     sequences = Sequences(runner, 1, length, 1)
-    (request,) = sequences.requests
+    (sequence,) = sequences.sequences
     before_s = time.perf_counter()
-    runner.launch(StepPlan((ScheduledRequest(request, 0, length, samples=True),)))
+    runner.launch(StepPlan((ScheduledSequence(sequence, 0, length, samples=True),)))
     runner.collect()
     seconds = time.perf_counter() - before_s
     sequences.end()
@@ -252,45 +255,45 @@ def _tokens(
     """
     context = 300
     sequences = Sequences(runner, batch, context, 64)
-    for request in sequences.requests:
-        request.logprobs = 0
-    first = sequences.requests[0]
+    for sequence in sequences.sequences:
+        sequence.request = msgspec.structs.replace(sequence.request, logprobs=0)
+    first = sequences.sequences[0]
     first.token_ids[:] = random.Random(0).choices(range(runner.info.vocab_size), k=context)
     found = []
     for number in range(40):
         rows = []
-        for request in sequences.requests:
+        for sequence in sequences.sequences:
             again = number in (0, again_at)
-            rows += _rows_of(request, again, cut)
+            rows += _rows_of(sequence, again, cut)
         for step in _in_turns(rows):
             runner.launch(StepPlan(tuple(step)))
             for row, result in zip(step, runner.collect(), strict=True):
                 if row.samples:
-                    row.request.token_ids += result_tokens(result)
-                    if row.request is first and result.logprobs is not None:
+                    row.sequence.token_ids += result_tokens(result)
+                    if row.sequence is first and result.logprobs is not None:
                         found.append((result_tokens(result), result.logprobs.chosen))
     sequences.end()
     return found
 
 
-def _rows_of(request: Request, again: bool, cut: int | None) -> list[ScheduledRequest]:
-    """The request's tokens to compute next, in chunks of `cut`; all of them if `again`."""
-    end = len(request.token_ids)
+def _rows_of(sequence: Sequence, again: bool, cut: int | None) -> list[ScheduledSequence]:
+    """The sequence's tokens to compute next, in chunks of `cut`; all of them if `again`."""
+    end = len(sequence.token_ids)
     start = 0 if again else end - 1
     step = cut or end
     return [
-        ScheduledRequest(request, at, min(step, end - at), samples=at + step >= end)
+        ScheduledSequence(sequence, at, min(step, end - at), samples=at + step >= end)
         for at in range(start, end, step)
     ]
 
 
-def _in_turns(rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
+def _in_turns(rows: abc.Sequence[ScheduledSequence]) -> list[list[ScheduledSequence]]:
     """Steps of at most 4,096 tokens with one chunk of each request, earlier chunks first."""
-    steps: list[list[ScheduledRequest]] = [[]]
+    steps: list[list[ScheduledSequence]] = [[]]
     for row in sorted(rows, key=lambda row: (row.start, row.count)):
         last = steps[-1]
-        taken = {id(other.request) for other in last}
-        if id(row.request) in taken or sum(r.count for r in last) + row.count > 4096:
+        taken = {id(other.sequence) for other in last}
+        if id(row.sequence) in taken or sum(r.count for r in last) + row.count > 4096:
             steps.append([])
         steps[-1].append(row)
     return steps

@@ -11,7 +11,8 @@ import os
 import queue
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from penstock_shard.engine import Engine
 from penstock_shard.engine_loop import EngineLoop
 from penstock_shard.link import Inbox
 from penstock_shard.loading import LoadedRunner
-from penstock_shard.request import Request
 from penstock_shard.runner.base import AdapterStore, RowResult, Runner, RunnerInfo, StepPlan
+from penstock_shard.sequence import Sequence
 
 # Where the engine of a process writes its steps.
 STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"
@@ -130,15 +131,15 @@ class _TimedRunner:
         self._runner.launch(plan)
         self._log.end_call()
 
-    def collect(self) -> Sequence[RowResult]:
+    def collect(self) -> abc.Sequence[RowResult]:
         self._log.begin_call()
         results = self._runner.collect()
         tokens = sum(result.token_id is not None for result in results)
         self._log.end_step(len(results), tokens)
         return results
 
-    def release(self, request: Request) -> None:
-        self._runner.release(request)
+    def release(self, sequence: Sequence) -> None:
+        self._runner.release(sequence)
 
 
 def measure_engine(path: str) -> None:
@@ -176,7 +177,7 @@ def read_moments(path: Path) -> Iterator[Moment]:
 
 
 def parts_of(
-    moments: Sequence[Moment], from_s: float, to_s: float, *, step_s: float | None, threads: int
+    moments: abc.Sequence[Moment], from_s: float, to_s: float, *, step_s: float | None, threads: int
 ) -> Parts:
     """Of the steps that began and ended in the window.
 

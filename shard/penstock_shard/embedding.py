@@ -7,27 +7,28 @@ from collections.abc import Sequence
 
 from penstock_shard.codes import Code
 from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.link import Error, Output, Submit
+from penstock_shard.link import Error, Output
+from penstock_shard.request import Request
 from penstock_shard.validation import Refusal
 
 
-async def embed(engine: EngineSupervisor, submits: Sequence[Submit]) -> list[bytes]:
+async def embed(engine: EngineSupervisor, requests: Sequence[Request]) -> list[bytes]:
     """The vectors of these requests, in their order. Cancellation aborts those that are live.
 
     Raises:
         Refusal: one of the requests failed; the others are aborted.
     """
-    call = _Call(len(submits))
+    call = _Call(len(requests))
     try:
-        for submit in submits:
+        for request in requests:
             if not call.ended.done():
-                call.live[submit.request_id] = None
-                engine.submit(submit, call.take)
+                call.live[request.request_id] = None
+                engine.submit(request, call.take)
         await call.ended
     finally:
         for request_id in list(call.live):
             engine.abort(request_id, 0)
-    return [call.vectors[submit.request_id] for submit in submits]
+    return [call.vectors[request.request_id] for request in requests]
 
 
 class _Call:

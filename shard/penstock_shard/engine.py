@@ -1,6 +1,6 @@
-"""The engine: requests in, steps, outputs out. Knows no sockets, no processes and no torch.
+"""The engine: sequences in, steps, outputs out. Knows no sockets, no processes and no torch.
 
-Every request that is submitted ends with exactly one output that is last: a finish or an error.
+Every sequence that is submitted ends with exactly one output that is last: a finish or an error.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from itertools import chain
 
 from penstock_shard.codes import Code
@@ -17,25 +17,26 @@ from penstock_shard.constraints.matchers import OutputExhausts, OutputRefused, P
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Error, Load, Output, Work
-from penstock_shard.request import FinishReason, Request, RequestState
+from penstock_shard.request import FinishReason, Request
 from penstock_shard.runner.base import (
     Logprobs,
     RowResult,
     Runner,
-    ScheduledRequest,
+    ScheduledSequence,
     StepOutOfMemory,
     StepPlan,
 )
 from penstock_shard.scheduler import Scheduler
+from penstock_shard.sequence import Sequence, SequenceState
 
 logger = logging.getLogger(__name__)
 
 # Looking up a member of an enumeration takes as long as counting a token.
-_ENDED = RequestState.ENDED
+_ENDED = SequenceState.ENDED
 
 
 class Engine:
-    """Owns the requests; the scheduler decides, the runner computes."""
+    """Owns the sequences; the scheduler decides, the runner computes."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class Engine:
         tell_started: Callable[[list[str]], None] = lambda request_ids: None,
         matchers: PendingMatchers | None = None,
     ) -> None:
-        """`tell_started` gets the ids of requests in a step for the first time, before its launch.
-        Without `matchers` no request may have a constraint.
+        """`tell_started` gets the ids of sequences in a step for the first time, before its launch.
+        Without `matchers` no sequence may have a constraint.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -55,7 +56,7 @@ class Engine:
         self._clock = clock
         self._tell_started = tell_started
         self._matchers = matchers
-        self._requests: dict[str, Request] = {}
+        self._live: dict[str, Sequence] = {}
         self._outputs: list[Output] = []
         # Launched steps that are not collected, the oldest first.
         self._in_flight: deque[StepPlan] = deque()
@@ -72,32 +73,40 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there is a step to launch or to collect."""
-        return len(self._requests) > self._num_compiling or bool(self._in_flight)
+        return len(self._live) > self._num_compiling or bool(self._in_flight)
 
     @property
     def _num_compiling(self) -> int:
         return 0 if self._matchers is None else len(self._matchers)
 
-    def submit(self, request: Request) -> None:
-        """Take a request. A higher attempt of an id in use ends the lower one and takes over."""
-        present = self._requests.get(request.request_id)
+    def submit(self, request: Request, adapter_index: int = 0) -> None:
+        """Take a request. A higher attempt of an id in use ends the lower one and takes over.
+
+        `adapter_index` is where the runner has the request's adapter; 0 without one.
+        """
+        sequence = Sequence.of(request, adapter_index)
+        present = self._live.get(request.request_id)
         if present is not None:
-            if present.attempt >= request.attempt:
-                self._outputs.append(_ending(request, finish=FinishReason.ABORTED))
+            if present.request.attempt >= request.attempt:
+                self._outputs.append(_ending(sequence, finish=FinishReason.ABORTED))
                 return
             self._end(present, finish=FinishReason.ABORTED)
-        self._requests[request.request_id] = request
+        self._live[request.request_id] = sequence
         if request.constraint is None:
-            self._scheduler.add(request, self._clock())
+            self._scheduler.add(sequence, self._clock())
         else:
             assert self._matchers is not None
-            self._matchers.add(request)
+            self._matchers.add(sequence)
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End this attempt of a request before the next step, if it has not ended."""
-        request = self._requests.get(request_id)
-        if request is not None and request.attempt == attempt:
-            self._end(request, finish=FinishReason.ABORTED)
+        sequence = self._live.get(request_id)
+        if sequence is not None and sequence.request.attempt == attempt:
+            self._end(sequence, finish=FinishReason.ABORTED)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of a request that has not ended."""
+        return self._live.get(request_id)
 
     def step(self) -> list[Output]:
         """Launch the next step, and collect the one before it; all outputs since the last call."""
@@ -126,9 +135,9 @@ class Engine:
         return outputs
 
     def adapter_indices(self) -> set[int]:
-        """Adapter indices of requests that are live, or in a step that is not collected."""
-        flying = (row.request for plan in self._in_flight for row in plan.rows)
-        return {request.adapter_index for request in chain(self._requests.values(), flying)}
+        """Adapter indices of sequences that are live, or in a step that is not collected."""
+        flying = (row.sequence for plan in self._in_flight for row in plan.rows)
+        return {sequence.adapter_index for sequence in chain(self._live.values(), flying)}
 
     def load(self) -> Load:
         return Load(
@@ -149,25 +158,25 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` when the records of requests and blocks disagree."""
-        requests = self._scheduler.requests
-        assert len(requests) + self._num_compiling == len(self._requests), (
-            f"{len(requests)} requests are scheduled, {len(self._requests)} are known"
+        """Raises `AssertionError` when the records of sequences and blocks disagree."""
+        sequences = self._scheduler.sequences
+        assert len(sequences) + self._num_compiling == len(self._live), (
+            f"{len(sequences)} sequences are scheduled, {len(self._live)} are known"
         )
-        assert {request.request_id for request in requests} <= set(self._requests)
+        assert {sequence.request.request_id for sequence in sequences} <= set(self._live)
         self._blocks.check_integrity(self._scheduler.block_holders)
 
     # ---- internals ----
 
     def _add_compiled(self) -> None:
-        """Queue the requests whose constraints are compiled by now."""
+        """Queue the sequences whose constraints are compiled by now."""
         assert self._matchers is not None
-        for request, refusal in self._matchers.take():
+        for sequence, refusal in self._matchers.take():
             if refusal is None:
-                self._scheduler.add(request, self._clock())
+                self._scheduler.add(sequence, self._clock())
                 continue
-            self._outputs.append(_ending(request, error=_unmatched(request, refusal)))
-            del self._requests[request.request_id]
+            self._outputs.append(_ending(sequence, error=_unmatched(sequence, refusal)))
+            del self._live[sequence.request.request_id]
 
     def _launch(self) -> bool:
         """Hand the next step to the runner, if there is anything to run."""
@@ -180,7 +189,7 @@ class Engine:
         if not plan.rows:
             return False
         if started := self._scheduler.take_started():
-            self._tell_started([request.request_id for request in started])
+            self._tell_started([sequence.request.request_id for sequence in started])
         if self.step_started_s is None:
             self._expect(now_s)
         self._runner.launch(plan)
@@ -194,11 +203,11 @@ class Engine:
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
     def _give_back(self) -> None:
-        """End preempted requests that ask to go to another shard rather than wait."""
-        for request, reason in self._scheduler.take_preempted():
-            if request.hand_back and request.state is RequestState.WAITING:
+        """End preempted sequences that ask to go to another shard rather than wait."""
+        for sequence, reason in self._scheduler.take_preempted():
+            if sequence.request.hand_back and sequence.state is SequenceState.WAITING:
                 message = f"{reason}; the request is given back"
-                self._end(request, error=Error(Code.UNAVAILABLE, message))
+                self._end(sequence, error=Error(Code.UNAVAILABLE, message))
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and handle its results."""
@@ -215,13 +224,13 @@ class Engine:
         self._steps_seconds_total += seconds
         self._sequences_total += len(plan.rows)
         self._take(plan, results, now_s)
-        for request in self._scheduler.collected(plan, seconds):
-            self._runner.release(request)
+        for sequence in self._scheduler.collected(plan, seconds):
+            self._runner.release(sequence)
         if self._in_flight:
             self._expect(now_s)
 
     def _lose_steps(self, error: StepOutOfMemory) -> None:
-        """The oldest step in flight ran out of device memory: every request in a launched step is
+        """The oldest step in flight ran out of device memory: every sequence in a launched step is
         preempted, to be computed again in smaller steps.
         """
         plans = list(self._in_flight)
@@ -231,12 +240,12 @@ class Engine:
             with contextlib.suppress(StepOutOfMemory):
                 self._runner.collect()
         failed, bounds = plans[0], self._scheduler.bounds
-        request = failed.rows[0].request
-        if bounds.is_hopeless(failed) and request.state is not _ENDED:
+        sequence = failed.rows[0].sequence
+        if bounds.is_hopeless(failed) and sequence.state is not _ENDED:
             message = f"the device has too little memory for it: {error}"
-            self._end(request, error=Error(Code.RESOURCE_EXHAUSTED, message))
-        for request in self._scheduler.lost(plans):
-            self._runner.release(request)
+            self._end(sequence, error=Error(Code.RESOURCE_EXHAUSTED, message))
+        for sequence in self._scheduler.lost(plans):
+            self._runner.release(sequence)
         self._give_back()
         logger.warning(
             "out of memory in a step of %d tokens of %d requests, which are preempted: %s; steps "
@@ -248,28 +257,28 @@ class Engine:
             bounds.sequences,
         )
 
-    def _take(self, plan: StepPlan, results: Sequence[RowResult], now_s: float) -> None:
+    def _take(self, plan: StepPlan, results: abc.Sequence[RowResult], now_s: float) -> None:
         """Turn a step's results into outputs. Runs for every token: keep it cheap."""
         may_draft = self._scheduler.may_draft
         for row, result in zip(plan.rows, results, strict=True):
-            request = row.request
+            sequence = row.sequence
             if row.samples:
-                request.num_pending -= 1
+                sequence.num_pending -= 1
             else:
-                request.num_partial_steps += 1
-            # The request ended while this step was in flight.
-            if request.state is _ENDED:
+                sequence.num_partial_steps += 1
+            # The sequence ended while this step was in flight.
+            if sequence.state is _ENDED:
                 continue
             if result.error is not None:
-                self._end(request, error=_failed(request, result))
+                self._end(sequence, error=_failed(sequence, result))
                 continue
             if result.token_id is not None:
-                output = _token_output(request, result.token_id, result.logprobs)
-                request.last_token_s = now_s
+                output = _token_output(sequence, result.token_id, result.logprobs)
+                sequence.last_token_s = now_s
                 if may_draft and result.more_token_ids:
-                    _add_accepted(request, output, result.more_token_ids)
+                    _add_accepted(sequence, output, result.more_token_ids)
             else:
-                output = _output(request)
+                output = _output(sequence)
                 if result.embedding is not None:
                     output.embedding = result.embedding
                     output.finish = FinishReason.STOP
@@ -280,46 +289,46 @@ class Engine:
                 continue
             self._outputs.append(output)
             if output.finish is not None:
-                output.work = _work(request)
-                self._forget(request)
+                output.work = _work(sequence)
+                self._forget(sequence)
 
     def _add_prompt_logprobs(
-        self, output: Output, row: ScheduledRequest, logprobs: Logprobs
+        self, output: Output, row: ScheduledSequence, logprobs: Logprobs
     ) -> None:
-        """Add prompt log-probabilities, but those sent before the request was preempted."""
-        request = row.request
-        if not request.needs_prompt_logprobs:
+        """Add prompt log-probabilities, but those sent before the sequence was preempted."""
+        sequence = row.sequence
+        if not sequence.needs_prompt_logprobs:
             return
-        known = request.num_prompt_logprobs_sent - row.start
+        known = sequence.num_prompt_logprobs_sent - row.start
         if known > 0:
             logprobs = logprobs.without_first(known)
         if not logprobs.chosen:
             return
         output.prompt_logprobs = logprobs
-        output.prompt_logprobs_start = request.num_prompt_logprobs_sent + 1
-        request.num_prompt_logprobs_sent += len(logprobs.chosen)
+        output.prompt_logprobs_start = sequence.num_prompt_logprobs_sent + 1
+        sequence.num_prompt_logprobs_sent += len(logprobs.chosen)
 
     def _end(
-        self, request: Request, *, finish: FinishReason | None = None, error: Error | None = None
+        self, sequence: Sequence, *, finish: FinishReason | None = None, error: Error | None = None
     ) -> None:
-        self._outputs.append(_ending(request, finish=finish, error=error))
-        self._forget(request)
+        self._outputs.append(_ending(sequence, finish=finish, error=error))
+        self._forget(sequence)
 
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        if self._matchers is not None and self._matchers.discard(request):
+    def _forget(self, sequence: Sequence) -> None:
+        del self._live[sequence.request.request_id]
+        if self._matchers is not None and self._matchers.discard(sequence):
             return
-        if self._scheduler.remove(request):
-            self._runner.release(request)
+        if self._scheduler.remove(sequence):
+            self._runner.release(sequence)
 
 
-def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) -> Output:
-    known = request.token_ids
-    position = len(known) - request.num_prompt_tokens
+def _token_output(sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> Output:
+    request, known = sequence.request, sequence.token_ids
+    position = len(known) - sequence.num_prompt_tokens
     known.append(token_id)
     output = Output(request.request_id, request.attempt, position, [token_id], logprobs)
-    if position == request.num_delivered:
-        output.cached_tokens = request.cached_tokens
+    if position == sequence.num_delivered:
+        output.cached_tokens = sequence.cached_tokens
     if token_id in request.stop_token_ids or token_id in request.reluctant_stop_ids:
         output.finish = FinishReason.STOP
         output.stop_token_id = token_id
@@ -328,58 +337,59 @@ def _token_output(request: Request, token_id: int, logprobs: Logprobs | None) ->
     return output
 
 
-def _add_accepted(request: Request, output: Output, token_ids: Sequence[int]) -> None:
+def _add_accepted(sequence: Sequence, output: Output, token_ids: abc.Sequence[int]) -> None:
     """Append the tokens after the row's first one: they follow accepted drafts, and none follows a
     token that ends the sequence. `output` already has the log-probabilities of all of them.
     """
     for token_id in token_ids:
-        output.merge(_token_output(request, token_id, None))
-    request.num_accepted_drafts += len(token_ids)
+        output.merge(_token_output(sequence, token_id, None))
+    sequence.num_accepted_drafts += len(token_ids)
 
 
-def _failed(request: Request, result: RowResult) -> Error:
+def _failed(sequence: Sequence, result: RowResult) -> Error:
     """The error of a row that failed. What the request itself causes would fail at any shard."""
-    if request.matcher is not None and request.matcher.is_error():
-        # The request's own text broke the matcher, or other requests with the same constraint did:
-        # retrying it tells which.
+    if sequence.matcher is not None and sequence.matcher.is_error():
+        # The request's own text broke the matcher, or others with the same constraint did: retrying
+        # it tells which.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
-    kind = "" if request.constraint is None else request.constraint.kind
+    kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
     code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
     return Error(code, result.error or "", kind)
 
 
-def _unmatched(request: Request, reason: BaseException) -> Error:
-    """The error of a request for which no matcher could be made."""
-    assert request.constraint is not None
-    kind = request.constraint.kind
+def _unmatched(sequence: Sequence, reason: BaseException) -> Error:
+    """The error of a sequence for which no matcher could be made."""
+    assert sequence.request.constraint is not None
+    kind = sequence.request.constraint.kind
     if isinstance(reason, OutputRefused):
         return Error(Code.INVALID_ARGUMENT, str(reason), "output_token_ids")
     if isinstance(reason, OutputExhausts):
         return Error(Code.OUT_OF_RANGE, f"{kind}: {reason}", kind)
     if isinstance(reason, ConstraintRefused):
         return Error(Code.INVALID_ARGUMENT, str(reason), kind)
-    logger.error("request %s: its constraint failed", request.request_id, exc_info=reason)
+    logger.error("request %s: its constraint failed", sequence.request.request_id, exc_info=reason)
     return Error(Code.INTERNAL, f"{kind}: it cannot be compiled: {type(reason).__name__}", kind)
 
 
-def _work(request: Request) -> Work:
+def _work(sequence: Sequence) -> Work:
     """Steps that computed it, and its preemptions. Each step that sampled gave one token besides
     accepted drafts, which took no step of their own.
     """
-    num_sampled = request.num_output_tokens - request.num_delivered - request.num_accepted_drafts
-    return Work(request.num_partial_steps + num_sampled, request.preemptions)
+    num_sampled = sequence.num_output_tokens - sequence.num_delivered - sequence.num_accepted_drafts
+    return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)
 
 
-def _output(request: Request) -> Output:
+def _output(sequence: Sequence) -> Output:
     """An output without tokens."""
-    return Output(request.request_id, request.attempt, request.num_output_tokens, [])
+    request = sequence.request
+    return Output(request.request_id, request.attempt, sequence.num_output_tokens, [])
 
 
 def _ending(
-    request: Request, *, finish: FinishReason | None = None, error: Error | None = None
+    sequence: Sequence, *, finish: FinishReason | None = None, error: Error | None = None
 ) -> Output:
-    output = _output(request)
+    output = _output(sequence)
     output.finish = finish
     output.error = error
-    output.work = _work(request)
+    output.work = _work(sequence)
     return output

@@ -30,9 +30,6 @@ class PlacedAdapter:
     index: int
 
 
-NO_ADAPTER = PlacedAdapter(Adapter("", "", "", 0), 0)
-
-
 class EngineAdapters:
     """Used by the thread that steps; only `on_read` is called from another."""
 
@@ -61,9 +58,9 @@ class EngineAdapters:
     def loaded(self) -> tuple[Adapter, ...]:
         return tuple(placed.adapter for placed in self._placed.values())
 
-    def find(self, name: str) -> PlacedAdapter:
-        """The loaded adapter of this name; `NO_ADAPTER` for ""."""
-        return self._placed[name] if name else NO_ADAPTER
+    def index_of(self, name: str) -> int:
+        """Where the runner has the loaded adapter of this name; 0 for the name ""."""
+        return self._placed[name].index if name else 0
 
     def load(self, name: str, source: str) -> None:
         """Load an adapter before there are requests. Raises ModelError."""

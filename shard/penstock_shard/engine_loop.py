@@ -6,14 +6,12 @@ Knows no threads, no sockets and no time but the clock it is given; `engine_main
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable
 
 from penstock_proto.clock import Clock
 from penstock_shard.engine import Engine
-from penstock_shard.engine_adapters import NO_ADAPTER, EngineAdapters, PlacedAdapter
-from penstock_shard.link import Beat, FromEngine, Inbox, Load, StepOutputs, Submit
-from penstock_shard.request import NO_OBJECTIVE, Request
+from penstock_shard.engine_adapters import EngineAdapters
+from penstock_shard.link import Beat, FromEngine, Inbox, Load, StepOutputs
 
 BEAT_S = 0.25
 # A beat that is later than this means that the whole process was held up, its step included.
@@ -61,8 +59,8 @@ class EngineLoop:
     def take(self, message: Inbox) -> None:
         """Do what the server asks for."""
         self._turn_started_s = self._clock()
-        for submit in message.submits:
-            self._engine.submit(request_of(submit, self._adapters.find(submit.adapter)))
+        for request in message.requests:
+            self._engine.submit(request, self._adapters.index_of(request.adapter))
         for request_id, attempt in message.aborts:
             self._engine.abort(request_id, attempt)
         for change in message.adapter_changes:
@@ -109,33 +107,3 @@ class Heartbeat:
         self._beat_at_s, self._step_s = now_s, started_s
         running_s = 0.0 if started_s is None else now_s - started_s - self._stopped_s
         return Beat(max(0.0, running_s), self._loop.step_expected_s)
-
-
-def request_of(submit: Submit, placed: PlacedAdapter = NO_ADAPTER) -> Request:
-    """A submitted request as the engine keeps it."""
-    prompt = array("I", submit.prompt)
-    output = array("I", submit.output)
-    return Request(
-        request_id=submit.request_id,
-        attempt=submit.attempt,
-        token_ids=prompt.tolist() + output.tolist(),
-        num_prompt_tokens=len(prompt),
-        num_delivered=len(output),
-        sampling=submit.sampling,
-        max_tokens=submit.max_tokens,
-        stop_token_ids=frozenset(submit.stop_token_ids),
-        min_tokens=submit.min_tokens,
-        logprobs=submit.logprobs,
-        prompt_logprobs=submit.prompt_logprobs,
-        logprob_token_ids=submit.logprob_token_ids,
-        cache_salt=submit.cache_salt,
-        adapter=placed.adapter.content_hash,
-        adapter_index=placed.index,
-        pooling=submit.pooling,
-        constraint=submit.constraint,
-        reluctant_stop_ids=frozenset(submit.reluctant_stop_ids),
-        thinking_budget=submit.thinking_budget,
-        # Decoding makes a new object, but the scheduler compares with `NO_OBJECTIVE` by identity.
-        hand_back=submit.hand_back,
-        objective=NO_OBJECTIVE if submit.objective == NO_OBJECTIVE else submit.objective,
-    )

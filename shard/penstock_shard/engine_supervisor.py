@@ -26,7 +26,7 @@ from penstock_shard.constraints.checker import CheckFailed, ConstraintChecker, N
 from penstock_shard.early_aborts import EarlyAborts
 from penstock_shard.engine_process import EngineProcess, StartProcess, start_engine_process
 from penstock_shard.metrics import ShardMetrics
-from penstock_shard.request import CONSTRAINT_KINDS, Constraint, FinishReason
+from penstock_shard.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
 from penstock_shard.server_adapters import Loaded, ServerAdapters
 from penstock_shard.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
 
@@ -93,7 +93,7 @@ class EngineSupervisor:
         self._routes: dict[str, _Route] = {}
         self._live_tokens = 0
         self._early_aborts = EarlyAborts(clock)
-        self._submits: list[link.Submit] = []
+        self._requests: list[Request] = []
         self._aborts: list[tuple[str, int]] = []
         self._adapter_changes: list[link.AdapterChange] = []
         self.adapters = ServerAdapters(config, self._change_adapter, self._adapters_changed)
@@ -170,7 +170,7 @@ class EngineSupervisor:
 
     def submit(
         self,
-        submit: link.Submit,
+        request: Request,
         deliver: Deliver,
         *,
         deadline_s: float | None = None,
@@ -182,53 +182,53 @@ class EngineSupervisor:
         A suspect was running in engines that died; only one is accepted at a time. Callers take
         turns with their constraints.
         """
-        key = (submit.request_id, submit.attempt)
+        key = (request.request_id, request.attempt)
         if self._early_aborts.include(*key):
             deliver(_ending(*key, finish=FinishReason.ABORTED))
             return
-        refusal = self._refusal_of(submit, suspect)
+        refusal = self._refusal_of(request, suspect)
         if refusal is not None:
             self.metrics.refused(refusal)
             deliver(_ending(*key, error=refusal))
             return
-        present = self._routes.get(submit.request_id)
+        present = self._routes.get(request.request_id)
         if present is not None:
-            self._supersede(present, submit)
-        route = _Route(*key, deliver, submit.num_tokens, self._clock(), suspect)
+            self._supersede(present, request)
+        route = _Route(*key, deliver, request.num_tokens, self._clock(), suspect)
         if deadline_s is not None:
             loop = asyncio.get_running_loop()
             route.deadline = loop.call_later(deadline_s, self._overdue, route)
-        self._routes[submit.request_id] = route
+        self._routes[request.request_id] = route
         self._live_tokens += route.num_tokens
-        if submit.constraint is None:
-            self._hand_over(submit)
+        if request.constraint is None:
+            self._hand_over(request)
         else:
-            self._check(route, submit, submit.constraint, caller)
+            self._check(route, request, request.constraint, caller)
 
-    def _hand_over(self, submit: link.Submit) -> None:
-        self._submits.append(submit)
+    def _hand_over(self, request: Request) -> None:
+        self._requests.append(request)
         self._schedule_flush()
 
-    def _supersede(self, present: _Route, submit: link.Submit) -> None:
-        if present.checking is None and submit.constraint is not None:
+    def _supersede(self, present: _Route, request: Request) -> None:
+        if present.checking is None and request.constraint is not None:
             # The engine only gets the new attempt once its constraint is checked, if at all: until
             # then it would go on with the old one.
             self._abort_in_engine(present)
         self._end_route(present, finish=FinishReason.ABORTED)
 
     def _check(
-        self, route: _Route, submit: link.Submit, constraint: Constraint, caller: Hashable
+        self, route: _Route, request: Request, constraint: Constraint, caller: Hashable
     ) -> None:
         """Hand the request to the engine once its constraint is known to be valid."""
         verdict = self._checker.known(constraint)
         if verdict is None:
-            waiting = self._await_verdict(route, submit, constraint, caller)
+            waiting = self._await_verdict(route, request, constraint, caller)
             route.checking = asyncio.create_task(waiting)
         else:
-            self._judge(route, submit, constraint, verdict)
+            self._judge(route, request, constraint, verdict)
 
     async def _await_verdict(
-        self, route: _Route, submit: link.Submit, constraint: Constraint, caller: Hashable
+        self, route: _Route, request: Request, constraint: Constraint, caller: Hashable
     ) -> None:
         try:
             verdict = await self._checker.check(constraint, caller)
@@ -241,37 +241,36 @@ class EngineSupervisor:
             self._end_route(route, error=link.Error(Code.INTERNAL, str(error)))
         else:
             route.checking = None
-            self._judge(route, submit, constraint, verdict)
+            self._judge(route, request, constraint, verdict)
 
-    def _judge(
-        self, route: _Route, submit: link.Submit, constraint: Constraint, verdict: str
-    ) -> None:
+    def _judge(self, route: _Route, request: Request, constraint: Constraint, verdict: str) -> None:
         if verdict:
             error = link.Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
             self._end_route(route, error=error)
             return
         try:
             # If the adapter was unloaded meanwhile, the engine must not get the request.
-            check_adapter(submit.adapter, submit.adapter_hash, self.adapters.loaded)
+            check_adapter(request.adapter, request.adapter_hash, self.adapters.loaded)
         except Refusal as refusal:
             self._end_route(route, error=refusal.error)
         else:
-            self._hand_over(submit)
+            self._hand_over(request)
 
-    def _refusal_of(self, submit: link.Submit, suspect: bool) -> link.Error | None:
+    def _refusal_of(self, request: Request, suspect: bool) -> link.Error | None:
         """Why the request is not accepted; None when it is."""
         if self.draining:
             return link.Error(Code.UNAVAILABLE, "the shard is draining")
         # A hung engine reads nothing from the socket: what is sent to it would pile up here.
         if not self.serving:
             return link.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
-        others = (route for route in self._routes.values() if route.request_id != submit.request_id)
+        routes = self._routes.values()
+        others = (route for route in routes if route.request_id != request.request_id)
         if suspect and any(route.suspect for route in others):
             reason = "another request that engines died of is being tried"
             return link.Error(Code.RESOURCE_EXHAUSTED, reason)
         config = self._config
         # A higher attempt takes the place of the one it ends.
-        num_others = self.num_live - (submit.request_id in self._routes)
+        num_others = self.num_live - (request.request_id in self._routes)
         if num_others >= config.max_num_seqs + config.max_queued_requests:
             return link.Error(
                 Code.RESOURCE_EXHAUSTED,
@@ -279,7 +278,7 @@ class EngineSupervisor:
                 f"--max-queued-requests {config.max_queued_requests}",
             )
         # A request is always accepted while none waits: the context length bounds its tokens.
-        if self.num_waiting and self.queued_tokens + submit.num_tokens > config.max_queued_tokens:
+        if self.num_waiting and self.queued_tokens + request.num_tokens > config.max_queued_tokens:
             return link.Error(
                 Code.RESOURCE_EXHAUSTED,
                 f"{self.queued_tokens} prompt tokens wait; --max-queued-tokens is "
@@ -351,8 +350,8 @@ class EngineSupervisor:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        inbox = link.Inbox(self._submits, self._aborts, self._adapter_changes)
-        self._submits, self._aborts, self._adapter_changes = [], [], []
+        inbox = link.Inbox(self._requests, self._aborts, self._adapter_changes)
+        self._requests, self._aborts, self._adapter_changes = [], [], []
         if self._process is not None:
             self._process.writer.write(link.encode_frame(inbox))
 
@@ -553,7 +552,7 @@ class EngineSupervisor:
         self._ready = None
         self.load = link.Load()
         self._beat = link.Beat(0.0, 0.0)
-        self._submits, self._aborts, self._adapter_changes = [], [], []
+        self._requests, self._aborts, self._adapter_changes = [], [], []
         self.adapters.died()
         started = [route for route in self._routes.values() if route.started_s is not None]
         charged = [route for route in started if route.suspect] or started

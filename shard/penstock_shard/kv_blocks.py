@@ -1,6 +1,6 @@
 """Who holds which KV block: allocation, reference counts, prefix reuse. Plain integers, no torch.
 
-A block is free (nobody refers to it) or referenced by one or more requests. A full block is cached
+A block is free (nobody refers to it) or referenced by one or more sequences. A full block is cached
 under its chained hash and is found after it is freed too, until its memory is needed: freed blocks
 are reused least recently freed first.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock_proto.prefix_hash import block_hash, root_hash
-from penstock_shard.request import Request
+from penstock_shard.sequence import Sequence
 
 # What identifies a prefix: the serial of its last cached block, or the root hash when it is empty.
 _Serial = int | bytes
@@ -70,56 +70,56 @@ class BlockManager:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    # ---- a request's blocks ----
+    # ---- a sequence's blocks ----
 
-    def acquire_prefix(self, request: Request) -> int:
-        """Give a request, which has no blocks yet, those that hold its longest cached prefix.
+    def acquire_prefix(self, sequence: Sequence) -> int:
+        """Give a sequence, which has no blocks yet, those that hold its longest cached prefix.
 
-        Returns the number of tokens found, which becomes `request.num_computed`. The last known
+        Returns the number of tokens found, which becomes `sequence.num_computed`. The last known
         token is always left to be computed, because sampling needs its logits.
         """
         if not self._enable_prefix_caching:
             return 0
         # All but the last known token, so that the block which holds it is never taken.
-        self._hash_full_blocks(request, request.num_tokens - 1)
-        request.cached_serial = self._root(request)
-        for index in range((request.num_tokens - 1) // self.block_size):
-            block_id = self._find(request, index)
+        self._hash_full_blocks(sequence, sequence.num_tokens - 1)
+        sequence.cached_serial = self._root(sequence)
+        for index in range((sequence.num_tokens - 1) // self.block_size):
+            block_id = self._find(sequence, index)
             if block_id is None:
                 break
             self._refer(block_id)
-            request.block_ids.append(block_id)
-            request.cached_serial = self._cached[block_id].serial
-        request.num_cached_blocks = len(request.block_ids)
-        request.num_computed = len(request.block_ids) * self.block_size
-        return request.num_computed
+            sequence.block_ids.append(block_id)
+            sequence.cached_serial = self._cached[block_id].serial
+        sequence.num_cached_blocks = len(sequence.block_ids)
+        sequence.num_computed = len(sequence.block_ids) * self.block_size
+        return sequence.num_computed
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Give the request blocks for `num_tokens`; False, and no change, if too few are free."""
-        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free."""
+        missing = self.blocks_for(num_tokens) - len(sequence.block_ids)
         if missing > len(self._free):
             return False
         for _ in range(missing):
-            request.block_ids.append(self._take())
+            sequence.block_ids.append(self._take())
         return True
 
-    def cache_full_blocks(self, request: Request) -> None:
-        """Cache the request's full blocks under their hashes, for other requests to find.
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Cache the sequence's full blocks under their hashes, for other sequences to find.
 
         Steps run in launch order, and each writes keys and values before it reads any: a block may
         be cached as soon as the step that fills it is planned.
         """
         if not self._enable_prefix_caching:
             return
-        known = min(request.num_computed, len(request.token_ids))
-        if known < (request.num_cached_blocks + 1) * self.block_size:
+        known = min(sequence.num_computed, len(sequence.token_ids))
+        if known < (sequence.num_cached_blocks + 1) * self.block_size:
             return
-        self._hash_full_blocks(request, known)
-        if request.num_cached_blocks == 0:
-            request.cached_serial = self._root(request)
-        for index in range(request.num_cached_blocks, known // self.block_size):
-            self._cache_block(request, index)
-            request.num_cached_blocks = index + 1
+        self._hash_full_blocks(sequence, known)
+        if sequence.num_cached_blocks == 0:
+            sequence.cached_serial = self._root(sequence)
+        for index in range(sequence.num_cached_blocks, known // self.block_size):
+            self._cache_block(sequence, index)
+            sequence.num_cached_blocks = index + 1
 
     def uncache_since(self, since: int) -> None:
         """Uncache what was cached after `num_insertions` was `since`: it was never computed."""
@@ -128,50 +128,51 @@ class BlockManager:
                 del self._cached[block_id]
                 del self._by_digest[cached.digest]
 
-    def release(self, request: Request) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Take all blocks back. The last are reused first: a prefix's start lives longest."""
-        for block_id in reversed(request.block_ids):
+        for block_id in reversed(sequence.block_ids):
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
                 self._free[block_id] = None
-        request.block_ids.clear()
-        request.num_cached_blocks = 0
-        request.num_computed = 0
+        sequence.block_ids.clear()
+        sequence.num_cached_blocks = 0
+        sequence.num_computed = 0
 
     # ---- internals ----
 
-    def _root(self, request: Request) -> bytes:
-        return root_hash(self._weights_hash, request.cache_salt, request.adapter)
+    def _root(self, sequence: Sequence) -> bytes:
+        request = sequence.request
+        return root_hash(self._weights_hash, request.cache_salt, request.adapter_hash)
 
-    def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
-        return tuple(request.token_ids[index * self.block_size : (index + 1) * self.block_size])
+    def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
+        return tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
-    def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
-        hashes = request.block_hashes
+    def _hash_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        hashes = sequence.block_hashes
         for index in range(len(hashes), num_tokens // self.block_size):
-            parent = hashes[index - 1] if index else self._root(request)
-            hashes.append(block_hash(parent, self._tokens(request, index)))
+            parent = hashes[index - 1] if index else self._root(sequence)
+            hashes.append(block_hash(parent, self._tokens(sequence, index)))
 
-    def _find(self, request: Request, index: int) -> int | None:
-        """The cached block with block `index` of the request's tokens, if it follows the prefix
+    def _find(self, sequence: Sequence, index: int) -> int | None:
+        """The cached block with block `index` of the sequence's tokens, if it follows the prefix
         that `cached_serial` identifies.
         """
-        block_id = self._by_digest.get(request.block_hashes[index])
+        block_id = self._by_digest.get(sequence.block_hashes[index])
         if block_id is None:
             return None
         cached = self._cached[block_id]
-        same = cached.parent_serial == request.cached_serial
-        return block_id if same and cached.token_ids == self._tokens(request, index) else None
+        same = cached.parent_serial == sequence.cached_serial
+        return block_id if same and cached.token_ids == self._tokens(sequence, index) else None
 
-    def _cache_block(self, request: Request, index: int) -> None:
-        found = self._find(request, index)
+    def _cache_block(self, sequence: Sequence, index: int) -> None:
+        found = self._find(sequence, index)
         if found is not None:
-            # Two requests computed the same block at once: the first stays cached, and becomes the
-            # parent of this request's next block.
-            request.cached_serial = self._cached[found].serial
+            # Two sequences computed the same block at once: the first stays cached, and becomes the
+            # parent of this sequence's next block.
+            sequence.cached_serial = self._cached[found].serial
             return
-        digest = request.block_hashes[index]
-        block_id = request.block_ids[index]
+        digest = sequence.block_hashes[index]
+        block_id = sequence.block_ids[index]
         # A block of the same hash that does not match: its parent was evicted, or it is forged.
         stale = self._by_digest.get(digest)
         if stale is not None:
@@ -179,9 +180,9 @@ class BlockManager:
         self._insertions += 1
         self._by_digest[digest] = block_id
         self._cached[block_id] = _CachedBlock(
-            digest, self._insertions, request.cached_serial, self._tokens(request, index)
+            digest, self._insertions, sequence.cached_serial, self._tokens(sequence, index)
         )
-        request.cached_serial = self._insertions
+        sequence.cached_serial = self._insertions
 
     def _refer(self, block_id: int) -> None:
         if self._references[block_id] == 0:
@@ -196,15 +197,15 @@ class BlockManager:
         self._references[block_id] = 1
         return block_id
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Recount everything from the requests that hold blocks.
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Recount everything from the sequences that hold blocks.
 
         Raises:
             AssertionError: the counts do not agree; the text has the numbers.
         """
         counted = [0] * self.num_blocks
-        for request in requests:
-            for block_id in request.block_ids:
+        for sequence in sequences:
+            for block_id in sequence.block_ids:
                 counted[block_id] += 1
         wrong = [i for i in range(self.num_blocks) if counted[i] != self._references[i]]
         assert not wrong, (

@@ -18,15 +18,7 @@ import msgspec
 
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import (
-    NO_OBJECTIVE,
-    Constraint,
-    FinishReason,
-    Objective,
-    Pooling,
-    SamplingParams,
-    ThinkingBudget,
-)
+from penstock_shard.request import FinishReason, Request
 from penstock_shard.runner.base import Adapter, Logprobs, RunnerInfo
 
 logger = logging.getLogger(__name__)
@@ -47,37 +39,6 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
     adapters: list[tuple[str, str]] | None = None
 
 
-class Submit(msgspec.Struct, array_like=True):
-    """A request, checked, with the model's defaults filled in. See `request.Request`."""
-
-    request_id: str
-    attempt: int
-    prompt: bytes
-    output: bytes
-    sampling: SamplingParams
-    max_tokens: int
-    stop_token_ids: list[int]
-    logprobs: int | None
-    prompt_logprobs: int | None
-    cache_salt: str
-    min_tokens: int = 0
-    logprob_token_ids: tuple[int, ...] = ()
-    objective: Objective = NO_OBJECTIVE
-    hand_back: bool = False
-    pooling: Pooling | None = None
-    constraint: Constraint | None = None
-    reluctant_stop_ids: list[int] = []
-    thinking_budget: ThinkingBudget | None = None
-    # Name and content hash of an adapter that the engine has; "" for none.
-    adapter: str = ""
-    adapter_hash: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt and the output so far, at four bytes each."""
-        return (len(self.prompt) + len(self.output)) // 4
-
-
 class AdapterChange(msgspec.Struct, array_like=True):
     """Load the adapter at `source` under a name; without a source, unload it. After an unload no
     request is submitted with the name until it is loaded again. The answer has the same `number`.
@@ -89,11 +50,11 @@ class AdapterChange(msgspec.Struct, array_like=True):
 
 
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
-    """Everything for the engine since the last message. Submits are applied first, then aborts (a
+    """Everything for the engine since the last message. Requests are taken first, then aborts (a
     request id and its attempt), then changes of adapters.
     """
 
-    submits: list[Submit]
+    requests: list[Request]
     aborts: list[tuple[str, int]]
     adapter_changes: list[AdapterChange] = []
 

@@ -1,4 +1,4 @@
-"""Drafts of a request's next tokens, from its own tokens. Knows token ids and counts only.
+"""Drafts of a sequence's next tokens, from its own tokens. Knows token ids and counts only.
 
 Where the last tokens of a sequence occurred in it before, the tokens that followed them become the
 draft (prompt lookup decoding, Saxena 2023): answers quote their prompts, and repeat themselves. A
@@ -7,12 +7,12 @@ wrong draft costs computing, never exactness: the sampler verifies each token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.request import Request
+from penstock_shard.sequence import Sequence
 
 # The most trailing tokens that a match agrees in.
 _LONGEST_MATCH = 3
@@ -24,7 +24,7 @@ _SPARE = 256
 
 
 class _History:
-    """Tokens of one request, and how well its drafts did."""
+    """Tokens of one sequence, and how well its drafts did."""
 
     __slots__ = ("_ids", "limit", "misses", "quiet_until", "size", "waited")
 
@@ -35,12 +35,12 @@ class _History:
         self.limit = limit
         # Drafts in a row of which no token was accepted.
         self.misses = 0
-        # No draft before the request has this many tokens.
+        # No draft before the sequence has this many tokens.
         self.quiet_until = 0
-        # Whether the request left out a step to wait for its next draft.
+        # Whether the sequence left out a step to wait for its next draft.
         self.waited = False
 
-    def read(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
+    def read(self, token_ids: abc.Sequence[int]) -> NDArray[np.int32]:
         """All tokens, as an array; only new ones are copied."""
         count = len(token_ids)
         if count > len(self._ids):
@@ -57,39 +57,39 @@ class _History:
 
 
 class Drafter:
-    """Drafts up to `most` tokens; fewer and less often for requests whose drafts were wrong."""
+    """Drafts up to `most` tokens; fewer and less often for sequences whose drafts were wrong."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._histories: dict[Request, _History] = {}
-        # Draft tokens of all requests.
+        self._histories: dict[Sequence, _History] = {}
+        # Draft tokens of all sequences.
         self.proposed_total = 0
         self.accepted_total = 0
 
-    def expects(self, request: Request) -> bool:
+    def expects(self, sequence: Sequence) -> bool:
         """Whether there may be a draft once its pending tokens are known: waiting may pay."""
-        history = self._history(request)
-        if request.num_tokens < history.quiet_until:
+        history = self._history(sequence)
+        if sequence.num_tokens < history.quiet_until:
             return False
-        history.waited = bool(look_up(history.read(request.token_ids), 1))
+        history.waited = bool(look_up(history.read(sequence.token_ids), 1))
         return history.waited
 
-    def propose(self, request: Request, most: int) -> list[int]:
-        """Draft the next tokens of a request without pending ones: up to `most`, often none."""
-        history = self._history(request)
-        if most <= 0 or len(request.token_ids) < history.quiet_until:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Draft the next tokens of a sequence without pending ones: up to `most`, often none."""
+        history = self._history(sequence)
+        if most <= 0 or len(sequence.token_ids) < history.quiet_until:
             return []
-        found = look_up(history.read(request.token_ids), min(most, history.limit))
+        found = look_up(history.read(sequence.token_ids), min(most, history.limit))
         if history.waited and not found:
             history.missed()
         history.waited = False
         return found
 
-    def learn(self, request: Request, num_proposed: int, num_accepted: int) -> None:
-        """Note how many tokens of a draft were accepted; the request may have ended."""
+    def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+        """Note how many tokens of a draft were accepted; the sequence may have ended."""
         self.proposed_total += num_proposed
         self.accepted_total += num_accepted
-        history = self._histories.get(request)
+        history = self._histories.get(sequence)
         if history is None:
             return
         if num_accepted == 0:
@@ -100,14 +100,14 @@ class Drafter:
         wanted = 2 * num_accepted if num_accepted == num_proposed else num_accepted
         history.limit = min(self.most, wanted)
 
-    def forget(self, request: Request) -> None:
-        """The request is over."""
-        self._histories.pop(request, None)
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        self._histories.pop(sequence, None)
 
-    def _history(self, request: Request) -> _History:
-        history = self._histories.get(request)
+    def _history(self, sequence: Sequence) -> _History:
+        history = self._histories.get(sequence)
         if history is None:
-            history = self._histories[request] = _History(self.most)
+            history = self._histories[sequence] = _History(self.most)
         return history
 
 

@@ -1,14 +1,15 @@
 """Which tokens the next step computes. Plain Python on numbers: no torch, no clock, no wire.
 
-There is no prefill phase and no decode phase. A request has tokens that are known and tokens that
+There is no prefill phase and no decode phase. A sequence has tokens that are known and tokens that
 are computed, and each step gives out a budget of tokens to let the second catch up with the first:
-requests that lack one token first, then chunks of longer ones, each in the order of `urgency`.
+sequences that lack one token first, then chunks of longer ones, each in the order of `urgency`.
 Scheduling needs counts and no values, so it runs a step ahead of the results.
 
-A step is bounded by tokens and requests; while requests decode, also by prompt tokens, by the share
-of long prompts, and by the time left to requests that limit the seconds between their tokens. When
-blocks run out, the least urgent request is preempted: its blocks are freed once no launched step
-refers to them, and it is computed again later from its prompt and its output so far.
+A step is bounded by tokens and sequences; while sequences decode, also by prompt tokens, by the
+share of long prompts, and by the time left to sequences that limit the seconds between their
+tokens. When blocks run out, the least urgent sequence is preempted: its blocks are freed once no
+launched step refers to them, and it is computed again later from its prompt and its output so
+far.
 
 With a drafter, decode rows may also compute draft tokens, out of the budget that the step's decodes
 leave; see `speculation`.
@@ -16,21 +17,21 @@ leave; see `speculation`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import abc, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Request, RequestState
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.base import ScheduledSequence, StepPlan
+from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.speculation import Speculation
 from penstock_shard.step_bounds import StepBounds
 from penstock_shard.step_budget import UNBOUNDED_S, StepBudget
 from penstock_shard.step_time import StepSize, StepTime, step_size
 from penstock_shard.urgency import (
-    RequestGroup,
+    SequenceGroup,
     Urgency,
     expendable,
     seconds_between_tokens,
@@ -42,26 +43,26 @@ _MARGIN = 0.95
 # Every this many steps a long prompt's chunk is a little larger than is predicted to fit: chunks
 # that are all alike teach `StepTime` nothing, and would never correct a wrong prediction.
 _PROBE_STEPS = 8
-# Every this many steps a request that lacked blocks looks in the prefix cache again, since other
-# requests may have cached more of its prompt.
+# Every this many steps a sequence that lacked blocks looks in the prefix cache again, since other
+# sequences may have cached more of its prompt.
 _LOOK_AGAIN_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step, and how long a request may wait before it goes first."""
+    """Bounds of a step, and how long a sequence may wait before it goes first."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    # Prompt tokens of a step in which other requests decode. Prompts longer than this count as
+    # Prompt tokens of a step in which other sequences decode. Prompts longer than this count as
     # long: their chunks take no more time than the decodes beside them.
     max_prefill_tokens: int = 2**31
-    # A request that has waited this long for its next token goes before all others.
+    # A sequence that has waited this long for its next token goes before all others.
     aging_s: float = 30.0
 
 
 class Scheduler:
-    """Owns the waiting and the running requests, and through the block manager their blocks."""
+    """Owns the waiting and the running sequences, and through the block manager their blocks."""
 
     def __init__(
         self, limits: SchedulerLimits, blocks: BlockManager, drafter: Drafter | None = None
@@ -70,12 +71,12 @@ class Scheduler:
         self._limits = limits
         self._blocks = blocks
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
-        # A preempted request comes before those of its priority class that never ran.
-        self._waiting = RequestGroup()
-        self._running = RequestGroup()
+        # A preempted sequence comes before those of its priority class that never ran.
+        self._waiting = SequenceGroup()
+        self._running = SequenceGroup()
         # Ended or preempted, but launched steps still use their blocks: those are released when
         # the steps are collected.
-        self._leaving: set[Request] = set()
+        self._leaving: set[Sequence] = set()
         self._step_time = StepTime()
         self._speculation: Speculation | None = None
         if drafter is not None:
@@ -86,18 +87,18 @@ class Scheduler:
         self._insertions: deque[int] = deque()
         self._arrivals = 0
         self._steps = 0
-        # Whether the next request is admitted by age; admissions alternate.
+        # Whether the next sequence is admitted by age; admissions alternate.
         self._by_age = True
         # What `take_started` and `take_preempted` return next.
-        self._started: list[Request] = []
-        self._preempted: list[tuple[Request, str]] = []
-        # `arrival` of the request that last lacked blocks, and how many free ones it needs.
+        self._started: list[Sequence] = []
+        self._preempted: list[tuple[Sequence, str]] = []
+        # `arrival` of the sequence that last lacked blocks, and how many free ones it needs.
         self._turned_away = (-1, 0)
         self.preemptions_total = 0
         # Tokens computed by collected steps.
         self.prompt_tokens_total = 0
         self.decode_tokens_total = 0
-        # Tokens that running requests still have to compute, after the last step, before they
+        # Tokens that running sequences still have to compute, after the last step, before they
         # decode.
         self.num_prefill_tokens_left = 0
 
@@ -111,12 +112,12 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of waiting requests, as counted when each joined the queue."""
+        """Tokens of waiting sequences, as counted when each joined the queue."""
         return self._waiting.num_tokens_joined
 
     @property
     def num_running_tokens(self) -> int:
-        return sum(request.num_tokens for request in self._running)
+        return sum(sequence.num_tokens for sequence in self._running)
 
     @property
     def may_draft(self) -> bool:
@@ -134,32 +135,32 @@ class Scheduler:
         return 0 if self._speculation is None else self._speculation.drafter.accepted_total
 
     @property
-    def requests(self) -> list[Request]:
-        """All requests that have not ended, running ones first."""
+    def sequences(self) -> list[Sequence]:
+        """All sequences that have not ended, running ones first."""
         return [*self._running, *self._waiting]
 
     @property
-    def block_holders(self) -> set[Request]:
+    def block_holders(self) -> set[Sequence]:
         """Requests that have blocks: running ones, and those that launched steps still refer to."""
         return self._leaving.union(self._running)
 
-    def add(self, request: Request, now_s: float = 0.0) -> None:
-        """Queue a request. The caller bounds the queue."""
-        request.arrival = self._arrivals
-        request.arrived_s = now_s
+    def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
+        """Queue a sequence. The caller bounds the queue."""
+        sequence.arrival = self._arrivals
+        sequence.arrived_s = now_s
         self._arrivals += 1
-        self._waiting.add(request)
+        self._waiting.add(sequence)
 
-    def remove(self, request: Request) -> bool:
-        """Forget a request, finished or aborted, wherever it is. Its blocks are freed as soon as
+    def remove(self, sequence: Sequence) -> bool:
+        """Forget a sequence, finished or aborted, wherever it is. Its blocks are freed as soon as
         no launched step refers to them: now if this returns True, else see `collected`.
         """
-        running = request.state is RequestState.RUNNING
-        (self._running if running else self._waiting).remove(request)
+        running = sequence.state is SequenceState.RUNNING
+        (self._running if running else self._waiting).remove(sequence)
         if self._speculation is not None:
-            self._speculation.drafter.forget(request)
-        self._leave(request, RequestState.ENDED)
-        return request.num_steps_in_flight == 0
+            self._speculation.drafter.forget(sequence)
+        self._leave(sequence, SequenceState.ENDED)
+        return sequence.num_steps_in_flight == 0
 
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> StepPlan:
         """Plan the next step, which will start at `starts_s`; empty if there is nothing to do."""
@@ -167,12 +168,12 @@ class Scheduler:
         self._steps += 1
         self._preempt_for_priority(now_s)
         decodes, prefilling = [], []
-        for request in self._ordered(self._running, now_s):
-            num_tokens = len(request.token_ids) + request.num_pending
-            if num_tokens - request.num_computed > 1:
-                prefilling.append(request)
-            elif num_tokens - request.num_prompt_tokens < request.max_tokens:
-                decodes.append(request)
+        for sequence in self._ordered(self._running, now_s):
+            num_tokens = len(sequence.token_ids) + sequence.num_pending
+            if num_tokens - sequence.num_computed > 1:
+                prefilling.append(sequence)
+            elif num_tokens - sequence.num_prompt_tokens < sequence.request.max_tokens:
+                decodes.append(sequence)
         # No drafts while the bounds are reduced after an out-of-memory step.
         speculation = None if self.bounds.reduced else self._speculation
         if speculation is not None:
@@ -185,7 +186,7 @@ class Scheduler:
         rows = self._decode_rows(decodes, budget, now_s)
         if speculation is not None:
             rows = self._with_drafts(speculation, rows, budget)
-        # A request preempted in this step would only be admitted again to be preempted again.
+        # A sequence preempted in this step would only be admitted again to be preempted again.
         admits = self.preemptions_total == preemptions_before
         size = step_size(rows)
         budget.bound_prompts(size, self._limits.max_prefill_tokens)
@@ -195,18 +196,18 @@ class Scheduler:
             # A prompt whose every token but the last is cached is a decode row too.
             rows.insert(0, row) if row.count == 1 and row.samples else rows.append(row)
         for row in rows:
-            request = row.request
-            request.num_steps_in_flight += 1
-            request.num_pending += row.samples
+            sequence = row.sequence
+            sequence.num_steps_in_flight += 1
+            sequence.num_pending += row.samples
         if rows:
             self._sizes.append(size.plus(step_size(prompt_rows)))
             self._insertions.append(filings)
         return StepPlan(tuple(rows))
 
-    def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Request]:
-        """The oldest step is over, and its tokens have been appended to its requests.
+    def collected(self, plan: StepPlan, seconds: float | None = None) -> list[Sequence]:
+        """The oldest step is over, and its tokens have been appended to its sequences.
 
-        `seconds` is how long it took, if known. Returns its requests that have ended and that no
+        `seconds` is how long it took, if known. Returns its sequences that have ended and that no
         launched step refers to any more.
         """
         size = self._sizes.popleft()
@@ -218,16 +219,16 @@ class Scheduler:
         if self.bounds.reduced:
             self.bounds.recover()
         for row in plan.rows:
-            row.request.num_steps_in_flight -= 1
+            row.sequence.num_steps_in_flight -= 1
         if self._speculation is not None:
             self._speculation.learn(plan)
-        return self._gone(row.request for row in plan.rows) if self._leaving else []
+        return self._gone(row.sequence for row in plan.rows) if self._leaving else []
 
-    def lost(self, plans: Sequence[StepPlan]) -> list[Request]:
+    def lost(self, plans: abc.Sequence[StepPlan]) -> list[Sequence]:
         """The oldest launched step ran out of device memory. `plans` are all launched steps; none
-        counts. Every running request in them is preempted, and steps are smaller for a while.
+        counts. Every running sequence in them is preempted, and steps are smaller for a while.
 
-        Returns the requests that have ended and that no launched step refers to any more.
+        Returns the sequences that have ended and that no launched step refers to any more.
         """
         # Blocks cached since the failed step was planned were never filled with valid keys.
         self._blocks.uncache_since(self._insertions[0])
@@ -238,309 +239,310 @@ class Scheduler:
         self.bounds.shrink(plans[0])
         rows = [row for plan in plans for row in plan.rows]
         for row in rows:
-            row.request.num_steps_in_flight -= 1
-            row.request.num_pending -= row.samples
-        parts = dict.fromkeys(row.request for row in rows)
+            row.sequence.num_steps_in_flight -= 1
+            row.sequence.num_pending -= row.samples
+        parts = dict.fromkeys(row.sequence for row in rows)
         # In reverse: each goes to the front of the queue, so they end up in the order they ran in.
-        for request in [request for request in self._running if request in parts][::-1]:
-            self._preempt(request, "the shard is out of memory")
+        for sequence in [sequence for sequence in self._running if sequence in parts][::-1]:
+            self._preempt(sequence, "the shard is out of memory")
         return self._gone(parts)
 
-    def _gone(self, requests: Iterable[Request]) -> list[Request]:
-        """Release the blocks of requests that left and that no launched step refers to any more.
+    def _gone(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Release the blocks of sequences that left and that no launched step refers to any more.
 
         Returns those of them that have ended (the others were preempted).
         """
-        gone = [request for request in requests if self._has_left(request)]
-        for request in gone:
-            self._leaving.remove(request)
-            self._blocks.release(request)
-        return [request for request in gone if request.state is RequestState.ENDED]
+        gone = [sequence for sequence in sequences if self._has_left(sequence)]
+        for sequence in gone:
+            self._leaving.remove(sequence)
+            self._blocks.release(sequence)
+        return [sequence for sequence in gone if sequence.state is SequenceState.ENDED]
 
     def predict_s(self) -> float:
         """Predicted seconds of the oldest launched step that is not collected."""
         return self._step_time.predict(self._sizes[0])
 
-    def take_started(self) -> list[Request]:
+    def take_started(self) -> list[Sequence]:
         """Requests that were scheduled for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
-    def take_preempted(self) -> list[tuple[Request, str]]:
+    def take_preempted(self) -> list[tuple[Sequence, str]]:
         """Requests that were preempted since the last call, and why."""
         put_down, self._preempted = self._preempted, []
         return put_down
 
     # ---- order ----
 
-    def _urgency(self, request: Request, now_s: float) -> Urgency:
+    def _urgency(self, sequence: Sequence, now_s: float) -> Urgency:
         token_s = 0.0
-        if request.objective.deadline_s is not None:
-            token_s = self._step_time.fixed_s + self._step_time.decode_s(request.num_tokens)
-        return urgency(request, now_s, self._limits.aging_s, token_s)
+        objective = sequence.request.objective
+        if objective is not None and objective.deadline_s is not None:
+            token_s = self._step_time.fixed_s + self._step_time.decode_s(sequence.num_tokens)
+        return urgency(sequence, now_s, self._limits.aging_s, token_s)
 
-    def _ordered(self, requests: Iterable[Request], now_s: float) -> list[Request]:
+    def _ordered(self, sequences: Iterable[Sequence], now_s: float) -> list[Sequence]:
         if not self._running.num_objectives:
-            return list(requests)
-        return sorted(requests, key=lambda request: self._urgency(request, now_s))
+            return list(sequences)
+        return sorted(sequences, key=lambda sequence: self._urgency(sequence, now_s))
 
-    def _place(self, request: Request, now_s: float) -> tuple[bool, int, bool, float, int]:
-        """Its rank among waiting requests: by urgency, but within a class preempted ones first."""
-        not_aged, priority, due_s, arrival = self._urgency(request, now_s)
-        return not_aged, priority, request.preemptions == 0, due_s, arrival
+    def _place(self, sequence: Sequence, now_s: float) -> tuple[bool, int, bool, float, int]:
+        """Its rank among waiting sequences: by urgency, but within a class preempted ones first."""
+        not_aged, priority, due_s, arrival = self._urgency(sequence, now_s)
+        return not_aged, priority, sequence.preemptions == 0, due_s, arrival
 
-    def _is_aged(self, request: Request, now_s: float) -> bool:
-        return not self._urgency(request, now_s)[0]
+    def _is_aged(self, sequence: Sequence, now_s: float) -> bool:
+        return not self._urgency(sequence, now_s)[0]
 
     # ---- decodes ----
 
-    def _budget(self, decodes: Sequence[Request], starts_s: float) -> StepBudget:
+    def _budget(self, decodes: abc.Sequence[Sequence], starts_s: float) -> StepBudget:
         time_s = self._time_s(decodes, starts_s) if self._running.num_objectives else UNBOUNDED_S
         return StepBudget(self.bounds.tokens, time_s, self._step_time)
 
-    def _time_s(self, decodes: Sequence[Request], starts_s: float) -> float:
-        """Seconds that the step's rows may take so that every request that limits the seconds
+    def _time_s(self, decodes: abc.Sequence[Sequence], starts_s: float) -> float:
+        """Seconds that the step's rows may take so that every sequence that limits the seconds
         between its tokens is in time.
 
-        Never less than twice what the rows of those requests take: objectives that cannot be met
+        Never less than twice what the rows of those sequences take: objectives that cannot be met
         still leave half of the device to the others.
         """
         fixed_s = self._step_time.fixed_s
         time_s = UNBOUNDED_S
         own_s = 0.0
-        for request in decodes:
-            between_s = seconds_between_tokens(request.objective)
+        for sequence in decodes:
+            between_s = seconds_between_tokens(sequence.request.objective)
             if between_s is not None:
-                own_s += self._step_time.decode_s(request.num_tokens)
-                last_s = starts_s if request.num_pending else request.last_token_s
+                own_s += self._step_time.decode_s(sequence.num_tokens)
+                last_s = starts_s if sequence.num_pending else sequence.last_token_s
                 time_s = min(time_s, (last_s + between_s - starts_s) * _MARGIN - fixed_s)
         return max(time_s, 2 * own_s + fixed_s)
 
     def _decode_rows(
-        self, decodes: Sequence[Request], budget: StepBudget, now_s: float
-    ) -> list[ScheduledRequest]:
-        """A row for each decoding request; fewer where tokens, blocks or time run out."""
-        rows: list[ScheduledRequest] = []
+        self, decodes: abc.Sequence[Sequence], budget: StepBudget, now_s: float
+    ) -> list[ScheduledSequence]:
+        """A row for each decoding sequence; fewer where tokens, blocks or time run out."""
+        rows: list[ScheduledSequence] = []
         block_size = self._blocks.block_size
         bounded = budget.time_s != UNBOUNDED_S
         preemptions_before = self.preemptions_total
-        for request in decodes:
+        for sequence in decodes:
             if len(rows) == budget.tokens:
                 break
-            if bounded and not self._in_time(request, budget, now_s):
+            if bounded and not self._in_time(sequence, budget, now_s):
                 continue
-            start = request.num_computed
-            lacks_block = start == len(request.block_ids) * block_size
-            if lacks_block and not self._grow_or_preempt(request):
+            start = sequence.num_computed
+            lacks_block = start == len(sequence.block_ids) * block_size
+            if lacks_block and not self._grow_or_preempt(sequence):
                 continue
-            request.num_computed = start + 1
-            rows.append(ScheduledRequest(request, start, 1, samples=True))
+            sequence.num_computed = start + 1
+            rows.append(ScheduledSequence(sequence, start, 1, samples=True))
         if self.preemptions_total != preemptions_before:
-            rows = [row for row in rows if row.request.state is RequestState.RUNNING]
+            rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
         budget.tokens -= len(rows)
         for row in rows:
-            if row.start // block_size > row.request.num_cached_blocks:
-                self._blocks.cache_full_blocks(row.request)
+            if row.start // block_size > row.sequence.num_cached_blocks:
+                self._blocks.cache_full_blocks(row.sequence)
         return rows
 
     def _with_drafts(
-        self, speculation: Speculation, rows: list[ScheduledRequest], budget: StepBudget
-    ) -> list[ScheduledRequest]:
+        self, speculation: Speculation, rows: list[ScheduledSequence], budget: StepBudget
+    ) -> list[ScheduledSequence]:
         rows = speculation.add_drafts(rows, *budget.for_drafts())
         budget.take_drafts(rows)
         return rows
 
-    def _in_time(self, request: Request, budget: StepBudget, now_s: float) -> bool:
-        """Whether the time allows a decode row; always for requests that the time was set for."""
-        seconds = self._step_time.decode_s(request.num_tokens)
-        must = seconds_between_tokens(request.objective) is not None
-        if not must and seconds > budget.time_s and not self._is_aged(request, now_s):
+    def _in_time(self, sequence: Sequence, budget: StepBudget, now_s: float) -> bool:
+        """Whether the time allows a decode row; always for sequences that the time was set for."""
+        seconds = self._step_time.decode_s(sequence.num_tokens)
+        must = seconds_between_tokens(sequence.request.objective) is not None
+        if not must and seconds > budget.time_s and not self._is_aged(sequence, now_s):
             return False
         budget.time_s -= seconds
         return True
 
-    def _grow_or_preempt(self, request: Request) -> bool:
-        """Get a block for one more token, preempting the least urgent requests for it.
+    def _grow_or_preempt(self, sequence: Sequence) -> bool:
+        """Get a block for one more token, preempting the least urgent sequences for it.
 
         False if there is none in this step.
         """
-        # A request before it in this step may have preempted it.
-        if request.state is not RequestState.RUNNING:
+        # A sequence before it in this step may have preempted it.
+        if sequence.state is not SequenceState.RUNNING:
             return False
-        while not self._blocks.grow(request, request.num_computed + 1):
-            # A preempted request's blocks come free when a launched step is collected: wait.
+        while not self._blocks.grow(sequence, sequence.num_computed + 1):
+            # A preempted sequence's blocks come free when a launched step is collected: wait.
             if self._leaving:
                 return False
             victim = max(self._running, key=expendable)
             self._preempt(victim, "the shard is out of KV blocks")
-            if victim is request:
+            if victim is sequence:
                 return False
         return True
 
     # ---- prompts ----
 
     def _prompt_rows(
-        self, prefilling: list[Request], admits: bool, budget: StepBudget, now_s: float
-    ) -> Iterator[ScheduledRequest]:
-        """Chunks of running requests by urgency, then of waiting requests that are admitted.
+        self, prefilling: list[Sequence], admits: bool, budget: StepBudget, now_s: float
+    ) -> Iterator[ScheduledSequence]:
+        """Chunks of running sequences by urgency, then of waiting sequences that are admitted.
 
-        Nothing is preempted here: a request got the blocks for its whole prompt when admitted.
+        Nothing is preempted here: a sequence got the blocks for its whole prompt when admitted.
         """
         free_seqs = max(0, self.bounds.sequences - len(self._running))
         others = chain(prefilling, self._waiting if free_seqs else ())
         if not all(map(self._is_long, others)):
             budget.leave_half_to_short()
-        for request in prefilling:
-            limit = self._chunk_limit(request, budget, now_s)
-            # The list still has requests that were preempted for a decode of this step.
-            if limit and request.state is RequestState.RUNNING:
-                yield self._prompt_row(request, limit, budget)
+        for sequence in prefilling:
+            limit = self._chunk_limit(sequence, budget, now_s)
+            # The list still has sequences that were preempted for a decode of this step.
+            if limit and sequence.state is SequenceState.RUNNING:
+                yield self._prompt_row(sequence, limit, budget)
         if admits and free_seqs and budget.prompt_tokens:
             yield from self._admitted_rows(free_seqs, budget, now_s)
 
     def _admitted_rows(
         self, free_seqs: int, budget: StepBudget, now_s: float
-    ) -> Iterator[ScheduledRequest]:
-        """Admit waiting requests, every other one by age. When one lacks blocks, none behind it is
+    ) -> Iterator[ScheduledSequence]:
+        """Admit waiting sequences, every other one by age. When one lacks blocks, none behind it is
         admitted; but short prompts overtake long ones once the step's share of those is used up.
         """
         by_age, in_order = self._queues(now_s)
         while free_seqs and (by_age or in_order):
             aged = bool(by_age) and (self._by_age or not in_order)
             queue = by_age if aged else in_order
-            request = queue.popleft()
-            if self._is_long(request) and budget.long_tokens == 0:
+            sequence = queue.popleft()
+            if self._is_long(sequence) and budget.long_tokens == 0:
                 continue
-            if self._chunk_limit(request, budget, now_s) == 0:
-                # The budget has nothing for the requests behind it either.
+            if self._chunk_limit(sequence, budget, now_s) == 0:
+                # The budget has nothing for the sequences behind it either.
                 queue.clear()
                 continue
-            if not self._admit(request):
+            if not self._admit(sequence):
                 return
             free_seqs -= 1
             self._by_age = not aged
             # Computed again: with a cached prefix the chunk starts later, and attends to more keys.
-            limit = max(1, self._chunk_limit(request, budget, now_s))
-            yield self._prompt_row(request, limit, budget)
+            limit = max(1, self._chunk_limit(sequence, budget, now_s))
+            yield self._prompt_row(sequence, limit, budget)
 
-    def _queues(self, now_s: float) -> tuple[deque[Request], deque[Request]]:
-        """Waiting requests that are aged, and the others."""
+    def _queues(self, now_s: float) -> tuple[deque[Sequence], deque[Sequence]]:
+        """Waiting sequences that are aged, and the others."""
         if not self._waiting.num_objectives:
             return deque(), deque(self._waiting)
-        ranked = sorted((self._place(request, now_s), request) for request in self._waiting)
-        by_age = deque(request for key, request in ranked if not key[0])
-        return by_age, deque(request for key, request in ranked if key[0])
+        ranked = sorted((self._place(sequence, now_s), sequence) for sequence in self._waiting)
+        by_age = deque(sequence for key, sequence in ranked if not key[0])
+        return by_age, deque(sequence for key, sequence in ranked if key[0])
 
-    def _chunk_limit(self, request: Request, budget: StepBudget, now_s: float) -> int:
+    def _chunk_limit(self, sequence: Sequence, budget: StepBudget, now_s: float) -> int:
         return budget.chunk_limit(
-            request.num_computed,
-            is_long=self._is_long(request),
-            is_aged=lambda: self._is_aged(request, now_s),
+            sequence.num_computed,
+            is_long=self._is_long(sequence),
+            is_aged=lambda: self._is_aged(sequence, now_s),
             probes=self._steps % _PROBE_STEPS == 0,
         )
 
-    def _prompt_row(self, request: Request, limit: int, budget: StepBudget) -> ScheduledRequest:
-        row = self._row(request, min(request.num_uncomputed, limit))
-        budget.take_chunk(row, is_long=self._is_long(request))
+    def _prompt_row(self, sequence: Sequence, limit: int, budget: StepBudget) -> ScheduledSequence:
+        row = self._row(sequence, min(sequence.num_uncomputed, limit))
+        budget.take_chunk(row, is_long=self._is_long(sequence))
         # Prompt log-probabilities may take several forward passes: another row of this step that
         # found these blocks in the cache would read them before they are written.
         if not row.num_prompt_logprobs:
-            self._blocks.cache_full_blocks(request)
+            self._blocks.cache_full_blocks(sequence)
         return row
 
-    def _is_long(self, request: Request) -> bool:
-        return request.num_tokens > self._limits.max_prefill_tokens
+    def _is_long(self, sequence: Sequence) -> bool:
+        return sequence.num_tokens > self._limits.max_prefill_tokens
 
-    def _admit(self, request: Request) -> bool:
-        """Move a waiting request to the running ones; False when blocks are lacking.
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move a waiting sequence to the running ones; False when blocks are lacking.
 
         It gets the blocks for all its known tokens at once: with fewer it could be preempted in the
         middle of its prompt.
         """
-        if request.num_steps_in_flight:
+        if sequence.num_steps_in_flight:
             return False
         arrival, enough_blocks = self._turned_away
-        hopeless = arrival == request.arrival and self._blocks.num_free < enough_blocks
+        hopeless = arrival == sequence.arrival and self._blocks.num_free < enough_blocks
         # Looking up a long prompt in the prefix cache takes milliseconds.
         if hopeless and self._steps % _LOOK_AGAIN_STEPS:
             return False
-        if not request.needs_whole_prompt:
-            self._blocks.acquire_prefix(request)
-        if not self._blocks.grow(request, request.num_tokens):
-            missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_ids)
+        if not sequence.needs_whole_prompt:
+            self._blocks.acquire_prefix(sequence)
+        if not self._blocks.grow(sequence, sequence.num_tokens):
+            missing = self._blocks.blocks_for(sequence.num_tokens) - len(sequence.block_ids)
             missing -= self._blocks.num_free
-            self._blocks.release(request)
-            self._turned_away = (request.arrival, self._blocks.num_free + missing)
+            self._blocks.release(sequence)
+            self._turned_away = (sequence.arrival, self._blocks.num_free + missing)
             return False
-        if request.cached_tokens is None:
-            self._started.append(request)
-            request.cached_tokens = min(request.num_computed, request.num_prompt_tokens)
-        self._waiting.remove(request)
-        request.state = RequestState.RUNNING
-        self._running.add(request)
+        if sequence.cached_tokens is None:
+            self._started.append(sequence)
+            sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        self._waiting.remove(sequence)
+        sequence.state = SequenceState.RUNNING
+        self._running.add(sequence)
         return True
 
-    def _row(self, request: Request, count: int) -> ScheduledRequest:
-        start = request.num_computed
-        request.num_computed = start + count
+    def _row(self, sequence: Sequence, count: int) -> ScheduledSequence:
+        start = sequence.num_computed
+        sequence.num_computed = start + count
         scores = 0
-        if request.needs_prompt_logprobs:
-            scores = max(0, min(start + count, request.num_prompt_tokens - 1) - start)
-        samples = start + count == request.num_tokens
-        return ScheduledRequest(request, start, count, samples, scores)
+        if sequence.needs_prompt_logprobs:
+            scores = max(0, min(start + count, sequence.num_prompt_tokens - 1) - start)
+        samples = start + count == sequence.num_tokens
+        return ScheduledSequence(sequence, start, count, samples, scores)
 
     # ---- places ----
 
     def _preempt_for_priority(self, now_s: float) -> None:
-        """Preempt one request for a waiting one of a higher class that cannot be admitted."""
+        """Preempt one sequence for a waiting one of a higher class that cannot be admitted."""
         if not self._waiting or not self._running or self._leaving:
             return
         if self._waiting.highest_class >= self._running.lowest_class:
             return
         best = self._waiting.highest_class
-        # Aged requests are spared: admitted by age, they would be preempted at once, for ever.
+        # Aged sequences are spared: admitted by age, they would be preempted at once, for ever.
         lower = [
-            request
-            for request in self._running
-            if request.objective.priority > best and not self._is_aged(request, now_s)
+            sequence
+            for sequence in self._running
+            if sequence.request.priority > best and not self._is_aged(sequence, now_s)
         ]
         if not lower:
             return
-        its_class = (r for r in self._waiting if r.objective.priority == best)
-        first = min(its_class, key=lambda request: self._place(request, now_s))
+        its_class = (other for other in self._waiting if other.request.priority == best)
+        first = min(its_class, key=lambda sequence: self._place(sequence, now_s))
         missing = self._blocks.blocks_for(first.num_tokens) - self._blocks.num_free
         has_free_seq = len(self._running) < self.bounds.sequences
         if has_free_seq and missing <= 0:
             return
         # Preempt only if preempting all of them would free enough blocks.
-        if sum(len(request.block_ids) for request in lower) >= missing:
-            reason = "a request of a higher priority took its place"
+        if sum(len(sequence.block_ids) for sequence in lower) >= missing:
+            reason = "a sequence of a higher priority took its place"
             self._preempt(max(lower, key=expendable), reason)
 
-    def _preempt(self, request: Request, reason: str) -> None:
-        self._running.remove(request)
-        request.preemptions += 1
+    def _preempt(self, sequence: Sequence, reason: str) -> None:
+        self._running.remove(sequence)
+        sequence.preemptions += 1
         self.preemptions_total += 1
-        self._preempted.append((request, reason))
-        self._leave(request, RequestState.WAITING)
-        self._waiting.add(request, first=True)
+        self._preempted.append((sequence, reason))
+        self._leave(sequence, SequenceState.WAITING)
+        self._waiting.add(sequence, first=True)
 
-    def _leave(self, request: Request, state: RequestState) -> None:
-        request.state = state
-        if request.num_steps_in_flight:
-            self._leaving.add(request)
+    def _leave(self, sequence: Sequence, state: SequenceState) -> None:
+        sequence.state = state
+        if sequence.num_steps_in_flight:
+            self._leaving.add(sequence)
         else:
-            self._blocks.release(request)
+            self._blocks.release(sequence)
 
-    def _has_left(self, request: Request) -> bool:
-        return request.num_steps_in_flight == 0 and request in self._leaving
+    def _has_left(self, sequence: Sequence) -> bool:
+        return sequence.num_steps_in_flight == 0 and sequence in self._leaving
 
 
-def _num_left(prefilling: Iterable[Request], rows: Iterable[ScheduledRequest]) -> int:
+def _num_left(prefilling: Iterable[Sequence], rows: Iterable[ScheduledSequence]) -> int:
     """Tokens still to be computed of prompts that have begun, without the last one of each."""
-    begun = {*prefilling, *(row.request for row in rows)}
+    begun = {*prefilling, *(row.sequence for row in rows)}
     return sum(
-        max(0, request.num_uncomputed - 1)
-        for request in begun
-        if request.state is RequestState.RUNNING
+        max(0, sequence.num_uncomputed - 1)
+        for sequence in begun
+        if sequence.state is SequenceState.RUNNING
     )

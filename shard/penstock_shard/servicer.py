@@ -200,8 +200,7 @@ class ShardServicer(wire.Servicer):
                     field="attempt",
                     value=attempt,
                 )
-            submit = check(incoming, ready.info, self._config)
-            submit.request_id = outbox.namespace + submit.request_id
+            checked = check(incoming, ready.info, self._config, outbox.namespace)
         except Refusal as refusal:
             self._engine.metrics.refused(refusal.error)
             refused = Output(outbox.namespace + request_id, attempt, 0, [], error=refusal.error)
@@ -211,7 +210,7 @@ class ShardServicer(wire.Servicer):
         deadline_ms = incoming.deadline_ms
         deadline_s = None if deadline_ms is None else deadline_ms / 1000
         self._engine.submit(
-            submit,
+            checked,
             outlet,
             deadline_s=deadline_s,
             suspect=incoming.suspect,
@@ -236,8 +235,8 @@ class ShardServicer(wire.Servicer):
         incoming = wire.incoming_embedding(request)
         try:
             self._check_engine(incoming.instance_id)
-            submits = check_embedding(incoming, ready.info, uuid.uuid4().hex)
-            vectors = await embed(self._engine, submits)
+            requests = check_embedding(incoming, ready.info, uuid.uuid4().hex)
+            vectors = await embed(self._engine, requests)
         except Refusal as refusal:
             await _abort(context, wire.status(refusal.error), refusal.error.message)
         response = wire.embed_response()

@@ -1,23 +1,23 @@
 """Which rows of a step get draft tokens, and how many were accepted. Knows counts and the drafter;
 knows neither how drafts are made nor how they are verified.
 
-How many drafts were accepted is known when their step is collected. Until then their request is in
-no other step. Where many requests wait for that, the next step is scheduled only after it, so that
+How many drafts were accepted is known when their step is collected. Until then their sequence is in
+no other step. Where many sequences wait for that, the next step is scheduled only after it, so that
 all stay in the same steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Request, RequestState
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.base import ScheduledSequence, StepPlan
+from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.step_time import StepTime
 from penstock_shard.urgency import seconds_between_tokens
 
-# If at least one in this many decoding requests waits for launched steps, all of them do.
+# If at least one in this many decoding sequences waits for launched steps, all of them do.
 _WAITING_SHARE = 4
 
 
@@ -34,35 +34,37 @@ class Speculation:
         self._step_time = step_time
         self._most_drafts = max(most_drafts, drafter.most)
         # Requests with drafts in a launched step that is not collected.
-        self._drafted: set[Request] = set()
+        self._drafted: set[Sequence] = set()
 
-    def ready(self, decodes: list[Request]) -> list[Request] | None:
-        """The requests that may have a row now. None: all wait for the launched steps, because many
-        need their tokens, to go on or to draft from.
+    def ready(self, decodes: list[Sequence]) -> list[Sequence] | None:
+        """The sequences that may have a row now. None: all wait for the launched steps, because
+        many need their tokens, to go on or to draft from.
         """
         drafter, drafted = self.drafter, self._drafted
         waiting = {
-            request
-            for request in decodes
-            if request in drafted or (request.num_pending and drafter.expects(request))
+            sequence
+            for sequence in decodes
+            if sequence in drafted or (sequence.num_pending and drafter.expects(sequence))
         }
         if not waiting:
             return decodes
-        # A request that is left out gets its next token two steps later instead of one.
-        hurried = any(seconds_between_tokens(request.objective) is not None for request in waiting)
+        # A sequence that is left out gets its next token two steps later instead of one.
+        hurried = any(
+            seconds_between_tokens(sequence.request.objective) is not None for sequence in waiting
+        )
         if hurried or _WAITING_SHARE * len(waiting) >= len(decodes):
             return None
-        return [request for request in decodes if request not in waiting]
+        return [sequence for sequence in decodes if sequence not in waiting]
 
     def add_drafts(
-        self, rows: Sequence[ScheduledRequest], tokens: int, time_s: float
-    ) -> list[ScheduledRequest]:
+        self, rows: abc.Sequence[ScheduledSequence], tokens: int, time_s: float
+    ) -> list[ScheduledSequence]:
         """The same rows, those that got drafts last. Drafts add at most `tokens` and `time_s`."""
         plain, with_drafts = [], []
         tokens = min(tokens, self._most_drafts)
         for row in rows:
             most = self._most(row, tokens, time_s)
-            found = self.drafter.propose(row.request, most) if most > 0 else []
+            found = self.drafter.propose(row.sequence, most) if most > 0 else []
             if found:
                 found = found[: self._held(row, len(found))]
             if not found:
@@ -71,7 +73,7 @@ class Speculation:
             row.drafts, row.count = found, 1 + len(found)
             tokens -= len(found)
             time_s -= self._step_time.prompt_s(row.start, len(found))
-            self._drafted.add(row.request)
+            self._drafted.add(row.sequence)
             with_drafts.append(row)
         return plain + with_drafts
 
@@ -82,31 +84,32 @@ class Speculation:
         for row in plan.rows:
             if not row.drafts:
                 continue
-            request = row.request
-            self._drafted.discard(request)
-            accepted = max(0, len(request.token_ids) - row.start - 2)
-            self.drafter.learn(request, len(row.drafts), accepted)
-            if request.state is RequestState.RUNNING:
-                request.num_computed += accepted
+            sequence = row.sequence
+            self._drafted.discard(sequence)
+            accepted = max(0, len(sequence.token_ids) - row.start - 2)
+            self.drafter.learn(sequence, len(row.drafts), accepted)
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed += accepted
 
     def drop(self) -> None:
         """Forget the launched steps: none of them counts."""
         self._drafted.clear()
 
-    def _most(self, row: ScheduledRequest, tokens: int, time_s: float) -> int:
-        """How many drafts the row may have, by the step's budget and its request's `max_tokens`."""
-        request = row.request
+    def _most(self, row: ScheduledSequence, tokens: int, time_s: float) -> int:
+        """How many drafts the row may have, by the step's budget and its `max_tokens`."""
+        sequence = row.sequence
         # With pending tokens there is nothing to draft from: the last ones are not known.
-        if tokens <= 0 or request.num_pending:
+        if tokens <= 0 or sequence.num_pending:
             return 0
-        most = min(tokens, self.drafter.most, request.max_tokens - request.num_output_tokens - 1)
+        left = sequence.request.max_tokens - sequence.num_output_tokens
+        most = min(tokens, self.drafter.most, left - 1)
         if time_s != float("inf"):
             most = min(most, self._step_time.prompt_tokens_in(time_s, row.start))
         return most
 
-    def _held(self, row: ScheduledRequest, count: int) -> int:
+    def _held(self, row: ScheduledSequence, count: int) -> int:
         """How many of `count` drafts there are blocks for."""
-        request = row.request
-        if self._blocks.grow(request, row.start + 1 + count):
+        sequence = row.sequence
+        if self._blocks.grow(sequence, row.start + 1 + count):
             return count
-        return len(request.block_ids) * self._blocks.block_size - row.start - 1
+        return len(sequence.block_ids) * self._blocks.block_size - row.start - 1

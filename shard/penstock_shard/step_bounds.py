@@ -75,8 +75,8 @@ def _place_alone(plan: StepPlan) -> _Place | None:
     first, *others = plan.rows
     if others or first.drafts or first.count > _LEAST_TOKENS:
         return None
-    request = first.request
-    return request.request_id, request.attempt, len(request.token_ids)
+    sequence = first.sequence
+    return sequence.request.request_id, sequence.request.attempt, len(sequence.token_ids)
 
 
 def _grown(bound: int, most: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock_shard.runner.base import ScheduledRequest
+from penstock_shard.runner.base import ScheduledSequence
 from penstock_shard.step_time import StepSize, StepTime
 
 # Tokens of a step that prompts which have waited too long get at least, whatever time is left.
@@ -76,13 +76,13 @@ class StepBudget:
             limit = min(limit, max(1, in_time))
         return limit
 
-    def take_drafts(self, rows: Iterable[ScheduledRequest]) -> None:
+    def take_drafts(self, rows: Iterable[ScheduledSequence]) -> None:
         """Subtract the drafts of these rows."""
         for row in rows:
             self.tokens -= len(row.drafts)
             self.time_s -= self.step_time.prompt_s(row.start, len(row.drafts))
 
-    def take_chunk(self, row: ScheduledRequest, *, is_long: bool) -> None:
+    def take_chunk(self, row: ScheduledSequence, *, is_long: bool) -> None:
         """Subtract this chunk of a prompt."""
         seconds = self.step_time.prompt_s(row.start, row.count)
         self.tokens -= row.count

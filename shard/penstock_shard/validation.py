@@ -1,6 +1,6 @@
 """Checks a request against what the shard serves, and fills in the model's defaults.
 
-Pure: an incoming request, `RunnerInfo` and configuration in, a `Submit` or a `Refusal` out.
+Pure: an incoming request, `RunnerInfo` and configuration in, a `Request` or a `Refusal` out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import numpy.typing as npt
 from penstock_proto.bounds import GREEDY_TEMPERATURE, MAX_BAD_WORD_TOKENS, MAX_CHOICE_OPTIONS
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Error, Submit
-from penstock_shard.request import Constraint, Objective, Pooling, SamplingParams, ThinkingBudget
+from penstock_shard.link import Error
+from penstock_shard.request import (
+    Constraint,
+    Objective,
+    Pooling,
+    Request,
+    SamplingParams,
+    ThinkingBudget,
+)
 from penstock_shard.runner.base import Adapter, RunnerInfo
 from penstock_shard.sampling_ranges import SAMPLING_RANGES, Range, out_of_bounds, short
 
@@ -57,6 +64,7 @@ _NEUTRAL: Mapping[str, object] = {
     "prompt_logprobs": None,
 }
 _NEUTRAL_SAMPLING = SamplingParams()
+_NO_OBJECTIVE = Objective()
 _NEUTRAL_WHEN_EMPTY = ("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids")
 
 
@@ -131,8 +139,10 @@ class IncomingRequest:
     caller: str = ""
 
 
-def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> Submit:
-    """The request to submit, with all defaults filled in.
+def check(
+    incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, namespace: str = ""
+) -> Request:
+    """The request as the engine gets it: all defaults filled in, its id in its caller's namespace.
 
     Raises:
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model is another or the
@@ -156,14 +166,14 @@ def check(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> S
     stop_token_ids = [*incoming.stop_token_ids.tolist(), *eos]
     _check_something_is_left(incoming, stop_token_ids, info.vocab_size)
     only_requested = incoming.logprobs is None and incoming.logprob_token_ids.size
-    return Submit(
-        request_id=incoming.request_id,
+    return Request(
+        request_id=namespace + incoming.request_id,
         attempt=incoming.attempt,
         prompt=incoming.prompt.tobytes(),
         output=incoming.output.tobytes(),
         sampling=_sampling(incoming, info.default_sampling),
         max_tokens=max_tokens,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=frozenset(stop_token_ids),
         logprobs=0 if only_requested else incoming.logprobs,
         # A continued request had its prompt log-probabilities delivered before its first token.
         prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
@@ -192,8 +202,8 @@ class IncomingEmbedding:
     instance_id: str = ""
 
 
-def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Submit]:
-    """One request to submit for each input. Their ids begin with `call_id`, which must be unique.
+def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Request]:
+    """One request for each input. Their ids begin with `call_id`, which must be unique.
 
     Raises:
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), or the shard serves no embeddings
@@ -226,18 +236,13 @@ def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str)
     ]
 
 
-def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> Submit:
-    return Submit(
+def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> Request:
+    return Request(
         request_id=request_id,
         attempt=0,
         prompt=ids.tobytes(),
-        output=b"",
         sampling=SamplingParams(temperature=0.0),
         max_tokens=1,
-        stop_token_ids=[],
-        logprobs=None,
-        prompt_logprobs=None,
-        cache_salt="",
         pooling=pooling,
     )
 
@@ -367,11 +372,11 @@ def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
         _refuse(kind, f"{size} bytes", f"at most {max_bytes} bytes (--max-constraint-bytes)")
 
 
-def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> list[int]:
+def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> frozenset[int]:
     """Eos ids that the request ignores, which still end it when its constraint is complete."""
     if incoming.constraint is None or not incoming.ignore_eos:
-        return []
-    return list(info.eos_token_ids)
+        return frozenset()
+    return frozenset(info.eos_token_ids)
 
 
 def _check_something_is_left(
@@ -427,18 +432,19 @@ def _seed_of(request_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 
-def _objective(incoming: IncomingRequest) -> Objective:
+def _objective(incoming: IncomingRequest) -> Objective | None:
     for name, allowed in _OBJECTIVE_RANGES.items():
         value = getattr(incoming, name)
         if value is not None and not allowed.holds(value):
             _refuse(name, value, str(allowed))
-    return Objective(
+    objective = Objective(
         priority=incoming.priority,
         deadline_s=None if incoming.deadline_ms is None else incoming.deadline_ms / 1000,
         time_to_first_token_s=incoming.time_to_first_token_s,
         seconds_between_tokens=incoming.seconds_between_tokens,
         latency_sensitive=incoming.latency_sensitive,
     )
+    return None if objective == _NO_OBJECTIVE else objective
 
 
 def _refuse(name: str, value: object, bound: str) -> None:

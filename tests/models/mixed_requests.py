@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
+from collections.abc import Sequence
 
-from models.driver import make_request
+import msgspec
+from models.driver import make_sequence
 from models.sampling_reference import KINDS
 
 from penstock_shard.engine import Engine
@@ -31,7 +32,7 @@ def mixed_requests(seed: int, count: int = 24) -> list[Request]:
         own = dict(fields[number % len(fields)])
         min_tokens, stop_ids = own.pop("min_tokens", 0), own.pop("stop_token_ids", ())
         prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 40))]
-        request = make_request(
+        sequence = make_sequence(
             prompt,
             SamplingParams(**{"seed": rng.getrandbits(64), **own}),
             max_tokens=rng.randint(1, 30),
@@ -39,8 +40,8 @@ def mixed_requests(seed: int, count: int = 24) -> list[Request]:
             prompt_logprobs=rng.choice([None] * 7 + [1]),
         )
         requests.append(
-            dataclasses.replace(
-                request,
+            msgspec.structs.replace(
+                sequence.request,
                 request_id=str(number),
                 min_tokens=min_tokens,
                 stop_token_ids=frozenset(stop_ids) | STOP_IDS,
@@ -56,6 +57,7 @@ def serve(
     num_blocks: int,
     max_num_seqs: int = 7,
     drafter: Drafter | None = None,
+    adapter_indices: Sequence[int] = (),
 ) -> tuple[list[tuple[object, ...]], Scheduler]:
     """All requests through an engine with so many blocks; of each all that came of it."""
     info = runner.info
@@ -66,10 +68,10 @@ def serve(
     times = itertools.count()
     engine = Engine(runner, scheduler, blocks, clock=lambda: next(times) * 0.01)
     outputs: dict[str, list[Output]] = {request.request_id: [] for request in requests}
-    arriving = list(requests)
+    arriving = list(zip(requests, adapter_indices or [0] * len(requests), strict=True))
     for step in range(5000):
         if arriving and step % 2 == 0:
-            engine.submit(arriving.pop(0))
+            engine.submit(*arriving.pop(0))
         for output in engine.step():
             outputs[output.request_id].append(output)
         engine.check_integrity()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, abc
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from support.engines import packed
 
 from penstock_shard.request import Request, SamplingParams
+from penstock_shard.sequence import Sequence
 
 # For these and 24 ids, every kind of request draws otherwise than a plain one.
 PROMPT = [3, 7, 7, 11]
@@ -60,21 +62,20 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def sampling_request(
-    prompt: Sequence[int] = (1,),
-    output: Sequence[int] = (),
+    prompt: abc.Sequence[int] = (1,),
+    output: abc.Sequence[int] = (),
     *,
     min_tokens: int = 0,
-    stop_token_ids: Sequence[int] = (),
+    stop_token_ids: abc.Sequence[int] = (),
     logprobs: int | None = None,
-    logprob_token_ids: Sequence[int] = (),
+    logprob_token_ids: abc.Sequence[int] = (),
     **sampling: Any,
-) -> Request:
-    return Request(
+) -> Sequence:
+    request = Request(
         request_id="test",
         attempt=0,
-        token_ids=[*prompt, *output],
-        num_prompt_tokens=len(prompt),
-        num_delivered=len(output),
+        prompt=packed(prompt),
+        output=packed(output),
         sampling=SamplingParams(**sampling),
         max_tokens=10_000,
         stop_token_ids=frozenset(stop_token_ids),
@@ -82,12 +83,13 @@ def sampling_request(
         logprobs=logprobs,
         logprob_token_ids=tuple(logprob_token_ids),
     )
+    return Sequence.of(request)
 
 
-def distribution(logits: NDArray[np.float32], request: Request) -> dict[int, float]:
+def distribution(logits: NDArray[np.float32], sequence: Sequence) -> dict[int, float]:
     """Of the next token: its probabilities, in the order in which tokens are drawn."""
-    params = request.sampling
-    scores = adjusted_scores(logits, request)
+    params = sequence.request.sampling
+    scores = adjusted_scores(logits, sequence)
     if params.temperature == 0.0:
         return {int(np.argmax(scores)): 1.0}
     # A token that is 29 below the best is never drawn.
@@ -118,12 +120,12 @@ def _until(order: list[int], weights: NDArray[np.float64], share: float) -> list
     return order
 
 
-def adjusted_scores(logits: NDArray[np.float32], request: Request) -> NDArray[np.float64]:
+def adjusted_scores(logits: NDArray[np.float32], sequence: Sequence) -> NDArray[np.float64]:
     """Logits after penalties, biases and bans."""
-    params = request.sampling
+    params = sequence.request.sampling
     scores = logits.astype(np.float64)
-    prompt = request.token_ids[: request.num_prompt_tokens]
-    output = request.token_ids[request.num_prompt_tokens :]
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
     for token in {*prompt, *output}:
         factor = params.repetition_penalty
         scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
@@ -136,6 +138,6 @@ def adjusted_scores(logits: NDArray[np.float32], request: Request) -> NDArray[np
     for *beginning, last in params.bad_words:
         if output[len(output) - len(beginning) :] == beginning:
             scores[last] = -math.inf
-    if len(output) < request.min_tokens:
-        scores[list(request.stop_token_ids)] = -math.inf
+    if len(output) < sequence.request.min_tokens:
+        scores[list(sequence.request.stop_token_ids)] = -math.inf
     return scores

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from models.sampling_reference import KINDS
@@ -22,7 +23,7 @@ from support.budget import budget, seeded
 from support.compilers import EOS_IDS, LIMITS, VOCAB_SIZE, new_compiler
 from support.constrained_engines import ConstrainedEngine
 from support.drafters import FickleOracle, Oracle, named
-from support.engines import make_request, runner_info
+from support.engines import make_request, packed, runner_info
 from torch import Tensor
 
 from penstock_shard.codes import Code
@@ -92,14 +93,8 @@ class _Caller:
     def next_attempt(self) -> Request:
         self.attempt += 1
         self.is_live = True
-        prompt = self.request.token_ids[: self.request.num_prompt_tokens]
-        return dataclasses.replace(
-            self.request,
-            attempt=self.attempt,
-            token_ids=[*prompt, *self.output],
-            num_delivered=len(self.output),
-            block_ids=[],
-            block_hashes=[],
+        return msgspec.structs.replace(
+            self.request, attempt=self.attempt, output=packed(self.output)
         )
 
     def take(self, output: Output) -> None:
@@ -187,7 +182,7 @@ def _step(engine: ConstrainedEngine, callers: dict[str, _Caller]) -> None:
 
 
 def _alone(request: Request) -> _Caller:
-    caller, engine = _Caller(dataclasses.replace(request, hand_back=False)), _engine()
+    caller, engine = _Caller(msgspec.structs.replace(request, hand_back=False)), _engine()
     engine.under_test.engine.submit(caller.next_attempt())
     while caller.is_live:
         _step(engine, {request.request_id: caller})

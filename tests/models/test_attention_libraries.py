@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import library_stand_ins
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 
 from penstock_shard.models.attention import torch_varlen
 from penstock_shard.models.attention.base import AttentionBackend, LayerSpec
@@ -90,11 +90,11 @@ def test_a_model_gives_the_log_probabilities_of_sdpa(
         runner = load(model_dir(family), attention_backend=name, dtype="bfloat16", block_size=256)
         assert runner.info.attention_backend.startswith(name)
         driver = Driver(runner)
-        requests = [make_request(prompt, prompt_logprobs=0) for prompt in prompts]
+        sequences = [make_sequence(prompt, prompt_logprobs=0) for prompt in prompts]
         chosen: list[float] = []
         # The first token alone, a chunk, decode-shaped steps beside the other row, the rest.
         for counts in ((1, 4), (20, 1), (1, 1), (1, 1), (17, None)):
-            rows = [(r, c) for r, c in zip(requests, counts, strict=True) if c]
+            rows = [(r, c) for r, c in zip(sequences, counts, strict=True) if c]
             for result in driver.step(rows):
                 if result.prompt_logprobs:
                     chosen += result.prompt_logprobs.chosen

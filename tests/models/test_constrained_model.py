@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,15 +15,17 @@ from models.driver import load
 from support.budget import budget, seeded
 from support.compilers import BUILTIN, tokenizer, two_ended_compiler
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
+from support.engines import changed
 from support.random_schemas import random_schema
 
 from penstock_shard.constraints.state import MaskFiller, allowed_ids, unpacked
 from penstock_shard.link import Output
-from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
+from penstock_shard.request import Constraint, FinishReason, ThinkingBudget
 from penstock_shard.runner.adjust import forbidden_bits
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRow
+from penstock_shard.sequence import Sequence
 
 OBJECT = Constraint(
     "json_schema",
@@ -54,21 +57,23 @@ def test_a_mask_draws_what_the_same_allowed_ids_draw() -> None:
     sampler = Sampler(masks)
     for seed in range(budget(8, 400)):
         logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
-        own = constrained("own", random.choice([OBJECT, CODE]), seed=seed)
-        own.matcher = two_ended_compiler().compile(own.constraint) if own.constraint else None
+        constraint = random.choice([OBJECT, CODE])
+        own = Sequence.of(constrained("own", constraint, seed=seed))
         sampling = dataclasses.replace(
-            own.sampling,
+            own.request.sampling,
             temperature=random.choice([0.0, 0.7, 1.5]),
             top_k=random.choice([0, 5]),
             top_p=random.choice([0.6, 1.0]),
         )
-        own.sampling = sampling
+        own = changed(own, sampling=sampling)
+        own.matcher = two_ended_compiler().compile(constraint)
         mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
-        assert own.matcher is not None
         own.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        same = dataclasses.replace(own, constraint=None, matcher=None)
-        same.sampling = dataclasses.replace(
-            sampling, allowed_token_ids=tuple(int(i) for i in allowed_ids(mask[0]))
+        allowed = tuple(int(i) for i in allowed_ids(mask[0]))
+        same = changed(
+            own,
+            constraint=None,
+            sampling=dataclasses.replace(sampling, allowed_token_ids=allowed),
         )
         logits[1] = logits[0]
         first, second = sampler.sample(logits, [SampleRow(own, 0), SampleRow(same, 0)])
@@ -86,9 +91,9 @@ def test_a_device_unpacks_masks_as_the_cpu_does() -> None:
 def test_a_row_whose_constraint_failed_says_why_and_leaves_the_rest_alone() -> None:
     vocab_size = tokenizer().get_vocab_size()
     sampler = Sampler(MaskFiller(vocab_size))
-    broken, fine = constrained("broken", CODE), constrained("fine", CODE)
-    for request in (broken, fine):
-        request.matcher = two_ended_compiler().compile(CODE)
+    broken, fine = (Sequence.of(constrained(name, CODE)) for name in ("broken", "fine"))
+    for sequence in (broken, fine):
+        sequence.matcher = two_ended_compiler().compile(CODE)
     assert broken.matcher is not None
     broken.matcher.consume_token(600)
     logits = torch.zeros(2, vocab_size)
@@ -100,13 +105,11 @@ def test_a_row_whose_constraint_failed_says_why_and_leaves_the_rest_alone() -> N
 
 
 def test_constrained_outputs_are_whole_and_the_same_beside_others(runner: Runner) -> None:
-    def requests() -> list[Request]:
-        made = [constrained(f"o{i}", OBJECT, seed=i) for i in range(4)]
-        made += [constrained(f"c{i}", CODE, seed=i) for i in range(4)]
-        return made + [constrained(f"n{i}", None, seed=i, max_tokens=20) for i in range(4)]
-
-    together = ConstrainedEngine(lambda: runner).run(*requests())
-    for request in requests():
+    requests = [constrained(f"o{i}", OBJECT, seed=i) for i in range(4)]
+    requests += [constrained(f"c{i}", CODE, seed=i) for i in range(4)]
+    requests += [constrained(f"n{i}", None, seed=i, max_tokens=20) for i in range(4)]
+    together = ConstrainedEngine(lambda: runner).run(*requests)
+    for request in requests:
         [alone] = ConstrainedEngine(lambda: runner).run(request).values()
         assert tokens(together[request.request_id]) == tokens(alone)
     for name, outputs in together.items():
@@ -130,7 +133,8 @@ def test_the_real_model_goes_on_anywhere_in_a_constraint(runner: Runner) -> None
 
 def test_the_real_model_is_made_to_end_its_reasoning(runner: Runner) -> None:
     request = constrained("r", None, max_tokens=20)
-    request.thinking_budget = ThinkingBudget(6, 600, 601, begun=True)
+    thinking = ThinkingBudget(6, 600, 601, begun=True)
+    request = msgspec.structs.replace(request, thinking_budget=thinking)
     [outputs] = ConstrainedEngine(lambda: runner).run(request).values()
     assert tokens(outputs)[6] == 601
 
@@ -184,12 +188,10 @@ def test_steps_that_are_launched_ahead_draw_the_same_and_keep_nothing(runner: Ru
     assert isinstance(runner, ModelRunner)
     ahead = ModelRunner(runner.model, dataclasses.replace(runner.info, max_steps_ahead=1))
 
-    def requests() -> list[Request]:
-        return [constrained(f"r{i}", [OBJECT, CODE, None][i % 3], seed=i) for i in range(6)]
-
-    plain = ConstrainedEngine(lambda: runner).run(*requests())
+    requests = [constrained(f"r{i}", [OBJECT, CODE, None][i % 3], seed=i) for i in range(6)]
+    plain = ConstrainedEngine(lambda: runner).run(*requests)
     constrained_engine = ConstrainedEngine(lambda: ahead)
-    said = constrained_engine.run(*requests())
+    said = constrained_engine.run(*requests)
     assert {n: tokens(o) for n, o in said.items()} == {n: tokens(o) for n, o in plain.items()}
     # One that is aborted while a step that fills its mask is in flight.
     under_test = constrained_engine.under_test

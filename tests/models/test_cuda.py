@@ -5,15 +5,15 @@ Skipped without a device.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models.attention_cases import CASES, Case, check_case
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from models.mixed_requests import serve
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
 from models.test_families import OUTPUT_TOKENS, reference
@@ -57,9 +57,9 @@ def test_greedy_output_on_cuda_equals_generate(
 ) -> None:
     prompts = [list(range(5, 75)), list(range(200, 207)), list(range(90, 130))]
     runner = load(model_dir(family), device="cuda", dtype="float32", kv_blocks=None)
-    requests = [make_request(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
-    Driver(runner).generate(requests)
-    outputs = [request.token_ids[request.num_prompt_tokens :] for request in requests]
+    sequences = [make_sequence(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
+    Driver(runner).generate(sequences)
+    outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
     assert outputs == reference(model_dir(family), prompts)
 
 
@@ -91,11 +91,11 @@ def on_device(directory: Path, **settings: object) -> ModelRunner:
 def greedy(runner: ModelRunner, drafter: Drafter | None = None) -> dict[str, list[int]]:
     """Outputs of the prompts by name, of an engine that decodes all of them together."""
     requests = [
-        dataclasses.replace(make_request(prompt, max_tokens=30), request_id=str(number))
+        make_sequence(prompt, max_tokens=30, request_id=str(number)).request
         for number, prompt in enumerate(PROMPTS)
     ]
-    serve(runner, requests, num_blocks=runner.info.num_blocks, drafter=drafter)
-    outputs = {r.request_id: r.token_ids[r.num_prompt_tokens :] for r in requests}
+    said, _ = serve(runner, requests, num_blocks=runner.info.num_blocks, drafter=drafter)
+    outputs: dict[str, Any] = {str(number): found[0] for number, found in enumerate(said)}
     assert all(len(output) == 30 for output in outputs.values())
     return outputs
 
@@ -126,11 +126,11 @@ def test_tokens_of_an_adapter_are_those_on_cpu(model_dir: Directory, tmp_path: P
         assert runner.adapters is not None
         runner.adapters.place(2, runner.adapters.read(str(path)))
         for index in (0, 2):
-            requests = [make_request(prompt) for prompt in PROMPTS]
-            for request in requests:
-                request.adapter_index = index
-            Driver(runner).generate(requests)
-            found[device, index] = [request.token_ids for request in requests]
+            sequences = [make_sequence(prompt) for prompt in PROMPTS]
+            for sequence in sequences:
+                sequence.adapter_index = index
+            Driver(runner).generate(sequences)
+            found[device, index] = [sequence.token_ids for sequence in sequences]
     assert found["cpu", 2] != found["cpu", 0]
     assert found[CUDA.type, 0] == found["cpu", 0]
     assert found[CUDA.type, 2] == found["cpu", 2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from model_maker import FAMILIES, make_config, make_model
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from models.model_steps import cut_logits, relative_errors
 from safetensors.torch import load_file, save_file
 
@@ -309,6 +309,6 @@ def test_a_weight_beyond_half_precision_is_refused_by_name(name: str, tmp_path: 
 
 def test_a_step_that_samples_nothing_gives_no_logits(model_dir: Directory) -> None:
     driver = Driver(load(model_dir("llama")))
-    request = make_request(list(range(3, 40)))
-    assert driver.step([(request, 20)])[0].token_id is None
-    assert driver.step([(request, 17)])[0].token_id is not None
+    sequence = make_sequence(list(range(3, 40)))
+    assert driver.step([(sequence, 20)])[0].token_id is None
+    assert driver.step([(sequence, 17)])[0].token_id is not None

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from model_maker import VOCABULARY, make_model
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from safetensors.torch import load_file, save_file
+from support.engines import changed
 from torch import Tensor
 from transformers import AutoModel, GPT2LMHeadModel
 
@@ -21,16 +22,17 @@ from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.errors import ModelError
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.request import Pooling, Request
+from penstock_shard.request import Pooling
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.sequence import Sequence
 
 Directory = Callable[[str], Path]
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "opt")
 
 
-def pooled(prompt: list[int], pooling: Pooling) -> Request:
-    return dataclasses.replace(make_request(prompt, max_tokens=1), pooling=pooling)
+def pooled(prompt: list[int], pooling: Pooling) -> Sequence:
+    return make_sequence(prompt, max_tokens=1, pooling=pooling)
 
 
 def prompts(count: int, longest: int = 100) -> list[list[int]]:
@@ -43,16 +45,16 @@ def vector(data: bytes | None) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.float32)
 
 
-def in_chunks(driver: Driver, request: Request, size: int) -> Tensor:
+def in_chunks(driver: Driver, sequence: Sequence, size: int) -> Tensor:
     """Its vector, computed alone."""
     while True:
-        count = min(size, request.num_uncomputed)
-        is_last = count == request.num_uncomputed
-        (result,) = driver.step([(request, count)])
+        count = min(size, sequence.num_uncomputed)
+        is_last = count == sequence.num_uncomputed
+        (result,) = driver.step([(sequence, count)])
         assert (result.token_id, result.error) == (None, None)
         assert (result.embedding is not None) == is_last
         if is_last:
-            driver.free += request.block_ids
+            driver.free += sequence.block_ids
             return vector(result.embedding)
 
 
@@ -95,10 +97,10 @@ def test_vectors_depend_neither_on_chunks_nor_on_the_batch(
             check(in_chunks(driver, pooled(prompt, pooling), size), expected, pooling)
     # Beside a decode, requests that want tokens, and those of the other pooling.
     other = next(each for each in Pooling if each is not pooling)
-    decoding = make_request(several[0])
+    decoding = make_sequence(several[0])
     driver.step([(decoding, decoding.num_uncomputed)])
     rows = [pooled(prompt, pooling) for prompt in several]
-    others = [pooled(several[1], other), make_request(several[2], prompt_logprobs=2)]
+    others = [pooled(several[1], other), make_sequence(several[2], prompt_logprobs=2)]
     mixed = [rows[0], others[0], *rows[1:4], others[1], *rows[4:]]
     results = driver.step([(decoding, 1), *((row, row.num_uncomputed) for row in mixed)])
     assert results[0].token_id is not None
@@ -116,7 +118,7 @@ def check(found: Tensor, expected: Tensor, pooling: Pooling) -> None:
 
 def test_tokens_beside_embeddings_are_those_without(model_dir: Directory) -> None:
     runner = load(model_dir("llama"), embeddings="last")
-    alone, beside = make_request(range(3, 23), logprobs=3), make_request(range(3, 23), logprobs=3)
+    alone, beside = make_sequence(range(3, 23), logprobs=3), make_sequence(range(3, 23), logprobs=3)
     driver = Driver(runner)
     (expected,) = driver.step([(alone, 20)])
     rows = [(pooled(list(range(40)), pooling), 40) for pooling in Pooling]
@@ -140,23 +142,24 @@ def test_vectors_survive_preemption_and_prefix_hits(
     several[3] = several[2] = several[1][:40] + several[2]
     wanted = [(prompt[:120], pooling) for prompt in several for pooling in Pooling]
     # Those that generate come first, need more blocks as they go on, and put the others down.
-    generating = [make_request(prompt[:60], max_tokens=40) for prompt in several[:4]]
-    requests = [*generating, *(pooled(prompt, pooling) for prompt, pooling in wanted)]
-    for number, request in enumerate(requests):
-        request.request_id = str(number)
-        engine.submit(request)
+    generating = [make_sequence(prompt[:60], max_tokens=40) for prompt in several[:4]]
+    sequences = [*generating, *(pooled(prompt, pooling) for prompt, pooling in wanted)]
+    for number, sequence in enumerate(sequences):
+        engine.submit(changed(sequence, request_id=str(number)).request)
     outputs = []
     while engine.has_work:
         outputs += engine.step()
         engine.check_integrity()
     vectors = {o.request_id: vector(o.embedding) for o in outputs if o.embedding is not None}
     assert scheduler.preemptions_total > 0
-    embedded = requests[len(generating) :]
-    assert any(r.cached_tokens for r in embedded if r.pooling is Pooling.LAST)
-    assert not any(r.cached_tokens for r in embedded if r.pooling is Pooling.MEAN)
-    for request, (prompt, pooling) in zip(embedded, wanted, strict=True):
+    embedded = sequences[len(generating) :]
+    assert any(r.cached_tokens for r in embedded if r.request.pooling is Pooling.LAST)
+    assert not any(r.cached_tokens for r in embedded if r.request.pooling is Pooling.MEAN)
+    for sequence, (prompt, pooling) in zip(embedded, wanted, strict=True):
         expected = own(model_dir(family), prompt, pooling)
-        torch.testing.assert_close(vectors[request.request_id], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            vectors[sequence.request.request_id], expected, rtol=1e-4, atol=1e-4
+        )
     assert not runner._pooler._sums
 
 
@@ -165,10 +168,10 @@ def test_a_mean_that_begins_anew_forgets_what_it_had(model_dir: Directory) -> No
     driver = Driver(runner)
     prompt = list(range(3, 63))
     expected = in_chunks(driver, pooled(prompt, Pooling.MEAN), 512)
-    request = pooled(prompt, Pooling.MEAN)
-    driver.step([(request, 25)])
-    driver.preempt(request)
-    check(in_chunks(driver, request, 30), expected, Pooling.MEAN)
+    sequence = pooled(prompt, Pooling.MEAN)
+    driver.step([(sequence, 25)])
+    driver.preempt(sequence)
+    check(in_chunks(driver, sequence, 30), expected, Pooling.MEAN)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -178,11 +181,11 @@ def test_a_step_of_single_tokens_gives_each_its_own(family: str, model_dir: Dire
     driver = Driver(runner)
     first, last = (pooled([token], Pooling.LAST) for token in (7, 9))
     alone = [in_chunks(driver, pooled([token], Pooling.LAST), 1) for token in (7, 9)]
-    decoding = make_request([5])
+    decoding = make_sequence([5])
     found = driver.step([(first, 1), (decoding, 1), (last, 1)])
     assert torch.equal(vector(found[0].embedding), alone[0])
     assert torch.equal(vector(found[2].embedding), alone[1])
-    assert found[1].token_id == driver.step([(make_request([5]), 1)])[0].token_id
+    assert found[1].token_id == driver.step([(make_sequence([5]), 1)])[0].token_id
 
 
 def test_int8_and_half_weights_embed_too(model_dir: Directory) -> None:
@@ -254,7 +257,7 @@ def test_a_model_that_calls_its_head_in_its_own_way_serves_tokens_and_no_embeddi
     monkeypatch.setattr(GPT2LMHeadModel, "get_output_embeddings", lambda self: None)
     runner = load(model_dir("gpt2"))
     assert "embed" not in runner.info.capabilities
-    (result,) = Driver(runner).step([(make_request([3, 4]), 2)])
+    (result,) = Driver(runner).step([(make_sequence([3, 4]), 2)])
     assert result.token_id is not None
     with pytest.raises(ModelError, match=r"--embeddings last: .* hidden states"):
         load(model_dir("gpt2"), embeddings="last")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from models.driver import load, make_request
+from models.driver import load, make_sequence
 from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
 from support.budget import in_soak
 
@@ -49,10 +49,10 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
     limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24)
     scheduler = Scheduler(limits, blocks)
     engine = Engine(runner, scheduler, blocks)
-    requests = [make_request(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
-    for number, request in enumerate(requests):
-        request.request_id = str(number)
-        engine.submit(request)
+    for number, prompt in enumerate(prompts):
+        made = make_sequence(prompt, max_tokens=OUTPUT_TOKENS, request_id=str(number))
+        engine.submit(made.request)
+    sequences = scheduler.sequences
     for _ in range(3000):
         if not engine.has_work:
             break
@@ -60,6 +60,6 @@ def test_chunks_decodes_prefix_hits_and_preemptions_give_the_tokens_of_generate(
         engine.check_integrity()
 
     assert not engine.has_work
-    assert [request.token_ids[request.num_prompt_tokens :] for request in requests] == expected
+    assert [one.token_ids[one.num_prompt_tokens :] for one in sequences] == expected
     assert scheduler.preemptions_total > 0
-    assert any(request.cached_tokens for request in requests)
+    assert any(sequence.cached_tokens for sequence in sequences)

@@ -17,15 +17,17 @@ from model_maker import make_model
 from models.driver import load
 from safetensors.torch import load_file, save_file
 from support.budget import budget, seeded
+from support.engines import packed
 
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.link import Output
-from penstock_shard.request import Request, RequestState, SamplingParams
+from penstock_shard.request import Request, SamplingParams
 from penstock_shard.runner import model_runner
 from penstock_shard.runner.base import Runner
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.sequence import SequenceState
 
 _STOP = frozenset({1})
 _VOCABULARY = 1536
@@ -46,9 +48,7 @@ class _Asked:
         return Request(
             request_id=name,
             attempt=0,
-            token_ids=list(self.prompt),
-            num_prompt_tokens=len(self.prompt),
-            num_delivered=0,
+            prompt=packed(self.prompt),
             sampling=self.sampling,
             max_tokens=self.max_tokens,
             stop_token_ids=_STOP,
@@ -133,19 +133,23 @@ def _serve(
     blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=prefix_caching)
     scheduler = Scheduler(SchedulerLimits(at_once, max(chunk, at_once), chunk), blocks)
     engine = Engine(runner, scheduler, blocks)
-    requests = [item.request(str(number)) for number, item in enumerate(asked)]
     answers = [_Answer([], [], [], [], []) for _ in asked]
-    for request in requests:
-        engine.submit(request)
+    for number, item in enumerate(asked):
+        engine.submit(item.request(str(number)))
+    sequences = scheduler.sequences
     while engine.has_work:
         for output in engine.step():
             answers[int(output.request_id)].take(output)
         if put_downs is not None:
-            running = [r for r in requests if r.state is RequestState.RUNNING and r.preemptions < 3]
+            running = [
+                sequence
+                for sequence in sequences
+                if sequence.state is SequenceState.RUNNING and sequence.preemptions < 3
+            ]
             if running and put_downs.random() < 0.3:
                 scheduler._preempt(put_downs.choice(running), "a reason")
     if put_downs is not None:
-        assert sum(request.preemptions for request in requests) > len(requests) // 4
+        assert sum(sequence.preemptions for sequence in sequences) > len(sequences) // 4
     return answers
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from models.driver import Driver, load, make_request
+from models.driver import Driver, let_generate, load, make_sequence
 from transformers import AutoModelForCausalLM
 
 SERVED = (
@@ -28,7 +29,7 @@ OUTPUT_TOKENS = 20
 VOCABULARY = 384
 
 
-def reference(directory: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def reference(directory: Path, prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
     """What `generate` appends to each prompt, end-of-sequence ignored."""
     # Eager, because sdpa in transformers 5.17 drops Gemma 2's softcap without a word.
     model = AutoModelForCausalLM.from_pretrained(
@@ -63,22 +64,22 @@ def test_mixed_steps_give_the_tokens_of_generate(
     expected = reference(directory, prompts)
 
     driver = Driver(load(directory))
-    requests = [make_request(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
-    first, second, third, fourth = requests
+    sequences = [make_sequence(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
+    first, second, third, fourth = sequences
     driver.step([(first, 50), (second, 5)])
     # The first request computed three full blocks of the fourth's prompt.
     driver.share_prefix(fourth, first, 3)
     driver.step([(second, 1), (first, 7), (third, 20), (fourth, 2)])
-    for request in requests:
-        request.max_tokens = OUTPUT_TOKENS // 2
-    driver.generate(requests)
+    for sequence in sequences:
+        let_generate(sequence, OUTPUT_TOKENS // 2)
+    driver.generate(sequences)
     driver.preempt(second)
     driver.preempt(third)
-    for request in requests:
-        request.max_tokens = OUTPUT_TOKENS
-    driver.generate(requests)
+    for sequence in sequences:
+        let_generate(sequence, OUTPUT_TOKENS)
+    driver.generate(sequences)
 
-    outputs = [request.token_ids[request.num_prompt_tokens :] for request in requests]
+    outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
     assert outputs == expected
     assert len({tuple(output) for output in expected}) == 4, "the model says the same to all"
     assert all(len(set(output)) > 3 for output in expected), "the model repeats itself"

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from models.mixed_requests import mixed_requests, serve
 from models.no_looks import NoLooks
 from models.recorded_graphs import NUM_BLOCKS, NoModel, Pool, capture_all, graphed
@@ -38,8 +38,8 @@ from penstock_shard.models.parallel.mirrored import MirroredModel
 from penstock_shard.models.parallel.ranks import Ranks
 from penstock_shard.models.step_inputs import InputLayout
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.request import SamplingParams
+from penstock_shard.runner.base import ScheduledSequence, StepPlan
 from penstock_shard.runner.batch import BatchBuilder, StepBatch
 from penstock_shard.runner.model_runner import ModelRunner
 
@@ -109,19 +109,19 @@ def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
     loaded = load(model_dir("llama"), kv_blocks=NUM_BLOCKS, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=1)
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.3)
-    request = make_request([5, 6, 7], sampling)
+    sequence = make_sequence([5, 6, 7], sampling)
     driver = Driver(ModelRunner(loaded.model, info))
-    expected = [driver.step([(request, count)])[0].token_id for count in (3, 1, 1, 1)]
+    expected = [driver.step([(sequence, count)])[0].token_id for count in (3, 1, 1, 1)]
     loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
     capture_all(graphs)
     runner = ModelRunner(graphs, info, graphs=graphs)
-    request, other = make_request([5, 6, 7], sampling), make_request([9])
-    Driver(runner).step([(request, 3), (other, 1)])
+    sequence, other = make_sequence([5, 6, 7], sampling), make_sequence([9])
+    Driver(runner).step([(sequence, 3), (other, 1)])
     drafts = [token for token in expected[1:3] if token is not None]
-    runner.launch(StepPlan((ScheduledRequest(request, 3, 3, True, drafts=drafts),)))
-    runner.launch(StepPlan((ScheduledRequest(other, 1, 1, True),)))
+    runner.launch(StepPlan((ScheduledSequence(sequence, 3, 3, True, drafts=drafts),)))
+    runner.launch(StepPlan((ScheduledSequence(other, 1, 1, True),)))
     (result,) = runner.collect()
     assert [result.token_id, *result.more_token_ids] == expected[1:]
     assert pool.num_replays == 2
@@ -130,13 +130,13 @@ def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
 
 def _drafted_batch(graphs: GraphedModel | None) -> StepBatch:
     """Of a decode whose token is not known yet, and of two rows with drafts."""
-    requests = [make_request([1] * length) for length in (20, 33, 40)]
-    for number, request in enumerate(requests):
-        request.block_ids = [3 * number, 3 * number + 1, 3 * number + 2]
+    sequences = [make_sequence([1] * length) for length in (20, 33, 40)]
+    for number, sequence in enumerate(sequences):
+        sequence.block_ids = [3 * number, 3 * number + 1, 3 * number + 2]
     rows = (
-        ScheduledRequest(requests[0], 20, 1, True),
-        ScheduledRequest(requests[1], 32, 3, True, drafts=(7, 8)),
-        ScheduledRequest(requests[2], 39, 2, True, drafts=(9,)),
+        ScheduledSequence(sequences[0], 20, 1, True),
+        ScheduledSequence(sequences[1], 32, 3, True, drafts=(7, 8)),
+        ScheduledSequence(sequences[2], 39, 2, True, drafts=(9,)),
     )
     builder = BatchBuilder(16, torch.device("cpu"), graphs=graphs)
     with torch.inference_mode():
@@ -199,19 +199,15 @@ def test_replayed_decodes_with_adapters_give_what_the_model_gives(
         loaded.adapters.place(index, loaded.adapters.read(str(path)))
     info = dataclasses.replace(loaded.info, max_steps_ahead=max_steps_ahead)
 
-    def requests() -> list[Request]:
-        # The last ones have none, and steps of theirs alone are replayed without.
-        indices = [0 if number > 16 else number % 3 for number in range(24)]
-        return [
-            dataclasses.replace(request, adapter_index=index)
-            for request, index in zip(mixed_requests(3), indices, strict=True)
-        ]
+    # The last ones have none, and steps of theirs alone are replayed without.
+    indices = [0 if number > 16 else number % 3 for number in range(24)]
 
-    def tokens(runner: ModelRunner, requests: list[Request]) -> list[Any]:
-        return [own[0] for own in serve(runner, requests, num_blocks=NUM_BLOCKS)[0]]
+    def tokens(runner: ModelRunner, indices: list[int]) -> list[Any]:
+        said, _ = serve(runner, mixed_requests(3), num_blocks=NUM_BLOCKS, adapter_indices=indices)
+        return [own[0] for own in said]
 
-    expected = tokens(ModelRunner(loaded.model, info), requests())
-    assert expected != tokens(ModelRunner(loaded.model, info), mixed_requests(3))
+    expected = tokens(ModelRunner(loaded.model, info), indices)
+    assert expected != tokens(ModelRunner(loaded.model, info), [0] * 24)
     loaded.model.allocate(NUM_BLOCKS + 1, 16, torch.float32)
     pool = Pool()
     graphs = GraphedModel(loaded.model, 7, 120, lambda: pool, serves_adapters=True)
@@ -227,7 +223,7 @@ def test_replayed_decodes_with_adapters_give_what_the_model_gives(
         return found
 
     graphs.inputs = spy  # type: ignore[method-assign]
-    assert tokens(ModelRunner(graphs, info, graphs=graphs), requests()) == expected
+    assert tokens(ModelRunner(graphs, info, graphs=graphs), indices) == expected
     assert pool.num_replays == len(kinds)
     assert min(kinds.count(False), kinds.count(True)) > 5
 

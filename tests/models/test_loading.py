@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from model_maker import make_model
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak
 from torch import Tensor
@@ -225,8 +225,8 @@ def test_without_a_compiler_torch_computes_and_the_reason_is_told(
     assert (info.dtype, info.kv_dtype, info.attention_backend) == expected
     assert not info.batch_invariant
     assert any("without cpu kernels (no C compiler" in line for line in lines)
-    request = make_request(list(range(9, 30)))
-    assert Driver(runner).step([(request, 21)])[0].token_id is not None
+    sequence = make_sequence(list(range(9, 30)))
+    assert Driver(runner).step([(sequence, 21)])[0].token_id is not None
 
 
 @pytest.mark.parametrize(
@@ -322,10 +322,10 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
     class Draws:
         def sample(self, logits: Tensor, rows: list[SampleRow]) -> None:
             assert len(rows) == len(logits)
-            drawn.extend(row.request.sampling for row in rows)
+            drawn.extend(row.sequence.request.sampling for row in rows)
 
     monkeypatch.setattr(prepare_memory, "Sampler", Draws)
-    sequence = make_request([1])
+    sequence = make_sequence([1])
     steps: Any = SimpleNamespace(
         sequence=lambda length: sequence,
         run=lambda rows, wanted: torch.empty(len(wanted), 9, device="meta"),

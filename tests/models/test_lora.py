@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.adapters import make_adapter
 from support.budget import in_soak
@@ -31,9 +31,9 @@ from penstock_shard.models.lora_files import read_adapter_files
 from penstock_shard.models.lora_places import make_adaptable
 from penstock_shard.models.ops.torch_ops import TorchOps
 from penstock_shard.models.transformers_model import TransformersModel
-from penstock_shard.request import Request
 from penstock_shard.runner.adapters import read_weights
 from penstock_shard.runner.trial import Row, trial_steps
+from penstock_shard.sequence import Sequence
 
 Directory = Callable[[str], Path]
 
@@ -102,10 +102,10 @@ class Adapted:
         for index, adapter in enumerate(adapters, 1):
             store.place(index, store.read(str(adapter)))
 
-    def request(self, prompt: list[int], index: int, max_tokens: int = 12) -> Request:
-        request = make_request(prompt, max_tokens=max_tokens)
-        request.adapter_index = index
-        return request
+    def sequence(self, prompt: list[int], index: int, max_tokens: int = 12) -> Sequence:
+        sequence = make_sequence(prompt, max_tokens=max_tokens)
+        sequence.adapter_index = index
+        return sequence
 
     def logits(self, *rows: tuple[int, int]) -> list[tuple[list[int], Tensor]]:
         """Of sequences of so many tokens, each with the adapter of an index, in two steps; their
@@ -159,13 +159,13 @@ def test_greedy_tokens_are_those_of_the_merged_model(model_dir: Directory, tmp_p
     adapters = [make_peft(directory, tmp_path / str(seed), ALL, seed) for seed in (1, 2, 3)]
     adapted = Adapted(directory, *adapters)
     prompts = [[7, 30, 100 + row] for row in range(8)]
-    requests = [adapted.request(prompt, row % 4) for row, prompt in enumerate(prompts)]
-    Driver(adapted.runner, seed=3).generate(requests, max_chunk=2)
-    for request in requests:
-        path = None if request.adapter_index == 0 else adapters[request.adapter_index - 1]
-        best = merged_logits(directory, path, request.token_ids).argmax(-1).tolist()
-        start = request.num_prompt_tokens
-        assert request.token_ids[start:] == best[start - 1 : -1]
+    sequences = [adapted.sequence(prompt, row % 4) for row, prompt in enumerate(prompts)]
+    Driver(adapted.runner, seed=3).generate(sequences, max_chunk=2)
+    for sequence in sequences:
+        path = None if sequence.adapter_index == 0 else adapters[sequence.adapter_index - 1]
+        best = merged_logits(directory, path, sequence.token_ids).argmax(-1).tolist()
+        start = sequence.num_prompt_tokens
+        assert sequence.token_ids[start:] == best[start - 1 : -1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_maker import make_model
-from models.driver import Driver, load, make_request
+from models.driver import Driver, let_generate, load, make_sequence
 from transformers import AutoModelForCausalLM
 
 from penstock_shard.config import ShardConfig
@@ -17,7 +17,7 @@ from penstock_shard.models.decoder import Decoder
 from penstock_shard.models.embedding_table import Embedding
 from penstock_shard.models.errors import ModelError
 from penstock_shard.request import SamplingParams
-from penstock_shard.runner.base import Logprobs, ScheduledRequest, StepPlan
+from penstock_shard.runner.base import Logprobs, ScheduledSequence, StepPlan
 from penstock_shard.runner.batch import BatchBuilder, split_plan
 from penstock_shard.runner.create import create_runner
 
@@ -54,12 +54,12 @@ def test_prompt_logprobs_are_those_of_the_model(
     runner = load(directory)
     runner._max_prompt_logprobs = most_in_a_pass
     driver = Driver(runner)
-    request = make_request(PROMPT, logprobs=1, prompt_logprobs=2)
-    other = make_request(PROMPT[::-1])
+    sequence = make_sequence(PROMPT, logprobs=1, prompt_logprobs=2)
+    other = make_sequence(PROMPT[::-1])
     expected_token = load_first_token(directory, PROMPT)
     parts = []
     for i, count in enumerate(chunks):
-        rows = [(request, count), (other, 4)] if i == 0 else [(request, count)]
+        rows = [(sequence, count), (other, 4)] if i == 0 else [(sequence, count)]
         result = driver.step(rows)[0]
         parts.append(result.prompt_logprobs)
     assert result.token_id == expected_token
@@ -87,10 +87,10 @@ def test_sampled_logprobs_are_those_of_the_model(model_dir: Directory) -> None:
     directory = model_dir("qwen2")
     driver = Driver(load(directory))
     sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
-    request = make_request(PROMPT, sampling, logprobs=3)
-    results = [driver.step([(request, len(PROMPT))])[0]]
-    results += [driver.step([(request, 1)])[0] for _ in range(5)]
-    expected = own_logprobs(directory, request.token_ids)
+    sequence = make_sequence(PROMPT, sampling, logprobs=3)
+    results = [driver.step([(sequence, len(PROMPT))])[0]]
+    results += [driver.step([(sequence, 1)])[0] for _ in range(5)]
+    expected = own_logprobs(directory, sequence.token_ids)
     for i, result in enumerate(results):
         row = expected[len(PROMPT) - 1 + i]
         assert result.logprobs is not None
@@ -101,21 +101,21 @@ def test_sampled_logprobs_are_those_of_the_model(model_dir: Directory) -> None:
 
 def test_rows_that_do_not_sample_give_nothing(model_dir: Directory) -> None:
     driver = Driver(load(model_dir("llama")))
-    (result,) = driver.step([(make_request(PROMPT, logprobs=1), 4)])
+    (result,) = driver.step([(make_sequence(PROMPT, logprobs=1), 4)])
     assert (result.token_id, result.logprobs, result.prompt_logprobs) == (None, None, None)
 
 
 def test_a_token_is_the_same_after_preemption_and_in_another_batch(model_dir: Directory) -> None:
     runner = load(model_dir("llama"))
     sampling = SamplingParams(temperature=1.2, top_k=50, seed=99)
-    alone = make_request(PROMPT, sampling, max_tokens=12)
+    alone = make_sequence(PROMPT, sampling, max_tokens=12)
     Driver(runner, seed=1).generate([alone])
-    together = make_request(PROMPT, sampling, max_tokens=6)
-    others = [make_request(PROMPT[i:], SamplingParams(seed=i), max_tokens=12) for i in range(5)]
+    together = make_sequence(PROMPT, sampling, max_tokens=6)
+    others = [make_sequence(PROMPT[i:], SamplingParams(seed=i), max_tokens=12) for i in range(5)]
     driver = Driver(runner, seed=2)
     driver.generate([together, *others[:2]])
     driver.preempt(together)
-    together.max_tokens = 12
+    let_generate(together, 12)
     driver.generate([together, *others[2:]])
     assert together.token_ids == alone.token_ids
 
@@ -124,10 +124,10 @@ def test_a_step_that_was_launched_is_not_changed_by_what_follows(model_dir: Dire
     runner = load(model_dir("llama"))
     driver = Driver(runner)
     sampling = SamplingParams(temperature=1.5, seed=4)
-    first, second = (make_request(PROMPT, sampling) for _ in range(2))
+    first, second = (make_sequence(PROMPT, sampling) for _ in range(2))
     expected = driver.step([(first, len(PROMPT))])[0].token_id
     driver._reserve(second, len(PROMPT))
-    runner.launch(StepPlan((ScheduledRequest(second, 0, len(PROMPT), True),)))
+    runner.launch(StepPlan((ScheduledSequence(second, 0, len(PROMPT), True),)))
     second.token_ids.append(0)
     second.num_computed = len(PROMPT)
     (result,) = runner.collect()
@@ -138,14 +138,17 @@ def test_nan_logits_end_their_own_row_only(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
     runner = load(directory)
     driver = Driver(runner)
-    good = driver.step([(make_request(PROMPT), len(PROMPT))])[0]
+    good = driver.step([(make_sequence(PROMPT), len(PROMPT))])[0]
     assert isinstance(runner.model, Decoder)
     embedding = runner.model._weights.embedding
     assert isinstance(embedding, Embedding)
     embedding.table[300] = float("nan")
     clean = [token for token in PROMPT if token != 300]
     bad, fine = driver.step(
-        [(make_request(PROMPT, prompt_logprobs=0), len(PROMPT)), (make_request(clean), len(clean))]
+        [
+            (make_sequence(PROMPT, prompt_logprobs=0), len(PROMPT)),
+            (make_sequence(clean), len(clean)),
+        ]
     )
     assert bad.token_id is None
     assert bad.error is not None
@@ -206,7 +209,7 @@ def test_dummy_weights_need_a_configuration_only(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
     (directory / "model.safetensors").unlink()
     driver = Driver(load(directory, load_format="dummy"))
-    assert driver.step([(make_request(PROMPT), len(PROMPT))])[0].token_id is not None
+    assert driver.step([(make_sequence(PROMPT), len(PROMPT))])[0].token_id is not None
 
 
 def test_an_unreadable_generation_config_is_one_line(tmp_path: Path) -> None:
@@ -221,21 +224,21 @@ def test_sharded_and_half_precision_checkpoints_are_read(tmp_path: Path) -> None
     parts = make_model(tmp_path / "parts", "llama", shard_size="100KB")
     assert len(list(parts.glob("model-*.safetensors"))) > 1
     tokens = [
-        Driver(load(directory)).step([(make_request(PROMPT), len(PROMPT))])[0].token_id
+        Driver(load(directory)).step([(make_sequence(PROMPT), len(PROMPT))])[0].token_id
         for directory in (whole, parts)
     ]
     assert tokens[0] == tokens[1]
 
 
 def test_prompt_logprobs_are_split_into_passes() -> None:
-    wants = make_request(list(range(20)), prompt_logprobs=0)
-    plain = make_request(list(range(30)))
+    wants = make_sequence(list(range(20)), prompt_logprobs=0)
+    plain = make_sequence(list(range(30)))
     wants.num_computed = 2
     plan = StepPlan(
         (
-            ScheduledRequest(plain, 29, 1, True),
-            ScheduledRequest(wants, 2, 18, True, 17),
-            ScheduledRequest(plain, 0, 30, False),
+            ScheduledSequence(plain, 29, 1, True),
+            ScheduledSequence(wants, 2, 18, True, 17),
+            ScheduledSequence(plain, 0, 30, False),
         )
     )
     passes = split_plan(plan, 7)
@@ -254,11 +257,13 @@ def test_prompt_logprobs_are_split_into_passes() -> None:
 def test_a_request_that_was_preempted_has_its_new_blocks_wherever_it_goes_on() -> None:
     """Even at the token it had come to, where a prefix was found whole."""
     builder = BatchBuilder(16, torch.device("cpu"))
-    request = make_request(list(range(33)))
+    sequence = make_sequence(list(range(33)))
     for blocks, preemptions in (([3, 5, 6], 0), ([9, 2, 4], 1)):
-        request.block_ids, request.preemptions = blocks, preemptions
+        sequence.block_ids, sequence.preemptions = blocks, preemptions
         for start, count in ((0, 32), (32, 1)) if preemptions == 0 else ((33, 1),):
-            (batch,) = builder.build(StepPlan((ScheduledRequest(request, start, count, True),)), 1)
+            (batch,) = builder.build(
+                StepPlan((ScheduledSequence(sequence, start, count, True),)), 1
+            )
             needed = -(-(start + count) // 16)
             assert batch.attention.block_table.tolist() == [blocks[:needed]]
             last = start + count - 1

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from models.mixed_requests import mixed_requests, serve
 from models.no_looks import NoLooks
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock_shard.models.attention.base import AttentionBatch
 from penstock_shard.models.base import CausalModel, Forwarded
 from penstock_shard.request import SamplingParams
-from penstock_shard.runner.base import ScheduledRequest, StepOutOfMemory, StepPlan
+from penstock_shard.runner.base import ScheduledSequence, StepOutOfMemory, StepPlan
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.request_numbers import RequestNumbers
 from penstock_shard.runner.sampler import Sampler, SampleRow, SampleRows
@@ -86,19 +86,19 @@ def test_nothing_that_the_device_computes_is_looked_at(
         name: fields for name, fields in KINDS.items() if vocabulary == 24 or name not in UNSETTLED
     }
     kinds = {**kinds, "greedy": {"temperature": 0.0}, "wide": {"top_k": 2000, "top_p": 0.9}}
-    requests = [
+    sequences = [
         sampling_request(PROMPT, OUTPUT, **{**fields, "seed": seed, "logprobs": seed % 3 or None})
         for seed, fields in enumerate(kinds.values())
     ]
-    logits = torch.randn(len(requests), vocabulary, generator=torch.Generator().manual_seed(2)) * 2
+    logits = torch.randn(len(sequences), vocabulary, generator=torch.Generator().manual_seed(2)) * 2
     logits[3] = float("nan")
-    rows = [SampleRow(request, len(OUTPUT)) for request in requests]
+    rows = [SampleRow(sequence, len(OUTPUT)) for sequence in sequences]
     expected = Sampler().sample(logits, rows)
     numbers = RequestNumbers()
     sampler = Sampler(numbers=numbers)
-    positions = numbers.of(requests) * 0 + len(OUTPUT)
+    positions = numbers.of(sequences) * 0 + len(OUTPUT)
     with _as_on_a_device(monkeypatch):
-        enqueued = sampler.enqueue(logits, SampleRows(requests, positions, numbers.of(requests)))
+        enqueued = sampler.enqueue(logits, SampleRows(sequences, positions, numbers.of(sequences)))
     assert enqueued.finish() == expected
     assert [result.token_id for result in expected].count(None) == 1
 
@@ -106,24 +106,28 @@ def test_nothing_that_the_device_computes_is_looked_at(
 def test_a_look_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would hold for any sampler."""
     logits = torch.randn(1, 3000)
-    request = sampling_request(PROMPT, OUTPUT, typical_p=0.9)
+    sequence = sampling_request(PROMPT, OUTPUT, typical_p=0.9)
     with _as_on_a_device(monkeypatch), pytest.raises(AssertionError, match="waits"):
-        Sampler().sample(logits, [SampleRow(request, len(OUTPUT))])
+        Sampler().sample(logits, [SampleRow(sequence, len(OUTPUT))])
 
 
 def test_a_launch_looks_at_nothing(model_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step whose tokens are still to be sampled."""
     runner = _ahead(load(model_dir("llama")), _Shapes())
-    request, other = make_request([5, 6, 7], max_tokens=9), make_request([9], max_tokens=9)
+    sequence, other = make_sequence([5, 6, 7], max_tokens=9), make_sequence([9], max_tokens=9)
     driver = Driver(runner)
-    for each in (request, other):
+    for each in (sequence, other):
         driver._reserve(each, 12)
     with _as_on_a_device(monkeypatch):
         runner.launch(
-            StepPlan((ScheduledRequest(other, 0, 1, True), ScheduledRequest(request, 0, 3, True)))
+            StepPlan(
+                (ScheduledSequence(other, 0, 1, True), ScheduledSequence(sequence, 0, 3, True))
+            )
         )
         runner.launch(
-            StepPlan((ScheduledRequest(other, 1, 1, True), ScheduledRequest(request, 3, 1, True)))
+            StepPlan(
+                (ScheduledSequence(other, 1, 1, True), ScheduledSequence(sequence, 3, 1, True))
+            )
         )
     first, second = runner.collect(), runner.collect()
     # The model says what it was given.
@@ -191,14 +195,14 @@ def test_steps_behind_one_that_failed_are_void_and_later_ones_run(model_dir: Dir
     loaded = load(model_dir("llama"))
     runner = _ahead(loaded, _Short(loaded.model, {2}))
     driver = Driver(runner)
-    request, fine = make_request([5, 6, 7], max_tokens=9), make_request([8, 9], max_tokens=9)
-    driver._reserve(request, 16)
-    runner.launch(StepPlan((ScheduledRequest(request, 0, 3, True),)))
-    runner.launch(StepPlan((ScheduledRequest(request, 3, 1, True),)))
+    sequence, fine = make_sequence([5, 6, 7], max_tokens=9), make_sequence([8, 9], max_tokens=9)
+    driver._reserve(sequence, 16)
+    runner.launch(StepPlan((ScheduledSequence(sequence, 0, 3, True),)))
+    runner.launch(StepPlan((ScheduledSequence(sequence, 3, 1, True),)))
     (first,) = runner.collect()
     assert first.token_id is not None
-    request.token_ids.append(first.token_id)
-    runner.launch(StepPlan((ScheduledRequest(request, 4, 1, True),)))
+    sequence.token_ids.append(first.token_id)
+    runner.launch(StepPlan((ScheduledSequence(sequence, 4, 1, True),)))
     for _ in range(2):
         with pytest.raises(StepOutOfMemory, match=r"CUDA out of memory\. Tried to allocate 9 GiB$"):
             runner.collect()
@@ -211,10 +215,10 @@ def test_a_step_is_void_whose_predecessor_fails_when_it_is_collected(
 ) -> None:
     """As where drafts are verified one after the other."""
     runner = _ahead(load(model_dir("llama")))
-    request = make_request([5, 6, 7], SamplingParams(presence_penalty=0.5), max_tokens=9)
-    Driver(runner)._reserve(request, 16)
+    sequence = make_sequence([5, 6, 7], SamplingParams(presence_penalty=0.5), max_tokens=9)
+    Driver(runner)._reserve(sequence, 16)
     for start, count in ((0, 3), (3, 1)):
-        runner.launch(StepPlan((ScheduledRequest(request, start, count, True),)))
+        runner.launch(StepPlan((ScheduledSequence(sequence, start, count, True),)))
     finish = runner._finish
 
     def short(step: Any) -> None:
@@ -251,10 +255,10 @@ def test_masks_that_are_being_filled_are_waited_for_without_memory(
 
     monkeypatch.setattr("penstock_shard.runner.sampler._largest", short)
     matcher: Any = object()
-    request = dataclasses.replace(make_request([5, 6]), matcher=matcher)
+    sequence = dataclasses.replace(make_sequence([5, 6]), matcher=matcher)
     sampler = Sampler(Masks())  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError):
-        sampler.sample(torch.zeros(1, 9), [SampleRow(request, 0)])
+        sampler.sample(torch.zeros(1, 9), [SampleRow(sequence, 0)])
     sampler.abandon()
     assert waited == [1]
 
@@ -263,18 +267,18 @@ def test_steps_behind_one_whose_sampling_failed_late_are_void(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = _ahead(load(model_dir("llama")))
-    request = sampling_request([5, 6, 7], [], repetition_penalty=1.3)
-    Driver(runner)._reserve(request, 16)
-    runner.launch(StepPlan((ScheduledRequest(request, 0, 3, True),)))
+    sequence = sampling_request([5, 6, 7], [], repetition_penalty=1.3)
+    Driver(runner)._reserve(sequence, 16)
+    runner.launch(StepPlan((ScheduledSequence(sequence, 0, 3, True),)))
     # What it draws from is known when the step before is collected.
-    runner.launch(StepPlan((ScheduledRequest(request, 3, 1, True),)))
+    runner.launch(StepPlan((ScheduledSequence(sequence, 3, 1, True),)))
 
     def enqueue(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     with monkeypatch.context() as patch:
         patch.setattr(runner._sampler, "enqueue", enqueue)
-        runner.launch(StepPlan((ScheduledRequest(request, 4, 1, True),)))
+        runner.launch(StepPlan((ScheduledSequence(sequence, 4, 1, True),)))
     (first,) = runner.collect()
     assert first.token_id is not None
     for _ in range(2):
@@ -290,7 +294,7 @@ def test_other_failures_are_raised_as_they_are(model_dir: Directory) -> None:
     loaded = load(model_dir("llama"))
     runner = _ahead(loaded, Broken(loaded.model, set()))
     with pytest.raises(RuntimeError, match="device-side assert"):
-        Driver(runner).step([(make_request([5]), 1)])
+        Driver(runner).step([(make_sequence([5]), 1)])
 
 
 def test_of_a_step_that_was_not_launched_nothing_is_collected(
@@ -298,11 +302,11 @@ def test_of_a_step_that_was_not_launched_nothing_is_collected(
 ) -> None:
     runner = _ahead(load(model_dir("llama")))
     driver = Driver(runner)
-    expected = driver.step([(make_request([5, 6]), 2)])
+    expected = driver.step([(make_sequence([5, 6]), 2)])
     with monkeypatch.context() as patch:
         # As when a test takes too long: no exception of a library.
         patch.setattr(runner._batches, "build", MagicMock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            driver.step([(make_request([5, 6]), 2)])
-    again = driver.step([(make_request([5, 6]), 2)])
+            driver.step([(make_sequence([5, 6]), 2)])
+    again = driver.step([(make_sequence([5, 6]), 2)])
     assert [result.token_id for result in again] == [result.token_id for result in expected]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models.driver import Driver, load, make_request
+from models.driver import Driver, load, make_sequence
 from models.quantized_maker import (
     Format,
     awq,
@@ -273,11 +273,11 @@ def tokens_of(directory: Path, lines: list[str] | None = None) -> list[int | Non
     else:
         runner = load(directory)
     driver = Driver(runner)
-    request = make_request(list(range(9, 30)))
+    sequence = make_sequence(list(range(9, 30)))
     tokens = []
     count = 21
     for _ in range(12):
-        (result,) = driver.step([(request, count)])
+        (result,) = driver.step([(sequence, count)])
         tokens.append(result.token_id)
         count = 1
     return tokens

@@ -19,26 +19,27 @@ from models.sampling_reference import (
     sampling_request,
 )
 from support.budget import budget, seeded
+from support.engines import changed
 
-from penstock_shard.request import Request
 from penstock_shard.runner.draw import _pick, ordered_topk
 from penstock_shard.runner.philox import uniforms
 from penstock_shard.runner.sampler import Sampler, SampleRow
+from penstock_shard.sequence import Sequence
 
 SEED = 20_261_121
 VOCABULARY = 24
 
 
-def _seeds(request: Request, count: int) -> list[Request]:
+def _seeds(sequence: Sequence, count: int) -> list[Sequence]:
     """The same request with seeds of its own."""
     return [
-        dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=SEED + i))
+        changed(sequence, sampling=dataclasses.replace(sequence.request.sampling, seed=SEED + i))
         for i in range(count)
     ]
 
 
-def _draw(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    results = Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in requests])
+def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    results = Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in sequences])
     tokens = [result.token_id for result in results]
     assert all(token is not None for token in tokens)
     return [token for token in tokens if token is not None]
@@ -56,14 +57,14 @@ def test_tokens_follow_the_distribution(kind: str, quantised: bool) -> None:
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(SEED)) * 1.5
     if quantised:
         logits = torch.round(logits)
-    request = sampling_request(PROMPT, OUTPUT, **KINDS[kind])
-    expected = distribution(logits.numpy(), request)
+    sequence = sampling_request(PROMPT, OUTPUT, **KINDS[kind])
+    expected = distribution(logits.numpy(), sequence)
     assert len(expected) > 2
     draws = budget(2_000, 100_000)
     tokens: list[int] = []
-    requests = _seeds(request, draws)
+    sequences = _seeds(sequence, draws)
     for start in range(0, draws, 2000):
-        tokens += _draw(logits.expand(2000, -1), requests[start : start + 2000])
+        tokens += _draw(logits.expand(2000, -1), sequences[start : start + 2000])
     counts = np.bincount(tokens, minlength=VOCABULARY)
     assert set(np.flatnonzero(counts)) <= set(expected)
     # Tokens that are expected less than five times are counted together with the likeliest.
@@ -116,7 +117,7 @@ def test_each_token_is_the_inverse_of_its_own_distribution() -> None:
     rng = seeded("inverse")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     for vocabulary in rng.choices([5, 33, 700, 1024, 1025, 3001], k=budget(20, 600)):
-        requests = [
+        sequences = [
             sampling_request(
                 rng.choices(range(vocabulary), k=rng.randint(1, 20)),
                 rng.choices(range(vocabulary), k=rng.randint(0, 20)),
@@ -124,20 +125,20 @@ def test_each_token_is_the_inverse_of_its_own_distribution() -> None:
             )
             for _ in range(8)
         ]
-        spread = torch.tensor([rng.choice([0.0, 0.1, 1.0, 6.0]) for _ in requests])
-        logits = torch.randn(len(requests), vocabulary, generator=generator) * spread[:, None]
+        spread = torch.tensor([rng.choice([0.0, 0.1, 1.0, 6.0]) for _ in sequences])
+        logits = torch.randn(len(sequences), vocabulary, generator=generator) * spread[:, None]
         if rng.random() < 0.4:
             # Ties nearly everywhere.
             logits = torch.round(logits * 2) / 2
-        rows = [SampleRow(request, request.num_output_tokens) for request in requests]
+        rows = [SampleRow(sequence, sequence.num_output_tokens) for sequence in sequences]
         for row, own, result in zip(rows, logits, Sampler().sample(logits, rows), strict=True):
             _check_inverse(own, row, result.token_id)
 
 
 def _check_inverse(logits: torch.Tensor, row: SampleRow, token: int | None) -> None:
-    params = row.request.sampling
+    params = row.sequence.request.sampling
     if token is None:
-        assert not np.isfinite(adjusted_scores(logits.numpy(), row.request)).any()
+        assert not np.isfinite(adjusted_scores(logits.numpy(), row.sequence)).any()
         return
     uniform = uniforms([params.seed], [row.position])[0]
     # Where a share ends exactly between two tokens, rounding decides which of them is the last.
@@ -149,7 +150,7 @@ def _check_inverse(logits: torch.Tensor, row: SampleRow, token: int | None) -> N
             top_p=params.top_p * top if params.top_p < 1 else 1.0,
             typical_p=params.typical_p * typical if params.typical_p < 1 else 1.0,
         )
-        expected = distribution(logits.numpy(), dataclasses.replace(row.request, sampling=nearly))
+        expected = distribution(logits.numpy(), changed(row.sequence, sampling=nearly))
         if token in expected:
             place = list(expected).index(token)
             cumulative = np.cumsum(list(expected.values()))
@@ -222,8 +223,8 @@ def test_negative_zero_equals_zero() -> None:
 def test_a_tiny_temperature_is_greedy_and_never_nan() -> None:
     logits = torch.randn(60, 300, generator=torch.Generator().manual_seed(SEED)) * 30
     kinds: list[dict[str, Any]] = [{}, {"top_p": 0.5}, {"typical_p": 0.5}]
-    requests = [sampling_request(temperature=1e-40, **kinds[i % 3]) for i in range(60)]
-    assert _draw(logits, requests) == logits.argmax(dim=1).tolist()
+    sequences = [sampling_request(temperature=1e-40, **kinds[i % 3]) for i in range(60)]
+    assert _draw(logits, sequences) == logits.argmax(dim=1).tolist()
 
 
 def test_huge_logits_and_penalties_stay_in_bounds() -> None:
@@ -234,8 +235,8 @@ def test_huge_logits_and_penalties_stay_in_bounds() -> None:
         {"typical_p": 0.9},
         {"top_p": 0.9, "frequency_penalty": -2.0},
     ]
-    requests = [sampling_request([0, 1], [0], **each) for each in fields]
-    assert _draw(logits, requests) == [0, 0, 0, 0]
+    sequences = [sampling_request([0, 1], [0], **each) for each in fields]
+    assert _draw(logits, sequences) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
@@ -245,8 +246,8 @@ def test_a_row_without_finite_logits_ends_alone(bad: float | None) -> None:
         logits[1] = float("-inf")
     else:
         logits[1, 4] = bad
-    request = sampling_request((1,), (2, 2, 2), top_p=0.9, frequency_penalty=1.0, logprobs=2)
-    first, second, third = Sampler().sample(logits, [SampleRow(r, 3) for r in _seeds(request, 3)])
+    sequence = sampling_request((1,), (2, 2, 2), top_p=0.9, frequency_penalty=1.0, logprobs=2)
+    first, second, third = Sampler().sample(logits, [SampleRow(r, 3) for r in _seeds(sequence, 3)])
     assert second.token_id is None
     assert second.logprobs is None
     assert second.error == "the model gave no finite logits at output position 3"
@@ -278,8 +279,8 @@ def test_the_logits_are_left_as_they_are() -> None:
 
 def test_half_precision_logits_are_drawn_as_the_floats_they_are() -> None:
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(SEED)).bfloat16() * 4
-    requests = _seeds(sampling_request(top_p=0.9), 40)
-    assert _draw(logits, requests) == _draw(logits.float(), requests)
+    sequences = _seeds(sampling_request(top_p=0.9), 40)
+    assert _draw(logits, sequences) == _draw(logits.float(), sequences)
 
 
 def test_no_rows_give_no_results() -> None:

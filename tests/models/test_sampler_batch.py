@@ -12,11 +12,11 @@ import torch
 from models.sampling_reference import KINDS, sampling_request
 from support.budget import budget, seeded
 
-from penstock_shard.request import Request
 from penstock_shard.runner import draw as drawing
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.draw import Columns, _Rows, _weigh, ordered_topk
 from penstock_shard.runner.sampler import Sampler, SampleRow
+from penstock_shard.sequence import Sequence
 
 SIZES = (1, 2, 3, 7, 64)
 
@@ -28,7 +28,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _requests(rng: random.Random, count: int) -> list[Request]:
+def _requests(rng: random.Random, count: int) -> list[Sequence]:
     """Every kind of sampling, and log-probabilities for some."""
     kinds: list[dict[str, Any]] = [dict(fields) for fields in KINDS.values()]
     kinds += [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.2}]
@@ -48,8 +48,8 @@ def _requests(rng: random.Random, count: int) -> list[Request]:
     ]
 
 
-def _sample(logits: torch.Tensor, requests: list[Request]) -> list[RowResult]:
-    return Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in requests])
+def _sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[RowResult]:
+    return Sampler().sample(logits, [SampleRow(r, r.num_output_tokens) for r in sequences])
 
 
 @pytest.mark.parametrize("vocabulary", [33, 5003, 32_001])
@@ -57,16 +57,16 @@ def test_a_row_is_the_same_alone_and_beside_any_others(vocabulary: int) -> None:
     rng = seeded("batch")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     torch.set_num_threads(1)
-    requests = _requests(rng, 64)
+    sequences = _requests(rng, 64)
     logits = torch.randn(64, vocabulary, generator=generator) * torch.linspace(0.1, 6, 64)[:, None]
     logits[::3] = torch.round(logits[::3])
-    alone = [_sample(logits[i : i + 1], requests[i : i + 1])[0] for i in range(64)]
+    alone = [_sample(logits[i : i + 1], sequences[i : i + 1])[0] for i in range(64)]
     assert all(result.error is None for result in alone)
     for _ in range(budget(3, 20)):
         for size in SIZES:
             torch.set_num_threads(rng.choice([1, 2]))
             chosen = rng.sample(range(64), size)
-            together = _sample(logits[chosen], [requests[i] for i in chosen])
+            together = _sample(logits[chosen], [sequences[i] for i in chosen])
             assert together == [alone[i] for i in chosen]
 
 
@@ -80,7 +80,7 @@ def test_a_row_with_top_k_is_the_same_however_many_tokens_others_need(
     vocabulary, ks = 5003, [1, 2, 3, 50, 64, 1000, 1024, 1025, 3000, 5003]
     # Few distinct values: at nearly every k some beside it are equal.
     logits = torch.round(torch.randn(2 * len(ks), vocabulary, generator=generator) * 4)
-    requests = [
+    sequences = [
         sampling_request(
             (),
             (),
@@ -92,17 +92,17 @@ def test_a_row_with_top_k_is_the_same_however_many_tokens_others_need(
         )
         for k in ks + ks
     ]
-    alone = [_sample(logits[i : i + 1], requests[i : i + 1])[0] for i in range(len(requests))]
+    alone = [_sample(logits[i : i + 1], sequences[i : i + 1])[0] for i in range(len(sequences))]
     for _ in range(budget(10, 100)):
-        chosen = rng.sample(range(len(requests)), rng.randint(2, len(requests)))
-        together = _sample(logits[chosen], [requests[i] for i in chosen])
+        chosen = rng.sample(range(len(sequences)), rng.randint(2, len(sequences)))
+        together = _sample(logits[chosen], [sequences[i] for i in chosen])
         assert together == [alone[i] for i in chosen]
     monkeypatch.setattr(
         drawing,
         "ordered_topk",
         lambda values, k: ordered_topk(values, values.shape[1])[:, : max(k, vocabulary - 7)],
     )
-    assert _sample(logits, requests) == alone
+    assert _sample(logits, sequences) == alone
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,16 @@ def test_log_probabilities_are_the_same_to_the_last_bit() -> None:
     rng = seeded("log-probabilities")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     logits = torch.randn(9, 150_001, generator=generator) * 3
-    requests = [
+    sequences = [
         sampling_request(temperature=0.0, logprobs=i, logprob_token_ids=(7, 150_000))
         for i in range(9)
     ]
     torch.set_num_threads(1)
-    alone = [_sample(logits[i : i + 1], requests[i : i + 1])[0] for i in range(9)]
+    alone = [_sample(logits[i : i + 1], sequences[i : i + 1])[0] for i in range(9)]
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for size in (1, 2, 9):
             chosen = rng.sample(range(9), size)
-            assert _sample(logits[chosen], [requests[i] for i in chosen]) == [
+            assert _sample(logits[chosen], [sequences[i] for i in chosen]) == [
                 alone[i] for i in chosen
             ]

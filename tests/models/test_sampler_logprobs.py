@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def token_logprobs(
     logits: torch.Tensor,
     tokens: torch.Tensor,
     counts: list[int],
-    asked: Sequence[Sequence[int]] = (),
+    asked: abc.Sequence[abc.Sequence[int]] = (),
 ) -> list[Logprobs]:
     return score_tokens(logits, tokens, counts, asked).finish()
 
@@ -121,11 +121,11 @@ def test_more_than_the_vocabulary_is_the_vocabulary() -> None:
 
 def test_sampling_parameters_do_not_change_them() -> None:
     logits = torch.tensor([[0.0, 1.0, 5.0, 2.0]])
-    request = sampling_request(
+    sequence = sampling_request(
         (2,), (2, 2), temperature=0.3, allowed_token_ids=(0, 3), bad_words=((0,),),
         frequency_penalty=2.0, logit_bias=((2, 50.0),), logprobs=1, logprob_token_ids=(2, 0),
     )  # fmt: skip
-    (result,) = Sampler().sample(logits, [SampleRow(request, 2)])
+    (result,) = Sampler().sample(logits, [SampleRow(sequence, 2)])
     expected = torch.log_softmax(logits[0], dim=0).tolist()
     assert result.token_id == 3
     assert result.logprobs is not None
@@ -136,7 +136,10 @@ def test_sampling_parameters_do_not_change_them() -> None:
 
 
 def test_only_rows_that_ask_have_them() -> None:
-    requests = [sampling_request(logprobs=n) for n in (None, 0, 2)]
-    results = Sampler().sample(torch.zeros(3, 9), [SampleRow(r, 0) for r in requests])
-    found = [None if r.logprobs is None else len(r.logprobs.top_token_ids) for r in results]
+    sequences = [sampling_request(logprobs=n) for n in (None, 0, 2)]
+    results = Sampler().sample(torch.zeros(3, 9), [SampleRow(r, 0) for r in sequences])
+    found = [
+        None if result.logprobs is None else len(result.logprobs.top_token_ids)
+        for result in results
+    ]
     assert found == [None, 0, 2]

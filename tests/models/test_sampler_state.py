@@ -10,8 +10,8 @@ import torch
 from models.sampling_reference import KINDS, sampling_request
 from support.budget import budget
 
-from penstock_shard.request import Request
 from penstock_shard.runner.sampler import Sampler, SampleRow
+from penstock_shard.sequence import Sequence
 
 VOCABULARY = 24
 LENGTH = 40
@@ -20,20 +20,20 @@ LOGITS = torch.randn(LENGTH, VOCABULARY, generator=torch.Generator().manual_seed
 PROMPT = [3, 7, 7, 11]
 
 
-def _request(output: list[int], fields: dict[str, Any]) -> Request:
+def _request(output: list[int], fields: dict[str, Any]) -> Sequence:
     return sampling_request(PROMPT, output, **{"seed": 11, **fields})
 
 
-def _generate(sampler: Sampler, request: Request, *, lag: int) -> list[int]:
+def _generate(sampler: Sampler, sequence: Sequence, *, lag: int) -> list[int]:
     """The tokens up to LENGTH; each comes back to the request `lag` steps after it was drawn."""
     tokens: list[int] = []
-    start = request.num_output_tokens
+    start = sequence.num_output_tokens
     for position in range(start, LENGTH):
-        (result,) = sampler.sample(LOGITS[position : position + 1], [SampleRow(request, position)])
+        (result,) = sampler.sample(LOGITS[position : position + 1], [SampleRow(sequence, position)])
         assert result.token_id is not None
         tokens.append(result.token_id)
         if len(tokens) > lag:
-            request.token_ids.append(tokens[-1 - lag])
+            sequence.token_ids.append(tokens[-1 - lag])
     return tokens
 
 
@@ -90,51 +90,51 @@ def test_no_stop_id_comes_before_min_tokens_and_some_do_after() -> None:
 
 
 def test_a_step_back_reads_the_tokens_again() -> None:
-    sampler, request = Sampler(), _request([], MANY["greedy_penalties"])
-    tokens = _generate(sampler, request, lag=0)
-    (again,) = sampler.sample(LOGITS[20:21], [SampleRow(request, 20)])
+    sampler, sequence = Sampler(), _request([], MANY["greedy_penalties"])
+    tokens = _generate(sampler, sequence, lag=0)
+    (again,) = sampler.sample(LOGITS[20:21], [SampleRow(sequence, 20)])
     assert again.token_id == tokens[20]
-    (after,) = sampler.sample(LOGITS[21:22], [SampleRow(request, 21)])
+    (after,) = sampler.sample(LOGITS[21:22], [SampleRow(sequence, 21)])
     assert after.token_id == tokens[21]
 
 
 def test_a_step_back_to_the_beginning_forgets_the_words_begun() -> None:
     sampler = Sampler()
-    request = sampling_request([1], bad_words=((5, 6),), temperature=0.0)
+    sequence = sampling_request([1], bad_words=((5, 6),), temperature=0.0)
     for best in (5, 6):
         logits = torch.zeros(1, 9)
         logits[0, best] = 1.0
-        assert sampler.sample(logits, [SampleRow(request, 0)])[0].token_id == best
+        assert sampler.sample(logits, [SampleRow(sequence, 0)])[0].token_id == best
 
 
 def test_tokens_that_nobody_knows_are_an_error_of_ours() -> None:
-    sampler, request = Sampler(), _request([], MANY["frequency"])
-    sampler.sample(LOGITS[:1], [SampleRow(request, 0)])
+    sampler, sequence = Sampler(), _request([], MANY["frequency"])
+    sampler.sample(LOGITS[:1], [SampleRow(sequence, 0)])
     with pytest.raises(AssertionError, match="position 2 is to be drawn, but only 0 output tokens"):
-        sampler.sample(LOGITS[2:3], [SampleRow(request, 2)])
+        sampler.sample(LOGITS[2:3], [SampleRow(sequence, 2)])
 
 
 def test_after_an_error_the_step_that_was_launched_ahead_still_runs() -> None:
-    sampler, request = Sampler(), _request([], MANY["frequency"])
+    sampler, sequence = Sampler(), _request([], MANY["frequency"])
     bad, fine = sampler.sample(
         torch.stack([LOGITS[0] * float("nan"), LOGITS[0]]),
-        [SampleRow(request, 0), SampleRow(_request([], {}), 0)],
+        [SampleRow(sequence, 0), SampleRow(_request([], {}), 0)],
     )
     assert bad.error is not None
     assert fine.error is None
-    (ahead,) = sampler.sample(LOGITS[1:2], [SampleRow(request, 1)])
+    (ahead,) = sampler.sample(LOGITS[1:2], [SampleRow(sequence, 1)])
     assert ahead.token_id is not None
 
 
 def test_only_requests_that_need_it_are_remembered_until_they_are_over() -> None:
     sampler = Sampler()
-    requests = [_request([], dict(fields)) for fields in MANY.values()]
-    rows = [SampleRow(request, 0) for request in requests]
+    sequences = [_request([], dict(fields)) for fields in MANY.values()]
+    rows = [SampleRow(sequence, 0) for sequence in sequences]
     sampler.sample(LOGITS[:1].expand(len(rows), -1), rows)
     filters = {"plain", "cold", "hot", "top_k", "top_p", "min_p", "typical_p", "filters"}
     assert len(sampler._states) == len(MANY.keys() - filters)
-    for request in requests:
-        sampler.forget(request)
+    for sequence in sequences:
+        sampler.forget(sequence)
     assert not sampler._states
 
 
@@ -142,14 +142,14 @@ def test_two_requests_of_one_sampler_do_not_mix() -> None:
     names = ("repetition", "frequency", "many_bad_words", "everything")
     alone = [_generate(Sampler(), _request([], MANY[name]), lag=0) for name in names]
     sampler = Sampler()
-    requests = [_request([], MANY[name]) for name in names]
+    sequences = [_request([], MANY[name]) for name in names]
     for position in range(LENGTH):
-        rows = [SampleRow(request, position) for request in requests]
+        rows = [SampleRow(sequence, position) for sequence in sequences]
         results = sampler.sample(LOGITS[position].expand(len(rows), -1), rows)
-        for request, result in zip(requests, results, strict=True):
+        for sequence, result in zip(sequences, results, strict=True):
             assert result.token_id is not None
-            request.token_ids.append(result.token_id)
-    assert [request.token_ids[len(PROMPT) :] for request in requests] == alone
+            sequence.token_ids.append(result.token_id)
+    assert [sequence.token_ids[len(PROMPT) :] for sequence in sequences] == alone
 
 
 def test_a_repetition_penalty_counts_the_prompt_and_other_penalties_do_not() -> None:
@@ -160,7 +160,7 @@ def test_a_repetition_penalty_counts_the_prompt_and_other_penalties_do_not() -> 
         ("frequency_penalty", 1),
     ):
         fields: dict[str, Any] = {name: 2.0, "temperature": 0.0}
-        request = sampling_request([1], **fields)
-        assert Sampler().sample(logits, [SampleRow(request, 0)])[0].token_id == expected
-        drawn_once = dataclasses.replace(request, token_ids=[1, 1])
+        sequence = sampling_request([1], **fields)
+        assert Sampler().sample(logits, [SampleRow(sequence, 0)])[0].token_id == expected
+        drawn_once = dataclasses.replace(sequence, token_ids=[1, 1])
         assert Sampler().sample(logits, [SampleRow(drawn_once, 1)])[0].token_id == 0

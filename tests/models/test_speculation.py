@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models.driver import load, make_request
+from models.driver import load, make_sequence
 from support.budget import budget, seeded
 from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
@@ -19,17 +20,18 @@ from penstock_shard.constraints.state import MaskFiller
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Constraint, Request, SamplingParams, ThinkingBudget
+from penstock_shard.request import Constraint, SamplingParams, ThinkingBudget
 from penstock_shard.runner.base import Logprobs, RowResult
 from penstock_shard.runner.model_runner import ModelRunner
 from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.runner.verification import Draft, Verification
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.sequence import Sequence
 
 _LENGTH = 8
 
 
-def verify(sampler: Sampler, logits: torch.Tensor, drafts: Sequence[Draft]) -> list[RowResult]:
+def verify(sampler: Sampler, logits: torch.Tensor, drafts: abc.Sequence[Draft]) -> list[RowResult]:
     return Verification(sampler, logits, drafts).finish()
 
 
@@ -45,26 +47,26 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Request:
-    request = make_request([1, 2, 3], SamplingParams(seed=seed, **sampling), logprobs=2)
-    return dataclasses.replace(request, **changes)
+def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Sequence:
+    sequence = make_sequence([1, 2, 3], SamplingParams(seed=seed, **sampling), logprobs=2)
+    return dataclasses.replace(sequence, **changes)
 
 
-def _one_by_one(request: Request, logits: torch.Tensor) -> list[RowResult]:
+def _one_by_one(sequence: Sequence, logits: torch.Tensor) -> list[RowResult]:
     """What a sampler draws from these, position by position, until the sequence ends."""
     sampler = Sampler(MaskFiller(logits.shape[1]))
     results: list[RowResult] = []
     for position, row in enumerate(logits):
-        (result,) = sampler.sample(row[None], [SampleRow(request, position)])
+        (result,) = sampler.sample(row[None], [SampleRow(sequence, position)])
         results.append(result)
-        if result.token_id is None or request.ends_with(result.token_id):
+        if result.token_id is None or sequence.request.ends_with(result.token_id):
             break
-        request.token_ids.append(result.token_id)
-    del request.token_ids[request.num_prompt_tokens :]
+        sequence.token_ids.append(result.token_id)
+    del sequence.token_ids[sequence.num_prompt_tokens :]
     return results
 
 
-def _drafted(rng: random.Random, right: Sequence[int], count: int, size: int) -> list[int]:
+def _drafted(rng: random.Random, right: abc.Sequence[int], count: int, size: int) -> list[int]:
     kept = list(right[: rng.randint(0, count)])
     return (kept + [rng.randrange(size) for _ in range(count)])[:count]
 
@@ -75,17 +77,17 @@ def test_what_is_sampled_after_drafts_is_what_is_sampled_without(name: str) -> N
     vocabulary = 24
     for _ in range(budget(6, 500)):
         torch.manual_seed(rng.randrange(2**31))
-        requests = [
+        sequences = [
             _request(SAMPLINGS[rng.choice((name, "greedy", name))], seed, **_ending(rng))
             for seed in range(rng.randint(1, 5))
         ]
-        logits = [4 * torch.randn(_LENGTH, vocabulary) for _ in requests]
-        expected = [_one_by_one(r, own) for r, own in zip(requests, logits, strict=True)]
+        logits = [4 * torch.randn(_LENGTH, vocabulary) for _ in sequences]
+        expected = [_one_by_one(r, own) for r, own in zip(sequences, logits, strict=True)]
         drafts, place = [], 0
-        for request, results in zip(requests, expected, strict=True):
+        for sequence, results in zip(sequences, expected, strict=True):
             right = [result.token_id or 0 for result in results]
             count = rng.randint(1, _LENGTH - 1)
-            drafts.append(Draft(request, _drafted(rng, right, count, vocabulary), 0, place))
+            drafts.append(Draft(sequence, _drafted(rng, right, count, vocabulary), 0, place))
             place += _LENGTH
         found = verify(Sampler(), torch.cat(logits), drafts)
         for draft, result, results in zip(drafts, found, expected, strict=True):
@@ -105,7 +107,7 @@ def _ending(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def _is_beginning(draft: Draft, result: RowResult, expected: Sequence[RowResult]) -> None:
+def _is_beginning(draft: Draft, result: RowResult, expected: abc.Sequence[RowResult]) -> None:
     """As many tokens as there were right drafts and one; no more than there are, nor less."""
     if expected[0].token_id is None:
         assert result == expected[0]
@@ -134,13 +136,13 @@ def test_a_constraint_is_followed_through_drafts() -> None:
         constraint = Constraint("regex", "[a-f]{2,4}-[0-9]{2}(ab|cd){4,12}")
         logits = torch.randn(_LENGTH, VOCAB_SIZE)
 
-        def request(seed: int = seed, constraint: Constraint = constraint) -> Request:
+        def sequence(seed: int = seed, constraint: Constraint = constraint) -> Sequence:
             matcher = two_ended_compiler().compile(constraint)
             return _request({"temperature": 1.0}, seed, constraint=constraint, matcher=matcher)
 
-        expected = _one_by_one(request(), logits)
+        expected = _one_by_one(sequence(), logits)
         right = [result.token_id or 0 for result in expected]
-        draft = Draft(request(), _drafted(rng, right, 6, VOCAB_SIZE), 0, 0)
+        draft = Draft(sequence(), _drafted(rng, right, 6, VOCAB_SIZE), 0, 0)
         (found,) = verify(Sampler(MaskFiller(VOCAB_SIZE)), logits, [draft])
         _is_beginning(draft, found, expected)
 
@@ -149,10 +151,10 @@ def test_logits_that_are_no_numbers_are_an_error_when_they_come_first() -> None:
     logits = torch.zeros(3, 8)
     logits[:, 5] = 1.0
     logits[1] = float("nan")
-    request = _request({"temperature": 0.0}, 0)
-    (result,) = verify(Sampler(), logits, [Draft(request, [5, 5], 0, 0)])
+    sequence = _request({"temperature": 0.0}, 0)
+    (result,) = verify(Sampler(), logits, [Draft(sequence, [5, 5], 0, 0)])
     assert (result.token_id, result.more_token_ids, result.error) == (5, [], None)
-    (result,) = verify(Sampler(), logits[1:], [Draft(request, [5], 0, 0)])
+    (result,) = verify(Sampler(), logits[1:], [Draft(sequence, [5], 0, 0)])
     assert result.token_id is None
     assert result.error == "the model gave no finite logits at output position 0"
 
@@ -162,13 +164,13 @@ def test_where_a_constraint_leaves_nothing_behind_right_drafts_the_error_says_so
     a, c = (ids_of(two_ended_compiler(), text)[0] for text in "ac")
     matcher = two_ended_compiler().compile(constraint)
     sampling = {"temperature": 0.0, "allowed_token_ids": (a, c)}
-    request = _request(sampling, 0, constraint=constraint, matcher=matcher)
+    sequence = _request(sampling, 0, constraint=constraint, matcher=matcher)
     sampler = Sampler(MaskFiller(VOCAB_SIZE))
     logits = torch.zeros(4, VOCAB_SIZE)
-    (found,) = verify(sampler, logits, [Draft(request, [a, c, c], 0, 0)])
+    (found,) = verify(sampler, logits, [Draft(sequence, [a, c, c], 0, 0)])
     assert (found.token_id, found.more_token_ids, found.error) == (a, [c], None)
-    request.token_ids += [a, c]
-    (found,) = verify(sampler, logits, [Draft(request, [], 2, 0)])
+    sequence.token_ids += [a, c]
+    (found,) = verify(sampler, logits, [Draft(sequence, [], 2, 0)])
     assert found.is_callers
     assert found.error == "the sampling parameters leave no token to draw at output position 2"
 
@@ -204,13 +206,12 @@ def _generate(
     scheduler = Scheduler(SchedulerLimits(6, 40), blocks, drafter)
     engine = Engine(runner, scheduler, blocks)
     logprobs: dict[str, Logprobs] = {}
-    requests = []
     for number, (prompt, sampling) in enumerate(zip(_prompts(), _samplings(), strict=True)):
-        request = make_request(prompt, sampling, max_tokens=30, logprobs=1)
-        request.request_id = str(number)
-        requests.append(request)
-        logprobs[request.request_id] = Logprobs(top_n=1)
-        engine.submit(request)
+        name = str(number)
+        sequence = make_sequence(prompt, sampling, max_tokens=30, logprobs=1, request_id=name)
+        logprobs[name] = Logprobs(top_n=1)
+        engine.submit(sequence.request)
+    sequences = scheduler.sequences
     for _ in range(3000):
         if not engine.has_work:
             break
@@ -221,7 +222,7 @@ def _generate(
                 logprobs[output.request_id].extend(output.logprobs)
         engine.check_integrity()
     assert blocks.num_referenced == 0
-    outputs = {r.request_id: r.token_ids[r.num_prompt_tokens :] for r in requests}
+    outputs = {r.request.request_id: r.token_ids[r.num_prompt_tokens :] for r in sequences}
     return outputs, logprobs, engine
 
 

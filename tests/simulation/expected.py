@@ -10,12 +10,10 @@ from penstock_client import _wire
 from penstock_client.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_adapters import PlacedAdapter
-from penstock_shard.engine_loop import request_of
-from penstock_shard.request import Request
 from penstock_shard.runner import base
-from penstock_shard.runner.base import Adapter, RowResult, ScheduledRequest, StepPlan
+from penstock_shard.runner.base import RowResult, ScheduledSequence, StepPlan
 from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.sequence import Sequence
 from penstock_shard.validation import check, check_embedding
 from simulation.engine import ORDINARY_IDS, EngineKind, adapter_of, info_of
 
@@ -36,14 +34,14 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
     logprobs = None if request.logprobs is None else Logprobs(top_n=request.logprobs)
     prompt_logprobs = _prompt_logprobs(runner, sequence)
     finish = FinishReason.LENGTH
-    while sequence.num_output_tokens < sequence.max_tokens:
+    while sequence.num_output_tokens < sequence.request.max_tokens:
         last = len(sequence.token_ids) - 1
-        result = _run(runner, ScheduledRequest(sequence, last, 1, samples=True))
+        result = _run(runner, ScheduledSequence(sequence, last, 1, samples=True))
         assert result.token_id is not None, result.error
         sequence.token_ids.append(result.token_id)
         if logprobs is not None and result.logprobs is not None:
             logprobs.extend(_seen(result.logprobs))
-        if sequence.ends_with(result.token_id):
+        if sequence.request.ends_with(result.token_id):
             finish = FinishReason.STOP
             break
     token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -57,10 +55,10 @@ def expected_vectors(
     runner, info = _runner(kind), info_of(kind)
     incoming = wire.incoming_embedding(_wire.embed_request(request, "expected", ""))
     response = wire.embed_response()
-    for submit in check_embedding(incoming, info, "expected"):
-        sequence = request_of(submit)
+    for each in check_embedding(incoming, info, "expected"):
+        sequence = Sequence.of(each)
         count = len(sequence.token_ids)
-        vector = _run(runner, ScheduledRequest(sequence, 0, count, samples=True)).embedding
+        vector = _run(runner, ScheduledSequence(sequence, 0, count, samples=True)).embedding
         assert vector is not None
         dimensions, normalize = incoming.dimensions, incoming.normalize
         wire.add_embedding(response, vector, dimensions=dimensions, normalize=normalize)
@@ -77,31 +75,27 @@ def _runner(kind: EngineKind) -> FakeRunner:
     )
 
 
-def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Request:
+def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Sequence:
     adapters = tuple(adapter_of(name, source) for name, source in config.loras)
     info = dataclasses.replace(info_of(kind), adapters=adapters)
     incoming = wire.incoming(_wire.generate_request(request, "expected"))
-    present = next((each for each in adapters if each.name == request.adapter), _NO_ADAPTER)
-    sequence = request_of(check(incoming, info, config), PlacedAdapter(present, 0))
-    if sequence.constraint is not None:
-        sequence.matcher = two_ended_compiler().compile(sequence.constraint)
+    sequence = Sequence.of(check(incoming, info, config))
+    if sequence.request.constraint is not None:
+        sequence.matcher = two_ended_compiler().compile(sequence.request.constraint)
     return sequence
 
 
-_NO_ADAPTER = Adapter("", "", "", 0)
-
-
-def _run(runner: FakeRunner, row: ScheduledRequest) -> RowResult:
+def _run(runner: FakeRunner, row: ScheduledSequence) -> RowResult:
     runner.launch(StepPlan((row,)))
     (result,) = runner.collect()
     return result
 
 
-def _prompt_logprobs(runner: FakeRunner, sequence: Request) -> Logprobs | None:
+def _prompt_logprobs(runner: FakeRunner, sequence: Sequence) -> Logprobs | None:
     count = sequence.num_prompt_tokens - 1
-    if sequence.prompt_logprobs is None or not count:
+    if sequence.request.prompt_logprobs is None or not count:
         return None
-    row = ScheduledRequest(sequence, 0, count, samples=False, num_prompt_logprobs=count)
+    row = ScheduledSequence(sequence, 0, count, samples=False, num_prompt_logprobs=count)
     result = _run(runner, row)
     assert result.prompt_logprobs is not None
     return _seen(result.prompt_logprobs)

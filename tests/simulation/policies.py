@@ -128,7 +128,7 @@ class _Shard:
     def load(self) -> tuple[int, int, int]:
         """Running, waiting, queued tokens: the engine's, and what its server holds for it."""
         load = self.engine.load()
-        inbox_tokens = sum(len(request.token_ids) for request in self.inbox)
+        inbox_tokens = sum(request.num_tokens for request in self.inbox)
         queued_tokens = load.queued_tokens + load.prefill_tokens_left + inbox_tokens
         return load.running, load.waiting + len(self.inbox), queued_tokens
 

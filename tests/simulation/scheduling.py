@@ -16,6 +16,7 @@ from penstock_shard.link import Output
 from penstock_shard.request import Request
 from penstock_shard.runner.base import AdapterStore, RowResult, RunnerInfo, StepPlan
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.sequence import Sequence
 
 Cost = Callable[[StepPlan], float]
 
@@ -40,6 +41,7 @@ class Timeline:
     """What one request went through, in seconds of the simulated clock."""
 
     request: Request
+    sequence: Sequence
     arrived_s: float
     token_times_s: list[float] = field(default_factory=list)
     ended_s: float | None = None
@@ -75,7 +77,7 @@ class SimulatedRunner:
         self.now_s = max(self.now_s, done_at_s)
         return [RowResult(7 if row.samples else None) for row in plan.rows]
 
-    def release(self, request: Request) -> None:
+    def release(self, sequence: Sequence) -> None:
         pass
 
 
@@ -116,16 +118,18 @@ class Simulation:
                 self.runner.now_s = max(self.runner.now_s, ahead[0][0])
             while ahead and ahead[0][0] <= self.runner.now_s:
                 at_s, _, request = heapq.heappop(ahead)
-                self._submit(request, at_s)
+                self.submit(request, at_s)
             self._note(self.engine.step())
         return list(self.timelines.values())
 
-    def _submit(self, request: Request, at_s: float) -> None:
+    def submit(self, request: Request, at_s: float = 0.0) -> None:
         if self._max_queued is not None and self.scheduler.num_waiting >= self._max_queued:
             self.refused += 1
             return
-        self.timelines[request.request_id] = Timeline(request, at_s)
         self.engine.submit(request)
+        sequence = self.engine.find(request.request_id)
+        assert sequence is not None
+        self.timelines[request.request_id] = Timeline(request, sequence, at_s)
 
     def _note(self, outputs: Iterable[Output]) -> None:
         for output in outputs:

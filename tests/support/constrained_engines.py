@@ -85,7 +85,7 @@ def constrained(
     min_tokens: int = 0,
     reluctant: Sequence[int] = (),
 ) -> Request:
-    request = make_request(
+    return make_request(
         request_id,
         [101, 102, 103 + seed % 50],
         output=output,
@@ -93,9 +93,6 @@ def constrained(
         seed=seed,
         temperature=temperature,
         stop_token_ids=stop_token_ids,
-    )
-    return dataclasses.replace(
-        request,
         min_tokens=min_tokens,
         reluctant_stop_ids=frozenset(reluctant),
         constraint=constraint,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import Request
+from penstock_shard.sequence import Sequence
 from support.engines import EOS_ID
 
 # What a request's output will be, deliveries of earlier attempts included.
-Foresight = Callable[[Request], Sequence[int]]
+Foresight = Callable[[Request], abc.Sequence[int]]
 
 
-def named(outputs: Mapping[str, Sequence[int]]) -> Foresight:
+def named(outputs: Mapping[str, abc.Sequence[int]]) -> Foresight:
     """The output of each request, by its id."""
     return lambda request: outputs[request.request_id]
 
 
-def always(output: Sequence[int]) -> Foresight:
+def always(output: abc.Sequence[int]) -> Foresight:
     return lambda request: output
 
 
@@ -29,12 +31,12 @@ class Oracle(Drafter):
         super().__init__(most)
         self._foresee = foresee
 
-    def expects(self, request: Request) -> bool:
+    def expects(self, sequence: Sequence) -> bool:
         return True
 
-    def propose(self, request: Request, most: int) -> list[int]:
-        number = request.num_output_tokens
-        return list(self._foresee(request)[number : number + most])
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        number = sequence.num_output_tokens
+        return list(self._foresee(sequence.request)[number : number + most])
 
 
 class FickleOracle(Oracle):
@@ -47,10 +49,10 @@ class FickleOracle(Oracle):
         self._random = rng
         self._vocab_size = vocab_size
 
-    def expects(self, request: Request) -> bool:
+    def expects(self, sequence: Sequence) -> bool:
         return self._random.random() < 0.5
 
-    def propose(self, request: Request, most: int) -> list[int]:
-        right = super().propose(request, self._random.randint(0, most))
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        right = super().propose(sequence, self._random.randint(0, most))
         wrong = [self._random.randrange(self._vocab_size) for _ in range(most - len(right))]
         return (right + wrong)[: self._random.randint(0, most)]

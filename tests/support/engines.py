@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import abc
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from penstock_shard.engine import Engine
 from penstock_shard.kv_blocks import BlockManager
@@ -13,6 +17,7 @@ from penstock_shard.request import Pooling, Request, SamplingParams
 from penstock_shard.runner.base import EmbeddingDefaults, RunnerInfo
 from penstock_shard.runner.fake import CAPABILITIES, EMBEDDING_SIZE, FakeRunner
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.sequence import Sequence
 from support.shadow import Fails, ShadowRunner
 
 VOCAB_SIZE = 1000
@@ -107,26 +112,26 @@ def make_engine(
 
 def make_request(
     request_id: str = "r",
-    prompt: Sequence[int] = (1, 2, 3),
+    prompt: abc.Sequence[int] = (1, 2, 3),
     *,
-    output: Sequence[int] = (),
+    output: abc.Sequence[int] = (),
     attempt: int = 0,
     max_tokens: int = 8,
     seed: int = 0,
     temperature: float = 1.0,
-    stop_token_ids: Sequence[int] = (EOS_ID,),
+    stop_token_ids: abc.Sequence[int] = (EOS_ID,),
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     cache_salt: str = "",
     pooling: Pooling | None = None,
-    allowed_token_ids: Sequence[int] = (),
+    allowed_token_ids: abc.Sequence[int] = (),
+    **fields: Any,
 ) -> Request:
     return Request(
         request_id=request_id,
         attempt=attempt,
-        token_ids=[*prompt, *output],
-        num_prompt_tokens=len(prompt),
-        num_delivered=len(output),
+        prompt=packed(prompt),
+        output=packed(output),
         sampling=SamplingParams(
             temperature=temperature, seed=seed, allowed_token_ids=tuple(allowed_token_ids)
         ),
@@ -136,4 +141,26 @@ def make_request(
         prompt_logprobs=prompt_logprobs,
         cache_salt=cache_salt,
         pooling=pooling,
+        **fields,
     )
+
+
+def make_sequence(
+    request_id: str = "r",
+    prompt: abc.Sequence[int] = (1, 2, 3),
+    *,
+    adapter_index: int = 0,
+    **fields: Any,
+) -> Sequence:
+    return Sequence.of(make_request(request_id, prompt, **fields), adapter_index)
+
+
+def changed(sequence: Sequence, **fields: Any) -> Sequence:
+    """A copy of it, before its first step, whose request has other values in these fields."""
+    request = msgspec.structs.replace(sequence.request, **fields)
+    return Sequence.of(request, sequence.adapter_index)
+
+
+def packed(token_ids: abc.Sequence[int]) -> bytes:
+    """Token ids as a request holds them."""
+    return array("I", token_ids).tobytes()

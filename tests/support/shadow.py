@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 
-from penstock_shard.request import Request, RequestState
 from penstock_shard.runner.base import (
     RowResult,
     Runner,
-    ScheduledRequest,
+    ScheduledSequence,
     StepOutOfMemory,
     StepPlan,
 )
+from penstock_shard.sequence import Sequence, SequenceState
 
 _PASS_TOKENS = 7
 # What a slot holds: the token there and, as a number, all tokens before it.
@@ -40,19 +40,19 @@ class ShadowRunner:
         self.num_failed = 0
         self._memory: list[_Content] = [None] * (self.info.num_blocks * self.info.block_size)
         self._launched: deque[tuple[StepPlan, list[list[int]]]] = deque()
-        self.released: list[Request] = []
+        self.released: list[Sequence] = []
 
     def launch(self, plan: StepPlan) -> None:
-        verified = {row.request for plan, _ in self._launched for row in plan.rows if row.drafts}
-        again = verified & {row.request for row in plan.rows}
+        verified = {row.sequence for plan, _ in self._launched for row in plan.rows if row.drafts}
+        again = verified & {row.sequence for row in plan.rows}
         assert not again, f"{len(again)} requests whose drafts are not verified yet"
         for row in plan.rows:
-            assert not row.drafts or row.start + 1 == len(row.request.token_ids)
+            assert not row.drafts or row.start + 1 == len(row.sequence.token_ids)
         # As they are now: later the engine may have changed them.
-        tables = [list(row.request.block_ids) for row in plan.rows]
+        tables = [list(row.sequence.block_ids) for row in plan.rows]
         self._launched.append((plan, tables))
 
-    def collect(self) -> Sequence[RowResult]:
+    def collect(self) -> abc.Sequence[RowResult]:
         plan, tables = self._launched.popleft()
         if self._num_void or self._fails(plan):
             self._lose(plan, tables)
@@ -68,14 +68,14 @@ class ShadowRunner:
                 ends[index] = row.start + row.count if taken == scores else done[index] + taken
                 self._write(row, tables[index], done[index], ends[index])
             for row, table, end in zip(plan.rows, tables, ends, strict=True):
-                if row.request.state is not RequestState.ENDED:
+                if row.sequence.state is not SequenceState.ENDED:
                     self._check(row, table, end)
         return self._runner.collect()
 
-    def release(self, request: Request) -> None:
-        assert request.num_steps_in_flight == 0, f"{request.request_id} is in flight"
-        self.released.append(request)
-        self._runner.release(request)
+    def release(self, sequence: Sequence) -> None:
+        assert sequence.num_steps_in_flight == 0, f"{sequence.request.request_id} is in flight"
+        self.released.append(sequence)
+        self._runner.release(sequence)
 
     def _lose(self, plan: StepPlan, tables: list[list[int]]) -> None:
         if self._num_void:
@@ -92,27 +92,27 @@ class ShadowRunner:
         size = self.info.block_size
         return table[position // size] * size + position % size
 
-    def _write(self, row: ScheduledRequest, table: list[int], start: int, end: int) -> None:
-        contents = _contents(row.request, row.drafts)
+    def _write(self, row: ScheduledSequence, table: list[int], start: int, end: int) -> None:
+        contents = _contents(row.sequence, row.drafts)
         for position in range(start, end):
             # Of an aborted request the last token may never have come back.
             known = position < len(contents)
             self._memory[self._slot(table, position)] = contents[position] if known else None
 
-    def _check(self, row: ScheduledRequest, table: list[int], end: int) -> None:
-        contents = _contents(row.request, row.drafts)
+    def _check(self, row: ScheduledSequence, table: list[int], end: int) -> None:
+        contents = _contents(row.sequence, row.drafts)
         for position in range(end if end > row.start else 0):
             found = self._memory[self._slot(table, position)]
             assert found == contents[position], (
-                f"request {row.request.request_id}, position {position}: block "
+                f"request {row.sequence.request.request_id}, position {position}: block "
                 f"{table[position // self.info.block_size]} holds {found}, not {contents[position]}"
             )
 
 
-def _contents(request: Request, drafts: Sequence[int]) -> list[tuple[int, int]]:
+def _contents(sequence: Sequence, drafts: abc.Sequence[int]) -> list[tuple[int, int]]:
     contents = []
-    before = hash(request.cache_salt)
-    for token_id in (*request.token_ids, *drafts):
+    before = hash(sequence.request.cache_salt)
+    for token_id in (*sequence.token_ids, *drafts):
         contents.append((token_id, before))
         before = hash((before, token_id))
     return contents

@@ -1,6 +1,6 @@
-"""Compiles constraints of requests in threads, so that no step waits for them.
+"""Compiles constraints of sequences in threads, so that no step waits for them.
 
-Knows threads and which request waits for which matcher; `compiler` compiles.
+Knows threads and which sequence waits for which matcher; `compiler` compiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from penstock_shard.constraints.compiler import Compiler, is_worn_out
 from penstock_shard.constraints.state import failure_of
-from penstock_shard.request import Request
+from penstock_shard.sequence import Sequence
 
 # A matcher's limit of work for consuming tokens is renewed at each mask. A mask after this many
 # delivered tokens uses little of that limit even with a highly ambiguous regex, and computes few
@@ -38,15 +38,15 @@ def compiling_threads(count: int) -> ThreadPoolExecutor:
 
 
 class OutputRefused(Exception):
-    """A request's delivered output does not match its constraint."""
+    """A sequence's delivered output does not match its constraint."""
 
 
 class OutputExhausts(Exception):
-    """Following a request's delivered output exceeds the matcher's limits."""
+    """Following a sequence's delivered output exceeds the matcher's limits."""
 
 
 class Discarded(Exception):
-    """The request ended while its matcher was made."""
+    """The sequence ended while its matcher was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,85 +58,85 @@ class _Making:
 
 
 class PendingMatchers:
-    """Matchers that requests wait for, each advanced past the request's delivered output."""
+    """Matchers that sequences wait for, each advanced past the sequence's delivered output."""
 
     def __init__(self, compiler: Compiler, on_done: Callable[[], None], threads: Executor) -> None:
         """`on_done` is called, in a thread, whenever `take` has something new."""
         self._compiler = compiler
         self._on_done = on_done
         self._threads = threads
-        self._waiting: dict[Request, _Making] = {}
-        # A queue, so that a step looks only at requests that are done, however many wait.
-        self._done: SimpleQueue[Request] = SimpleQueue()
+        self._waiting: dict[Sequence, _Making] = {}
+        # A queue, so that a step looks only at sequences that are done, however many wait.
+        self._done: SimpleQueue[Sequence] = SimpleQueue()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
-        """Begin to make the matcher of a request that has a constraint."""
+    def add(self, sequence: Sequence) -> None:
+        """Begin to make the matcher of a sequence that has a constraint."""
         is_discarded = threading.Event()
-        matcher = self._threads.submit(self._matcher, request, is_discarded)
-        self._waiting[request] = _Making(matcher, is_discarded)
-        matcher.add_done_callback(lambda _: self._tell_done(request))
+        matcher = self._threads.submit(self._matcher, sequence, is_discarded)
+        self._waiting[sequence] = _Making(matcher, is_discarded)
+        matcher.add_done_callback(lambda _: self._tell_done(sequence))
 
-    def discard(self, request: Request) -> bool:
-        """Forget a request that ended; whether it was waiting for its matcher."""
-        making = self._waiting.pop(request, None)
+    def discard(self, sequence: Sequence) -> bool:
+        """Forget a sequence that ended; whether it was waiting for its matcher."""
+        making = self._waiting.pop(sequence, None)
         if making is None:
             return False
-        # Stops `_follow`, as other requests wait behind it and its output may be long.
+        # Stops `_follow`, as other sequences wait behind it and its output may be long.
         making.is_discarded.set()
         making.matcher.cancel()
         return True
 
-    def take(self) -> list[tuple[Request, BaseException | None]]:
+    def take(self) -> list[tuple[Sequence, BaseException | None]]:
         """Requests that are done: with their matcher and None, or with the reason for having none:
         ConstraintRefused, OutputRefused, OutputExhausts, or another error.
         """
-        taken: list[tuple[Request, BaseException | None]] = []
-        while (request := self._next_done()) is not None:
-            making = self._waiting.pop(request, None)
+        taken: list[tuple[Sequence, BaseException | None]] = []
+        while (sequence := self._next_done()) is not None:
+            making = self._waiting.pop(sequence, None)
             if making is None:
                 continue
-            # Any exception, the library's panics included, ends this request only.
+            # Any exception, the library's panics included, ends this sequence only.
             error = making.matcher.exception()
             if error is None:
-                request.matcher = making.matcher.result()
-            taken.append((request, error))
+                sequence.matcher = making.matcher.result()
+            taken.append((sequence, error))
         return taken
 
-    def _next_done(self) -> Request | None:
+    def _next_done(self) -> Sequence | None:
         try:
             return self._done.get_nowait()
         except Empty:
             return None
 
-    def _tell_done(self, request: Request) -> None:
-        self._done.put(request)
+    def _tell_done(self, sequence: Sequence) -> None:
+        self._done.put(sequence)
         self._on_done()
 
-    def _matcher(self, request: Request, is_discarded: threading.Event) -> LLMatcher:
-        constraint = request.constraint
+    def _matcher(self, sequence: Sequence, is_discarded: threading.Event) -> LLMatcher:
+        constraint = sequence.request.constraint
         assert constraint is not None
-        goes_on = bool(request.num_output_tokens)
+        goes_on = bool(sequence.num_output_tokens)
         beginning = self._compiler.compile(constraint, goes_on=goes_on)
         try:
-            return _follow(beginning.deep_copy(), request, is_discarded, _TOKENS_A_MASK)
+            return _follow(beginning.deep_copy(), sequence, is_discarded, _TOKENS_A_MASK)
         except (OutputRefused, OutputExhausts):
             if not is_worn_out(beginning):
                 raise
         # Requests with the same constraint share a lexer and its limits, which others may have used
         # up. Compiled alone, with a mask before each token, it repeats how the tokens were drawn.
-        return _follow(self._compiler.compile_alone(constraint), request, is_discarded, 1)
+        return _follow(self._compiler.compile_alone(constraint), sequence, is_discarded, 1)
 
 
 def _follow(
-    matcher: LLMatcher, request: Request, is_discarded: threading.Event, tokens_a_mask: int
+    matcher: LLMatcher, sequence: Sequence, is_discarded: threading.Event, tokens_a_mask: int
 ) -> LLMatcher:
-    """Advance the matcher past the request's delivered output, and check that it can fill a mask
+    """Advance the matcher past the sequence's delivered output, and check that it can fill a mask
     there. Raises OutputRefused, OutputExhausts.
     """
-    token_ids = request.token_ids[request.num_prompt_tokens :]
+    token_ids = sequence.token_ids[sequence.num_prompt_tokens :]
     for start in range(0, len(token_ids), tokens_a_mask):
         if is_discarded.is_set():
             raise Discarded

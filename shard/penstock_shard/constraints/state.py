@@ -1,11 +1,12 @@
-"""The state of a request's constraint: how far its matcher has got, and which tokens may follow.
+"""The state of a sequence's constraint: how far its matcher has got, and which tokens may follow.
 
 Knows matchers and token ids; knows neither the constraint languages nor logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,24 +14,24 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from penstock_shard.request import Request
+from penstock_shard.sequence import Sequence
 
 # One bit for each token, the lowest bit first: int32 [words of the vocabulary].
 Mask = NDArray[np.int32]
 
 
 class ConstraintState:
-    """One request's matcher, and the mask of its next token."""
+    """One sequence's matcher, and the mask of its next token."""
 
-    def __init__(self, request: Request) -> None:
-        assert request.matcher is not None
-        self.matcher: LLMatcher = request.matcher
+    def __init__(self, sequence: Sequence) -> None:
+        assert sequence.matcher is not None
+        self.matcher: LLMatcher = sequence.matcher
         self.mask: Mask | None = None
-        self._request = request
+        self._request = sequence.request
         # The matcher has consumed the delivered tokens already.
-        self._position = request.num_delivered
-        self._stop_ids = _ids(request.stop_token_ids)
-        self._reluctant_ids = _ids(request.reluctant_stop_ids)
+        self._position = sequence.num_delivered
+        self._stop_ids = _ids(sequence.request.stop_token_ids)
+        self._reluctant_ids = _ids(sequence.request.reluctant_stop_ids)
 
     @property
     def error(self) -> str:
@@ -40,7 +41,7 @@ class ConstraintState:
         kind = self._request.constraint.kind if self._request.constraint else "constraint"
         return f"{kind}: {failure_of(self.matcher)}"
 
-    def move_to(self, position: int, output: Callable[[int], Sequence[int]]) -> None:
+    def move_to(self, position: int, output: Callable[[int], abc.Sequence[int]]) -> None:
         """Go to after the first `position` tokens of the output, which `output(position)` gives."""
         if position == self._position:
             return
@@ -92,11 +93,11 @@ class MaskFiller:
         self._executor = LLExecutor(num_threads)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
 
-    def fill(self, states: Sequence[ConstraintState]) -> None:
+    def fill(self, states: abc.Sequence[ConstraintState]) -> None:
         """Fill the masks of all, and return when they are filled."""
         self._set(states, self._filled(states))
 
-    def start(self, states: Sequence[ConstraintState]) -> Callable[[], None]:
+    def start(self, states: abc.Sequence[ConstraintState]) -> Callable[[], None]:
         """Begin to fill the masks of all. Leave `states` alone until the returned function, which
         waits for the masks, has been called.
         """
@@ -104,13 +105,13 @@ class MaskFiller:
         filling = self._threads.submit(self._filled, states)
         return lambda: self._set(states, filling.result())
 
-    def _filled(self, states: Sequence[ConstraintState]) -> NDArray[np.int32]:
+    def _filled(self, states: abc.Sequence[ConstraintState]) -> NDArray[np.int32]:
         bitmasks = allocate_token_bitmask(len(states), self._vocab_size)
         places = [(state.matcher, row) for row, state in enumerate(states)]
         fill_next_token_bitmask_par(self._executor, places, bitmasks)
         return bitmasks
 
-    def _set(self, states: Sequence[ConstraintState], bitmasks: NDArray[np.int32]) -> None:
+    def _set(self, states: abc.Sequence[ConstraintState], bitmasks: NDArray[np.int32]) -> None:
         for state, mask in zip(states, bitmasks, strict=True):
             state.set_mask(mask)
 

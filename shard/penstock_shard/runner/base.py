@@ -7,36 +7,37 @@ import torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock_shard.request import Pooling, Request
+from penstock_shard.request import Pooling
+from penstock_shard.sequence import Sequence
 
 
 @dataclass(slots=True)
-class ScheduledRequest:
-    """A row of a step: compute tokens [start, start + count) of the request.
+class ScheduledSequence:
+    """A row of a step: compute tokens [start, start + count) of the sequence.
 
-    If that range ends with the request's last token (`samples`), the row samples the next one, at
-    output position start + count - `request.num_prompt_tokens`. `request.block_ids` covers at least
-    start + count tokens. The last token of the range may be missing in `request.token_ids`: the
-    step before, which has not been collected, samples it. A request with `pooling` gets the vector
-    of its prompt instead of a token. The first `num_prompt_logprobs` tokens of the range predict
-    prompt tokens whose log-probabilities are wanted.
+    If that range ends with the sequence's last token (`samples`), the row samples the next one, at
+    output position start + count - `sequence.num_prompt_tokens`. `sequence.block_ids` covers at
+    least start + count tokens. The last token of the range may be missing in `sequence.token_ids`:
+    the step before, which has not been collected, samples it. A sequence with `pooling` gets the
+    vector of its prompt instead of a token. The first `num_prompt_logprobs` tokens of the range
+    predict prompt tokens whose log-probabilities are wanted.
 
-    With `drafts` the row computes its request's last known token and the draft tokens after it. A
+    With `drafts` the row computes its sequence's last known token and the draft tokens after it. A
     token is sampled at each of these positions, up to the first that differs from its draft or ends
     the sequence. So the row gives 1 to `count` tokens, and no other step may be launched for its
-    request until it is collected.
+    sequence until it is collected.
     """
 
-    request: Request
+    sequence: Sequence
     start: int
     count: int
     samples: bool
     num_prompt_logprobs: int = 0
-    drafts: Sequence[int] = ()
+    drafts: abc.Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StepPlan:
     drafts, then other chunks.
     """
 
-    rows: tuple[ScheduledRequest, ...]
+    rows: tuple[ScheduledSequence, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +58,7 @@ class Logprobs:
     """Log-probabilities of n tokens, in flat columns.
 
     `top_*` hold `top_n` values for each token, best first; `requested` holds one for each of the
-    request's `logprob_token_ids` for each token.
+    sequence's `logprob_token_ids` for each token.
     """
 
     chosen: list[float] = field(default_factory=list)
@@ -113,8 +114,8 @@ class RowResult:
 
     `token_id` is None for a row that did not sample. `prompt_logprobs` covers the prompt tokens at
     indices start + 1 .. start + count (bounded by the prompt's end): those that the row's logits
-    predict. `error` ends the request (NaN logits, say) and leaves the rest of the step alone;
-    `is_callers` says that the request itself is the cause: it asked for something impossible.
+    predict. `error` ends the sequence (NaN logits, say) and leaves the rest of the step alone;
+    `is_callers` says that the sequence itself is the cause: it asked for something impossible.
 
     For a row with drafts, `more_token_ids` are the tokens after `token_id`, and `logprobs` covers
     all of them. An error after the first token is not reported: the next step meets it again.
@@ -127,7 +128,7 @@ class RowResult:
     is_callers: bool = False
     # The prompt's pooled final hidden states, neither cut nor normalized: float32, little-endian.
     embedding: bytes | None = None
-    more_token_ids: Sequence[int] = ()
+    more_token_ids: abc.Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +170,15 @@ class AdapterStore(Protocol):
         """
 
     def place(self, index: int, adapter: ReadAdapter) -> None:
-        """Put an adapter under an index that no request uses."""
+        """Put an adapter under an index that no sequence uses."""
 
     def drop(self, index: int) -> None:
-        """Remove the adapter of an index that no request uses any more."""
+        """Remove the adapter of an index that no sequence uses any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the runner serves, for GetInfo and for checking requests."""
+    """What the runner serves, for GetInfo and for checking sequences."""
 
     architecture: str
     weights_hash: str
@@ -192,7 +193,7 @@ class RunnerInfo:
     kv_dtype: str
     device: str
     attention_backend: str
-    # Request features this runner honours; see `penstock_shard.validation`.
+    # Sequence features this runner honours; see `penstock_shard.validation`.
     capabilities: frozenset[str]
     # Set if "embed" is among the capabilities.
     embedding: EmbeddingDefaults | None = None
@@ -208,8 +209,9 @@ class RunnerInfo:
 
 
 class StepOutOfMemory(Exception):
-    """A step ran out of device memory. Nothing of it counts. The runner's state of its requests may
-    be that before the step or that after it, never in between. The text says what was asked for.
+    """A step ran out of device memory. Nothing of it counts. The runner's state of its sequences
+    may be that before the step or that after it, never in between. The text says what was asked
+    for.
 
     All other steps launched before this was raised are void too: they are still collected, may
     raise this again, and their results are thrown away. They must not fail in any other way, though
@@ -225,17 +227,17 @@ class Runner(Protocol):
 
     @property
     def adapters(self) -> AdapterStore | None:
-        """None if requests with adapters are not served."""
+        """None if sequences with adapters are not served."""
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step. Returns before the step is over where the runner can."""
 
-    def collect(self) -> Sequence[RowResult]:
+    def collect(self) -> abc.Sequence[RowResult]:
         """Wait for the oldest launched step; one result a row, in the plan's order.
 
         Raises:
             StepOutOfMemory: that step is over, without results.
         """
 
-    def release(self, request: Request) -> None:
-        """The request has ended: drop the state kept for it."""
+    def release(self, sequence: Sequence) -> None:
+        """The sequence has ended: drop the state kept for it."""

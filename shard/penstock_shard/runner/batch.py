@@ -15,7 +15,7 @@ own, which attends to the tokens before it as a decode does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -28,10 +28,11 @@ from torch import Tensor
 from penstock_shard.models.attention.base import AttentionBatch
 from penstock_shard.models.cuda_graphs import Graphs, StaticInputs
 from penstock_shard.models.step_inputs import InputLayout, StepInputs
-from penstock_shard.request import Pooling, Request
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.request import Pooling
+from penstock_shard.runner.base import ScheduledSequence, StepPlan
 from penstock_shard.runner.device import host_buffer
 from penstock_shard.runner.request_numbers import Integers, RequestNumbers, grown
+from penstock_shard.sequence import Sequence
 
 Array: TypeAlias = NDArray[Any]
 
@@ -49,7 +50,7 @@ class Piece:
     """Tokens [start, start + count) of a row of the plan, computed in one forward pass."""
 
     row: int
-    scheduled: ScheduledRequest
+    scheduled: ScheduledSequence
     start: int
     count: int
     # Whether its last token's logits give the row's next token.
@@ -63,16 +64,16 @@ class Piece:
 
     @property
     def ends_prompt(self) -> bool:
-        return self.start + self.count == self.scheduled.request.num_prompt_tokens
+        return self.start + self.count == self.scheduled.sequence.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The rows of a pass that sample, in columns: their requests, the output positions, and the
-    request numbers, on the host and on the device (int64).
+    """The rows of a pass that sample, in columns: their sequences, the output positions, and the
+    sequence numbers, on the host and on the device (int64).
     """
 
-    requests: Sequence[Request]
+    sequences: abc.Sequence[Sequence]
     positions: Integers
     numbers: Integers
     device_numbers: Tensor
@@ -82,8 +83,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Input tokens that the step before is still to sample, by the numbers of their requests, int64
-    [G] on the device. Their places in `input_ids` are `places` int64 [G], or the first G if None.
+    """Input tokens that the step before is still to sample, by the numbers of their sequences,
+    int64 [G] on the device. Their places in `input_ids` are `places` int64 [G], or the first G if
+    None.
     """
 
     numbers: Tensor
@@ -120,8 +122,8 @@ class StepBatch:
 class _Columns:
     """The pieces of a pass, in columns with one value for each piece."""
 
-    pieces: Sequence[Piece | ScheduledRequest]
-    requests: Sequence[Request]
+    pieces: abc.Sequence[Piece | ScheduledSequence]
+    sequences: abc.Sequence[Sequence]
     # Row indices in the plan.
     rows: Integers
     starts: Integers
@@ -147,7 +149,7 @@ class _Columns:
 
 
 class BatchBuilder:
-    """Turns plans into batches, and keeps the block tables of their requests in an array."""
+    """Turns plans into batches, and keeps the block tables of their sequences in an array."""
 
     def __init__(
         self,
@@ -172,9 +174,9 @@ class BatchBuilder:
         return [self._build(_columns_of_pieces(pieces)) for pieces in passes]
 
     def _build(self, columns: _Columns) -> StepBatch:
-        numbers = self._numbers.of(columns.requests)
+        numbers = self._numbers.of(columns.sequences)
         lengths = columns.starts + columns.counts
-        self._tables.update(columns.requests, numbers, columns.starts, lengths)
+        self._tables.update(columns.sequences, numbers, columns.starts, lengths)
         tokens = _Tokens.of(columns)
         wanted = _wanted(columns, tokens.offsets)
         gaps = _gaps(columns, lengths)
@@ -287,28 +289,32 @@ class BatchBuilder:
 
 
 class _BlockTables:
-    """Block tables of requests, in arrays indexed by request number."""
+    """Block tables of sequences, in arrays indexed by sequence number."""
 
     def __init__(self, block_size: int, numbers: RequestNumbers) -> None:
         self._block_size = block_size
         self._numbers = numbers
-        # int32 [numbers, most blocks of a request]: blocks, then zeros.
+        # int32 [numbers, most blocks of a sequence]: blocks, then zeros.
         self.blocks: NDArray[np.int32] = np.zeros((0, _FIRST_WIDTH), dtype=np.int32)
         # For each number: how many blocks were read, the sequence length that steps have reached,
-        # the serial of the request, and how often it had been preempted.
+        # the serial of the sequence, and how often it had been preempted.
         self._known: Integers = np.zeros(0, dtype=np.int64)
         self._reached: Integers = np.zeros(0, dtype=np.int64)
         self._serials: Integers = np.zeros(0, dtype=np.int64)
         self._preemptions: Integers = np.zeros(0, dtype=np.int64)
 
     def update(
-        self, requests: Sequence[Request], numbers: Integers, starts: Integers, lengths: Integers
+        self,
+        sequences: abc.Sequence[Sequence],
+        numbers: Integers,
+        starts: Integers,
+        lengths: Integers,
     ) -> None:
-        """Read the requests' new blocks; the step computes tokens [starts, lengths) of them."""
+        """Read the sequences' new blocks; the step computes tokens [starts, lengths) of them."""
         self._grow()
-        preemptions = _column("preemptions", requests)
+        preemptions = _column("preemptions", sequences)
         serials = self._numbers.serials[numbers]
-        # A preempted request has other blocks; one that computes earlier tokens again may have.
+        # A preempted sequence has other blocks; one that computes earlier tokens again may have.
         stale = self._serials[numbers] != serials
         stale |= self._preemptions[numbers] != preemptions
         stale |= starts < self._reached[numbers]
@@ -320,9 +326,9 @@ class _BlockTables:
         self._reached[numbers] = lengths
         needed = -(-lengths // self._block_size)
         for i in np.flatnonzero(self._known[numbers] < needed).tolist():
-            self._read(requests[i].block_ids, int(numbers[i]))
+            self._read(sequences[i].block_ids, int(numbers[i]))
 
-    def _read(self, block_ids: Sequence[int], number: int) -> None:
+    def _read(self, block_ids: abc.Sequence[int], number: int) -> None:
         known, count = int(self._known[number]), len(block_ids)
         if count > self.blocks.shape[1]:
             wider = max(count, 2 * self.blocks.shape[1])
@@ -374,7 +380,7 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The attention rows: each one's request number, the index of its first token, and its number
+    """The attention rows: each one's sequence number, the index of its first token, and its number
     of keys, its last token's own included.
     """
 
@@ -384,7 +390,7 @@ class _Rows:
 
     @classmethod
     def of_tokens(cls, numbers: Integers, tokens: _Tokens) -> _Rows:
-        """One row for each token; `numbers` are the request numbers of the pieces."""
+        """One row for each token; `numbers` are the sequence numbers of the pieces."""
         return cls(numbers[tokens.rows], np.arange(tokens.total + 1), tokens.positions + 1)
 
 
@@ -433,7 +439,7 @@ def _runs(starts: Integers, counts: Integers) -> Integers:
 
 def _adapters(columns: _Columns, tokens: _Tokens) -> Integers:
     """Each token's adapter index; empty if no row has an adapter."""
-    index = _column("adapter_index", columns.requests)
+    index = _column("adapter_index", columns.sequences)
     return index[tokens.rows] if index.any() else _NONE
 
 
@@ -442,22 +448,22 @@ def _gaps(columns: _Columns, lengths: Integers) -> Integers:
     tokens are drafts, which are not in `token_ids` either.
     """
     known = np.fromiter(
-        map(len, map(attrgetter("token_ids"), columns.requests)), np.int64, len(lengths)
+        map(len, map(attrgetter("token_ids"), columns.sequences)), np.int64, len(lengths)
     )
     return np.flatnonzero((lengths > known) & (columns.verified == 0))
 
 
 def _token_ids(columns: _Columns, tokens: _Tokens) -> Integers | list[int]:
     """The tokens of all pieces, with 0 for those still to be sampled."""
-    requests, starts = columns.requests, columns.starts.tolist()
+    sequences, starts = columns.sequences, columns.starts.tolist()
     if tokens.is_decode:
         return [
             ids[start] if start < len(ids) else 0
-            for ids, start in zip(map(attrgetter("token_ids"), requests), starts, strict=True)
+            for ids, start in zip(map(attrgetter("token_ids"), sequences), starts, strict=True)
         ]
     ids: list[int] = []
     for i, (start, end) in enumerate(zip(starts, tokens.offsets[1:].tolist(), strict=True)):
-        ids += requests[i].token_ids[start : start + end - len(ids)]
+        ids += sequences[i].token_ids[start : start + end - len(ids)]
         if columns.verified[i]:
             piece = columns.pieces[i]
             ids += (piece.scheduled if isinstance(piece, Piece) else piece).drafts
@@ -471,31 +477,31 @@ def _sampled(
 ) -> Sampled | None:
     if not len(device_numbers):
         return None
-    positions = lengths - _column("num_prompt_tokens", columns.requests)
+    positions = lengths - _column("num_prompt_tokens", columns.sequences)
     if len(device_numbers) == len(numbers):
-        return Sampled(columns.requests, positions, numbers, device_numbers, columns.rows)
+        return Sampled(columns.sequences, positions, numbers, device_numbers, columns.rows)
     chosen = np.flatnonzero(columns.samples)
-    requests = [columns.requests[i] for i in chosen.tolist()]
+    sequences = [columns.sequences[i] for i in chosen.tolist()]
     return Sampled(
-        requests, positions[chosen], numbers[chosen], device_numbers, columns.rows[chosen]
+        sequences, positions[chosen], numbers[chosen], device_numbers, columns.rows[chosen]
     )
 
 
 def _columns(plan: StepPlan) -> _Columns:
     rows = plan.rows
-    requests = [row.request for row in rows]
+    sequences = [row.sequence for row in rows]
     counts = _column("count", rows)
     samples = np.fromiter(map(attrgetter("samples"), rows), np.bool_, len(rows))
     drafts = np.fromiter(map(len, map(attrgetter("drafts"), rows)), np.int64, len(rows))
     verified = np.where(drafts > 0, counts, 0)
     pooled = np.zeros(len(rows), dtype=np.int64)
-    for i, request in enumerate(requests):
-        if request.pooling is not None:
+    for i, sequence in enumerate(sequences):
+        if sequence.request.pooling is not None:
             pooled[i] = _piece(i, rows[i], rows[i].start, rows[i].count, 0).num_pooled
             samples[i] = False
     return _Columns(
         pieces=rows,
-        requests=requests,
+        sequences=sequences,
         rows=np.arange(len(rows)),
         starts=_column("start", rows),
         counts=counts,
@@ -506,10 +512,10 @@ def _columns(plan: StepPlan) -> _Columns:
     )
 
 
-def _columns_of_pieces(pieces: Sequence[Piece]) -> _Columns:
+def _columns_of_pieces(pieces: abc.Sequence[Piece]) -> _Columns:
     return _Columns(
         pieces=pieces,
-        requests=[piece.scheduled.request for piece in pieces],
+        sequences=[piece.scheduled.sequence for piece in pieces],
         rows=_column("row", pieces),
         starts=_column("start", pieces),
         counts=_column("count", pieces),
@@ -520,7 +526,7 @@ def _columns_of_pieces(pieces: Sequence[Piece]) -> _Columns:
     )
 
 
-def _column(name: str, rows: Sequence[object]) -> Integers:
+def _column(name: str, rows: abc.Sequence[object]) -> Integers:
     """The attribute `name` of all rows, int64."""
     return np.fromiter(map(attrgetter(name), rows), np.int64, len(rows))
 
@@ -550,9 +556,9 @@ def split_plan(plan: StepPlan, max_prompt_logprobs: int) -> list[tuple[Piece, ..
     return passes
 
 
-def _piece(index: int, row: ScheduledRequest, start: int, count: int, logprobs: int) -> Piece:
+def _piece(index: int, row: ScheduledSequence, start: int, count: int, logprobs: int) -> Piece:
     is_last = row.samples and start + count == row.start + row.count
-    pooling = row.request.pooling
+    pooling = row.sequence.request.pooling
     if row.drafts:
         return Piece(index, row, start, count, False, num_prompt_logprobs=0, num_verified=count)
     if pooling is None:

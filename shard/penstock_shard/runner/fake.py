@@ -16,8 +16,8 @@ import os
 import struct
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -33,10 +33,11 @@ from penstock_shard.runner.base import (
     ReadAdapter,
     RowResult,
     RunnerInfo,
-    ScheduledRequest,
+    ScheduledSequence,
     StepPlan,
 )
 from penstock_shard.runner.token_state import BadWords, Thinking
+from penstock_shard.sequence import Sequence
 
 CAPABILITIES = frozenset(
     {
@@ -77,8 +78,8 @@ _CRASH_POSITION = 9
 
 @dataclass(slots=True)
 class _Progress:
-    """The chained hash over a request's tokens and how many of them it covers; and other state that
-    follows its output.
+    """The chained hash over a sequence's tokens and how many of them it covers; and other state
+    that follows its output.
     """
 
     digest: bytes
@@ -94,7 +95,7 @@ def _exit() -> None:
 
 class FakeAdapters:
     """An `AdapterStore` that checks adapter files as far as is possible without a model, and keeps
-    nothing: each request has its adapter's content hash.
+    nothing: each sequence has its adapter's content hash.
     """
 
     def __init__(self, find: Callable[[str], Path]) -> None:
@@ -122,7 +123,7 @@ class FakeRunner:
     def __init__(
         self,
         info: RunnerInfo,
-        ordinary_ids: Sequence[int],
+        ordinary_ids: abc.Sequence[int],
         *,
         step_s: float,
         eos_rate: float = 0.0,
@@ -142,7 +143,7 @@ class FakeRunner:
         # No salt for the default name, so that its tokens stay what they were before salts.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
-        self._progress: dict[Request, _Progress] = {}
+        self._progress: dict[Sequence, _Progress] = {}
         self._masks = MaskFiller(info.vocab_size)
         self._launched: deque[tuple[StepPlan, float]] = deque()
         self._free_at_s = 0.0
@@ -170,113 +171,115 @@ class FakeRunner:
         self._sleep(max(0.0, done_at_s - self._clock()))
         return results
 
-    def release(self, request: Request) -> None:
-        self._progress.pop(request, None)
+    def release(self, sequence: Sequence) -> None:
+        self._progress.pop(sequence, None)
 
     # ---- tokens from hashes ----
 
-    def _run(self, row: ScheduledRequest) -> RowResult:
+    def _run(self, row: ScheduledSequence) -> RowResult:
         result = RowResult()
         if row.num_prompt_logprobs:
             end = row.start + row.num_prompt_logprobs
-            result.prompt_logprobs = self._prompt_logprobs(row.request, row.start, end)
-        if row.samples and row.request.pooling is not None:
-            self._crash_if_told(row.request)
-            result.embedding = self._embedding(row.request, row.request.pooling)
+            result.prompt_logprobs = self._prompt_logprobs(row.sequence, row.start, end)
+        if row.samples and row.sequence.request.pooling is not None:
+            self._crash_if_told(row.sequence)
+            result.embedding = self._embedding(row.sequence, row.sequence.request.pooling)
         elif row.samples:
-            self._sample(row.request, row.start + row.count - len(row.drafts), result)
+            self._sample(row.sequence, row.start + row.count - len(row.drafts), result)
             if row.drafts:
                 self._sample_after(row, result)
         return result
 
-    def _sample_after(self, row: ScheduledRequest, result: RowResult) -> None:
+    def _sample_after(self, row: ScheduledSequence, result: RowResult) -> None:
         """Sample a token after each draft, as long as the sampled tokens equal the drafts."""
-        request, more = row.request, list[int]()
-        num_known = len(request.token_ids)
+        sequence, more = row.sequence, list[int]()
+        num_known = len(sequence.token_ids)
         token_id = result.token_id
-        # Accepted drafts are appended to the request's tokens while the next is sampled.
+        # Accepted drafts are appended to the sequence's tokens while the next is sampled.
         for drafted in row.drafts:
-            if token_id != drafted or request.ends_with(drafted):
+            if token_id != drafted or sequence.request.ends_with(drafted):
                 break
-            request.token_ids.append(drafted)
+            sequence.token_ids.append(drafted)
             following = RowResult()
-            self._sample(request, len(request.token_ids), following)
+            self._sample(sequence, len(sequence.token_ids), following)
             token_id = following.token_id
             if token_id is None:
                 break
             more.append(token_id)
             if result.logprobs is not None and following.logprobs is not None:
                 result.logprobs.extend(following.logprobs)
-        del request.token_ids[num_known:]
+        del sequence.token_ids[num_known:]
         result.more_token_ids = more
 
-    def _sample(self, request: Request, num_tokens: int, result: RowResult) -> None:
-        """Sample what follows the request's first `num_tokens` tokens."""
-        if num_tokens - request.num_prompt_tokens == _CRASH_POSITION:
-            self._crash_if_told(request)
-        progress = self._progress_at(request, num_tokens)
-        draw = self._draw(request, progress, num_tokens)
-        token_id = self._token(request, progress, draw, num_tokens)
+    def _sample(self, sequence: Sequence, num_tokens: int, result: RowResult) -> None:
+        """Sample what follows the sequence's first `num_tokens` tokens."""
+        if num_tokens - sequence.num_prompt_tokens == _CRASH_POSITION:
+            self._crash_if_told(sequence)
+        progress = self._progress_at(sequence, num_tokens)
+        draw = self._draw(sequence, progress, num_tokens)
+        token_id = self._token(sequence, progress, draw, num_tokens)
         if token_id is None:
-            position = num_tokens - request.num_prompt_tokens
+            position = num_tokens - sequence.num_prompt_tokens
             why = "" if progress.constraint is None else progress.constraint.error
             why = why or "the sampling parameters leave no token to draw"
             result.error = f"{why} at position {position}"
             result.is_callers = True
             return
         result.token_id = token_id
-        if request.logprobs is not None:
-            result.logprobs = Logprobs(top_n=request.logprobs)
-            self._add_logprobs(result.logprobs, draw, token_id, request.logprobs)
-            self._add_requested(result.logprobs, draw, token_id, request.logprob_token_ids)
+        if sequence.request.logprobs is not None:
+            result.logprobs = Logprobs(top_n=sequence.request.logprobs)
+            self._add_logprobs(result.logprobs, draw, token_id, sequence.request.logprobs)
+            self._add_requested(result.logprobs, draw, token_id, sequence.request.logprob_token_ids)
 
-    def _crash_if_told(self, request: Request) -> None:
-        if self._crash_on in request.token_ids[: request.num_prompt_tokens]:
+    def _crash_if_told(self, sequence: Sequence) -> None:
+        if self._crash_on in sequence.token_ids[: sequence.num_prompt_tokens]:
             self._crash()
 
-    def _progress_at(self, request: Request, num_tokens: int) -> _Progress:
-        """The request's progress, which covers at most the first `num_tokens` tokens."""
-        progress = self._progress.get(request)
+    def _progress_at(self, sequence: Sequence, num_tokens: int) -> _Progress:
+        """The sequence's progress, which covers at most the first `num_tokens` tokens."""
+        progress = self._progress.get(sequence)
         if progress is None or progress.num_tokens > num_tokens:
-            digest = hashlib.blake2b(_parameters(request), digest_size=32, salt=self._salt).digest()
-            budget = request.thinking_budget
+            digest = hashlib.blake2b(
+                _parameters(sequence.request), digest_size=32, salt=self._salt
+            ).digest()
+            budget = sequence.request.thinking_budget
             progress = _Progress(
                 digest,
-                BadWords(request.sampling.bad_words),
-                None if request.matcher is None else ConstraintState(request),
+                BadWords(sequence.request.sampling.bad_words),
+                None if sequence.matcher is None else ConstraintState(sequence),
                 None if budget is None else Thinking(budget),
             )
-            self._progress[request] = progress
+            self._progress[sequence] = progress
         return progress
 
-    def _draw(self, request: Request, progress: _Progress, num_tokens: int) -> bytes:
+    def _draw(self, sequence: Sequence, progress: _Progress, num_tokens: int) -> bytes:
         """32 bytes that depend on all that a token may depend on, and on nothing else."""
         # One token at a time, so that a prompt and an output of the same ids hash alike.
         start = progress.num_tokens
-        for index, token_id in enumerate(request.token_ids[start:num_tokens], start):
-            if progress.thinking is not None and index >= request.num_prompt_tokens:
+        for index, token_id in enumerate(sequence.token_ids[start:num_tokens], start):
+            if progress.thinking is not None and index >= sequence.num_prompt_tokens:
                 progress.thinking.append(token_id)
             packed = progress.digest + struct.pack("<I", token_id)
             progress.digest = hashlib.blake2b(packed, digest_size=32).digest()
         progress.num_tokens = num_tokens
-        position = num_tokens - request.num_prompt_tokens
-        place = struct.pack("<QI", request.sampling.seed, position)
+        position = num_tokens - sequence.num_prompt_tokens
+        place = struct.pack("<QI", sequence.request.sampling.seed, position)
         return hashlib.blake2b(progress.digest + place, digest_size=32).digest()
 
     def _token(
-        self, request: Request, progress: _Progress, draw: bytes, num_tokens: int
+        self, sequence: Sequence, progress: _Progress, draw: bytes, num_tokens: int
     ) -> int | None:
         """None if all are banned."""
         forced = None if progress.thinking is None else progress.thinking.forced_id
-        banned = _banned(request, progress.bad_words, num_tokens)
+        banned = _banned(sequence, progress.bad_words, num_tokens)
         if progress.constraint is not None:
-            only = request.sampling.allowed_token_ids if forced is None else (forced,)
-            return self._constrained(request, progress.constraint, draw, banned, only, num_tokens)
+            only = sequence.request.sampling.allowed_token_ids if forced is None else (forced,)
+            return self._constrained(sequence, progress.constraint, draw, banned, only, num_tokens)
         if forced is not None:
             return None if forced in banned else forced
-        ids = request.sampling.allowed_token_ids or self._ordinary_ids
+        ids = sequence.request.sampling.allowed_token_ids or self._ordinary_ids
         ends = int.from_bytes(draw[8:16], "little") / 2**64 < self._eos_rate
-        if ends and self._info.eos_token_ids and not request.sampling.allowed_token_ids:
+        if ends and self._info.eos_token_ids and not sequence.request.sampling.allowed_token_ids:
             eos_id = self._info.eos_token_ids[0]
             if eos_id not in banned:
                 return eos_id
@@ -286,19 +289,19 @@ class FakeRunner:
 
     def _constrained(
         self,
-        request: Request,
+        sequence: Sequence,
         constraint: ConstraintState,
         draw: bytes,
         banned: set[int],
-        only: Sequence[int],
+        only: abc.Sequence[int],
         num_tokens: int,
     ) -> int | None:
         """A token that the constraint allows, and among `only` if that is not empty. Ends the
         sequence at the usual rate, or if nothing else is allowed.
         """
-        start = request.num_prompt_tokens
+        start = sequence.num_prompt_tokens
         constraint.move_to(
-            num_tokens - start, lambda count: request.token_ids[start : start + count]
+            num_tokens - start, lambda count: sequence.token_ids[start : start + count]
         )
         self._masks.fill([constraint])
         if constraint.mask is None:
@@ -310,26 +313,26 @@ class FakeRunner:
         if banned:
             ids = ids[~np.isin(ids, list(banned))]
         ends = int.from_bytes(draw[8:16], "little") / 2**64 < self._eos_rate
-        is_stop = np.isin(ids, list(request.stop_token_ids))
+        is_stop = np.isin(ids, list(sequence.request.stop_token_ids))
         stops, others = ids[is_stop], ids[~is_stop]
         ids = stops if len(stops) and (ends or not len(others)) else others
         return int(ids[int.from_bytes(draw[:8], "little") % len(ids)]) if len(ids) else None
 
-    def _embedding(self, request: Request, pooling: Pooling) -> bytes:
+    def _embedding(self, sequence: Sequence, pooling: Pooling) -> bytes:
         """Values from -1 to 1, float32."""
-        packed = np.array(request.token_ids, dtype="<u4").tobytes()
+        packed = np.array(sequence.token_ids, dtype="<u4").tobytes()
         seed = self._salt + pooling.value.encode() + packed
         digest = hashlib.shake_256(seed).digest(4 * EMBEDDING_SIZE)
         values = np.frombuffer(digest, dtype="<i4") / 2.0**31
         return values.astype("<f4").tobytes()
 
-    def _prompt_logprobs(self, request: Request, start: int, end: int) -> Logprobs:
+    def _prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> Logprobs:
         """Log-probabilities of the prompt tokens at start + 1 .. end."""
-        top_n = request.prompt_logprobs or 0
+        top_n = sequence.request.prompt_logprobs or 0
         columns = Logprobs(top_n=top_n)
         for index in range(start + 1, end + 1):
-            token_id = request.token_ids[index]
-            before = request.token_ids[max(0, index - 8) : index + 1]
+            token_id = sequence.token_ids[index]
+            before = sequence.token_ids[max(0, index - 8) : index + 1]
             draw = hashlib.blake2b(struct.pack(f"<{len(before)}I", *before)).digest()
             self._add_logprobs(columns, draw, token_id, top_n)
         return columns
@@ -347,7 +350,7 @@ class FakeRunner:
             columns.top_logprobs.append(chosen - 0.25 * rank)
 
     def _add_requested(
-        self, columns: Logprobs, draw: bytes, token_id: int, requested: Sequence[int]
+        self, columns: Logprobs, draw: bytes, token_id: int, requested: abc.Sequence[int]
     ) -> None:
         """What `_add_logprobs` would give these ids, were its list long enough."""
         chosen_place = self._place(draw, token_id)
@@ -368,19 +371,19 @@ class FakeRunner:
 def _parameters(request: Request) -> bytes:
     """All that tokens depend on besides the prompt and the output."""
     parameters = [astuple(request.sampling), request.min_tokens]
-    others = (request.constraint, request.thinking_budget, request.adapter)
+    others = (request.constraint, request.thinking_budget, request.adapter_hash)
     parameters += [part for part in others if part]
     return repr(tuple(parameters)).encode()
 
 
-def _banned(request: Request, bad_words: BadWords, num_tokens: int) -> set[int]:
-    """Ids that must not follow the request's first `num_tokens` tokens."""
-    position = num_tokens - request.num_prompt_tokens
+def _banned(sequence: Sequence, bad_words: BadWords, num_tokens: int) -> set[int]:
+    """Ids that must not follow the sequence's first `num_tokens` tokens."""
+    position = num_tokens - sequence.num_prompt_tokens
     tail_start = num_tokens - min(position, bad_words.num_tail_tokens)
-    banned = set(bad_words.completing(request.token_ids[tail_start:num_tokens]))
+    banned = set(bad_words.completing(sequence.token_ids[tail_start:num_tokens]))
     # With a constraint, the constraint itself says when stop ids may be drawn.
-    if position < request.min_tokens and request.matcher is None:
-        return banned | request.stop_token_ids
+    if position < sequence.request.min_tokens and sequence.matcher is None:
+        return banned | sequence.request.stop_token_ids
     return banned
 
 

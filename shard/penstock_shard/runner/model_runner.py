@@ -6,8 +6,8 @@ how the model was loaded.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +19,7 @@ from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.models.device_memory import empty_caches
 from penstock_shard.models.errors import first_line, is_out_of_memory
-from penstock_shard.request import CONSTRAINT_KINDS, Request
+from penstock_shard.request import CONSTRAINT_KINDS
 from penstock_shard.runner.base import (
     AdapterStore,
     Logprobs,
@@ -35,6 +35,7 @@ from penstock_shard.runner.request_numbers import RequestNumbers
 from penstock_shard.runner.sampler import Enqueued, Sampler, SampleRows, TokenScores, score_tokens
 from penstock_shard.runner.token_state import needs_state
 from penstock_shard.runner.verification import Draft, Verification
+from penstock_shard.sequence import Sequence
 
 CAPABILITIES = frozenset(
     {
@@ -144,7 +145,7 @@ class ModelRunner:
         self._batches = BatchBuilder(info.block_size, model.device, self._numbers, graphs)
         self._sampler = Sampler(MaskFiller(info.vocab_size, mask_threads), self._numbers)
         self._pooler = Pooler()
-        # The last sampled token of each request, by request number; the host may not know it yet.
+        # The last sampled token of each sequence, by sequence number; the host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
         row_bytes = 4 * info.vocab_size
         self._max_prompt_logprobs = max(16, _PROMPT_LOGITS_BYTES // row_bytes)
@@ -170,7 +171,7 @@ class ModelRunner:
         # Only now: a launch that raises leaves nothing to collect.
         self._launched.append(step)
 
-    def collect(self) -> Sequence[RowResult]:
+    def collect(self) -> abc.Sequence[RowResult]:
         step = self._launched[0]
         self._finish(step)
         self._launched.popleft()
@@ -183,10 +184,10 @@ class ModelRunner:
         assert step.results is not None
         return step.results
 
-    def release(self, request: Request) -> None:
-        self._sampler.forget(request)
-        self._pooler.forget(request)
-        self._numbers.forget(request)
+    def release(self, sequence: Sequence) -> None:
+        self._sampler.forget(sequence)
+        self._pooler.forget(sequence)
+        self._numbers.forget(sequence)
 
     # ---- the device's part of a step ----
 
@@ -277,11 +278,11 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, sampled.device_numbers, one.enqueued.tokens)
 
     def _verify(self, one: _Pass) -> None:
-        """Begin to verify drafts: all tokens before them are known, see `ScheduledRequest`."""
+        """Begin to verify drafts: all tokens before them are known, see `ScheduledSequence`."""
         assert one.all_logits is not None
         drafts = [_draft(piece, place) for piece, place in one.batch.drafted]
         logits, one.all_logits = one.all_logits, None
-        if self._has_graphs and any(needs_state(draft.request) for draft in drafts):
+        if self._has_graphs and any(needs_state(draft.sequence) for draft in drafts):
             # Some tokens are drawn later, when a graph may have overwritten its output logits.
             logits = logits.clone()
         one.verification = Verification(self._sampler, logits, drafts)
@@ -342,7 +343,7 @@ def _add_results(one: _Pass, results: list[RowResult]) -> None:
         results[row] = result
 
 
-def _add_verified(passes: Sequence[_Pass], results: list[RowResult]) -> None:
+def _add_verified(passes: abc.Sequence[_Pass], results: list[RowResult]) -> None:
     """Set the results of rows with drafts."""
     for one in passes:
         if one.verification is None:
@@ -355,24 +356,24 @@ def _add_verified(passes: Sequence[_Pass], results: list[RowResult]) -> None:
 def _draft(piece: Piece, place: int) -> Draft:
     row = piece.scheduled
     # The first token to be sampled follows the last known one, which is at `start`.
-    position = row.start + 1 - row.request.num_prompt_tokens
-    return Draft(row.request, row.drafts, position, place)
+    position = row.start + 1 - row.sequence.num_prompt_tokens
+    return Draft(row.sequence, row.drafts, position, place)
 
 
 def _sample_rows(batch: StepBatch) -> SampleRows:
     sampled = batch.sampled
     assert sampled is not None
-    return SampleRows(sampled.requests, sampled.positions, sampled.numbers)
+    return SampleRows(sampled.sequences, sampled.positions, sampled.numbers)
 
 
 def _score_prompt(logits: Tensor, piece: Piece) -> _PromptScores:
     """Score the n prompt tokens that logits [n, V] of the piece's first n tokens predict."""
-    request = piece.scheduled.request
+    sequence = piece.scheduled.sequence
     count = piece.num_prompt_logprobs
     first = piece.start + 1
-    tokens = torch.tensor(request.token_ids[first : first + count]).numpy()
+    tokens = torch.tensor(sequence.token_ids[first : first + count]).numpy()
     is_finite = torch.isfinite(logits.amax(dim=-1)).all()
-    top_n = request.prompt_logprobs or 0
+    top_n = sequence.request.prompt_logprobs or 0
     scores = score_tokens(logits, to_device(tokens, logits.device), [top_n] * count)
     return _PromptScores(piece, to_host(is_finite), scores)
 

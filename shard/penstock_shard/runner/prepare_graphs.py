@@ -7,7 +7,8 @@ kernel by kernel, and a log line says so. Knows nothing of how graphs work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from penstock_shard.models.cuda_graphs import Graphs, GraphShape
 from penstock_shard.models.device_memory import empty_caches, used_bytes
 from penstock_shard.models.errors import ModelError, first_line, is_out_of_memory
-from penstock_shard.request import Request
 from penstock_shard.runner.trial import TrialSteps
+from penstock_shard.sequence import Sequence
 
 # Least size assumed for a graph: those of small models take less than the driver can report.
 _LEAST_GRAPH_BYTES = 2 * 2**20
@@ -34,7 +35,7 @@ class _Decodes:
     served, with one.
     """
 
-    sequences: list[Request]
+    sequences: list[Sequence]
     logits: list[Tensor]
 
 
@@ -150,7 +151,9 @@ class GraphPreparation:
         return float(worst), tolerance * float(expected.std())
 
 
-def _decoded(steps: TrialSteps, sequences: Sequence[Request], num_adapters: int) -> list[Tensor]:
+def _decoded(
+    steps: TrialSteps, sequences: abc.Sequence[Sequence], num_adapters: int
+) -> list[Tensor]:
     """Logits of the last tokens, for each adapter index below `num_adapters`; 0 is no adapter."""
     logits = []
     for index in range(num_adapters):

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from penstock_shard.config import ShardConfig
@@ -119,7 +120,6 @@ class MemoryPreparation:
             return
         # Each row with penalties, all filters and log-probabilities; then the cheaper parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
-            requests = [
-                dataclasses.replace(sequence, sampling=sampling, logprobs=1) for _ in logits
-            ]
-            Sampler().sample(logits, [SampleRow(request, 0) for request in requests])
+            request = msgspec.structs.replace(sequence.request, sampling=sampling, logprobs=1)
+            each = [dataclasses.replace(sequence, request=request) for _ in logits]
+            Sampler().sample(logits, [SampleRow(own, 0) for own in each])

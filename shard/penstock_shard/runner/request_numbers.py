@@ -1,17 +1,17 @@
-"""A small number for each live request, so that state of requests can be kept in arrays.
+"""A small number for each live sequence, so that state of sequences can be kept in arrays.
 
-Knows which request has which number. Knows nothing of the state kept by number.
+Knows which sequence has which number. Knows nothing of the state kept by number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.request import Request
+from penstock_shard.sequence import Sequence
 
 Integers = NDArray[np.int64]
 Item = TypeVar("Item", bound=np.generic)
@@ -21,12 +21,12 @@ _FIRST_CAPACITY = 64
 
 class RequestNumbers:
     """Assigns numbers, low ones first. Code that keeps state by number compares `serials` to see
-    whether it is still the same request's: a number assigned again has another serial, never 0.
+    whether it is still the same sequence's: a number assigned again has another serial, never 0.
     """
 
     def __init__(self) -> None:
         self.serials: Integers = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
-        self._numbers: dict[Request, int] = {}
+        self._numbers: dict[Sequence, int] = {}
         self._free = list(range(_FIRST_CAPACITY - 1, -1, -1))
         self._given = 0
 
@@ -35,27 +35,27 @@ class RequestNumbers:
         """All numbers are below this."""
         return len(self.serials)
 
-    def of(self, requests: Sequence[Request]) -> Integers:
+    def of(self, sequences: abc.Sequence[Sequence]) -> Integers:
         """The number of each; those that are new get one."""
-        numbers = map(self._numbers.__getitem__, requests)
+        numbers = map(self._numbers.__getitem__, sequences)
         try:
-            return np.fromiter(numbers, dtype=np.int64, count=len(requests))
+            return np.fromiter(numbers, dtype=np.int64, count=len(sequences))
         except KeyError:
-            return np.array([self._number(request) for request in requests], dtype=np.int64)
+            return np.array([self._number(sequence) for sequence in sequences], dtype=np.int64)
 
-    def forget(self, request: Request) -> int | None:
-        """Free the number of a request that ended, and return it."""
-        number = self._numbers.pop(request, None)
+    def forget(self, sequence: Sequence) -> int | None:
+        """Free the number of a sequence that ended, and return it."""
+        number = self._numbers.pop(sequence, None)
         if number is not None:
             self._free.append(number)
         return number
 
-    def _number(self, request: Request) -> int:
-        number = self._numbers.get(request)
+    def _number(self, sequence: Sequence) -> int:
+        number = self._numbers.get(sequence)
         if number is None:
             if not self._free:
                 self._grow()
-            number = self._numbers[request] = self._free.pop()
+            number = self._numbers[sequence] = self._free.pop()
             self._given += 1
             self.serials[number] = self._given
         return number

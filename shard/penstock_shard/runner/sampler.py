@@ -1,6 +1,6 @@
 """Logits -> tokens and log-probabilities. Knows nothing of models, caches or scheduling.
 
-A token is a function of (its row of logits, its request's parameters, seed, prompt and output so
+A token is a function of (its row of logits, its sequence's parameters, seed, prompt and output so
 far, its position) and of nothing else; other rows only decide which work can be skipped.
 
 Parameters apply in this order:
@@ -32,7 +32,8 @@ every filter 11 ms (135 by sorting), 8 rows of 150k with top-p 10 to 20 ms (110 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock_shard.constraints.state import MaskFiller
-from penstock_shard.request import Request
 from penstock_shard.runner.adjust import adjust
 from penstock_shard.runner.base import Logprobs, RowResult
 from penstock_shard.runner.device import is_host, mark, to_device, to_host
@@ -50,43 +50,44 @@ from penstock_shard.runner.draw import Columns, draw, ordered_topk
 from penstock_shard.runner.philox import uniforms
 from penstock_shard.runner.request_numbers import Integers, RequestNumbers, grown
 from penstock_shard.runner.token_state import TokenState, needs_state
+from penstock_shard.sequence import Sequence
 
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
 
-# Codes in place of a token: the model's logits are not finite, or the request leaves no token to
+# Codes in place of a token: the model's logits are not finite, or the sequence leaves no token to
 # draw.
 _NO_LOGITS = -1
 _NO_TOKEN = -2
-# A request's uniform numbers are computed for this many positions at once.
+# A sequence's uniform numbers are computed for this many positions at once.
 _POSITIONS = 16
 _Index = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What a row of logits is for: the token at `position` of the request's output, counted from
+    """What a row of logits is for: the token at `position` of the sequence's output, counted from
     its first token; tokens delivered before this attempt count too.
     """
 
-    request: Request
+    sequence: Sequence
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Many `SampleRow`s as columns; `numbers` are the request numbers of `RequestNumbers`."""
+    """Many `SampleRow`s as columns; `numbers` are the sequence numbers of `RequestNumbers`."""
 
-    requests: Sequence[Request]
+    sequences: abc.Sequence[Sequence]
     positions: Integers
     numbers: Integers
 
 
 class Sampler:
-    """Draws tokens, and keeps the state of requests that drawing depends on.
+    """Draws tokens, and keeps the state of sequences that drawing depends on.
 
     Rows are enqueued in the order of the steps, and finished in that order. The sampler adds each
-    token it draws to its state, so `Request.token_ids` may lag behind; those are read only where a
+    token it draws to its state, so `Sequence.token_ids` may lag behind; those are read only where a
     position does not follow the last one. `prepare` may be called first, with the same rows:
     constraint masks are then filled while the forward pass runs.
     """
@@ -94,8 +95,8 @@ class Sampler:
     def __init__(
         self, masks: MaskFiller | None = None, numbers: RequestNumbers | None = None
     ) -> None:
-        """Without `masks` no request may have a constraint."""
-        self._states: dict[Request, TokenState] = {}
+        """Without `masks` no sequence may have a constraint."""
+        self._states: dict[Sequence, TokenState] = {}
         self._masks = masks
         self._numbers = numbers or RequestNumbers()
         self._known = _Known(self._numbers)
@@ -110,7 +111,7 @@ class Sampler:
         """Begin what needs no logits for these rows, which must be enqueued next."""
         self._known.update(rows)
         stateful = np.flatnonzero(self._known.stateful[rows.numbers])
-        states = [self._state(rows.requests[i], int(rows.positions[i])) for i in stateful.tolist()]
+        states = [self._state(rows.sequences[i], int(rows.positions[i])) for i in stateful.tolist()]
         constraints = [state.constraint for state in states if state.constraint]
         finish_masks = None
         if constraints:
@@ -151,13 +152,13 @@ class Sampler:
         if prepared is not None and prepared.finish_masks is not None:
             prepared.finish_masks()
 
-    def columns(self, rows: Sequence[SampleRow]) -> SampleRows:
-        """The rows as columns; a request may occur several times if it has no `TokenState`."""
-        requests = [row.request for row in rows]
+    def columns(self, rows: abc.Sequence[SampleRow]) -> SampleRows:
+        """The rows as columns; a sequence may occur several times if it has no `TokenState`."""
+        sequences = [row.sequence for row in rows]
         positions = np.array([row.position for row in rows], dtype=np.int64)
-        return SampleRows(requests, positions, self._numbers.of(requests))
+        return SampleRows(sequences, positions, self._numbers.of(sequences))
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
+    def sample(self, logits: Tensor, rows: abc.Sequence[SampleRow]) -> list[RowResult]:
         """Both halves at once: logits [N, V] -> one result a row.
 
         A row with NaN logits, or with no token left to draw, gets an error; other rows do not.
@@ -168,14 +169,14 @@ class Sampler:
         mark(logits.device)()
         return enqueued.finish()
 
-    def forget(self, request: Request) -> None:
-        """Drop the state of a request that ended. Its number is freed by `RequestNumbers`."""
-        self._states.pop(request, None)
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the state of a sequence that ended. Its number is freed by `RequestNumbers`."""
+        self._states.pop(sequence, None)
 
-    def _state(self, request: Request, position: int) -> TokenState:
-        state = self._states.get(request)
+    def _state(self, sequence: Sequence, position: int) -> TokenState:
+        state = self._states.get(sequence)
         if state is None:
-            state = self._states[request] = TokenState(request)
+            state = self._states[sequence] = TokenState(sequence)
         state.move_to(position)
         return state
 
@@ -235,15 +236,15 @@ class Sampler:
         wanted = np.flatnonzero(self._known.scored[rows.numbers])
         if not len(wanted):
             return None
-        requests = [rows.requests[i] for i in wanted.tolist()]
+        sequences = [rows.sequences[i] for i in wanted.tolist()]
         if len(wanted) < len(tokens):
             places = to_device(wanted, logits.device)
             logits, tokens = logits.index_select(0, places), tokens.index_select(0, places)
         scores = score_tokens(
             logits,
             tokens,
-            [request.logprobs or 0 for request in requests],
-            [request.logprob_token_ids for request in requests],
+            [sequence.request.logprobs or 0 for sequence in sequences],
+            [sequence.request.logprob_token_ids for sequence in sequences],
         )
         return _Scored(wanted, scores)
 
@@ -253,7 +254,7 @@ class _Prepared:
     """The rows sampled next that have a state, and what waits for their masks to be filled."""
 
     rows: _Index
-    states: Sequence[TokenState]
+    states: abc.Sequence[TokenState]
     finish_masks: Callable[[], None] | None
 
 
@@ -326,7 +327,7 @@ def _problems(prepared: _Prepared) -> dict[int, str]:
 
 
 class _Known:
-    """Sampling parameters of requests, in arrays indexed by request number."""
+    """Sampling parameters of sequences, in arrays indexed by sequence number."""
 
     def __init__(self, numbers: RequestNumbers) -> None:
         self._numbers = numbers
@@ -334,7 +335,7 @@ class _Known:
         # The columns of `draw.Columns` except `uniform`, which is computed here from `_seeds`.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
         self._seeds = np.zeros(0, dtype=np.uint64)
-        # Whether the request has a `TokenState`; whether it wants log-probabilities.
+        # Whether the sequence has a `TokenState`; whether it wants log-probabilities.
         self.stateful = np.zeros(0, dtype=np.bool_)
         self.scored = np.zeros(0, dtype=np.bool_)
         # Uniform numbers for one run of `_POSITIONS` positions, and which run: 1 is the first, 0
@@ -347,12 +348,12 @@ class _Known:
         return self._parameters[:, 0]
 
     def update(self, rows: SampleRows) -> None:
-        """Read the parameters of requests that are new."""
+        """Read the parameters of sequences that are new."""
         if len(self._serials) < self._numbers.capacity:
             self._grow(self._numbers.capacity)
         new = self._serials[rows.numbers] != self._numbers.serials[rows.numbers]
         for i in np.flatnonzero(new).tolist():
-            self._read(rows.requests[i], int(rows.numbers[i]))
+            self._read(rows.sequences[i], int(rows.numbers[i]))
 
     def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
         """The parameters and uniform numbers of the rows `chosen`."""
@@ -372,13 +373,13 @@ class _Known:
             self._uniforms[new] = made.reshape(-1, _POSITIONS)
             self._runs[new] = runs[missing] + 1
         found = self._uniforms[numbers, positions % _POSITIONS]
-        # A request may occur twice, at positions in two runs.
+        # A sequence may occur twice, at positions in two runs.
         for i in np.flatnonzero(self._runs[numbers] != runs + 1).tolist():
             found[i] = uniforms([int(self._seeds[numbers[i]])], [int(positions[i])])[0]
         return found
 
-    def _read(self, request: Request, number: int) -> None:
-        sampling = request.sampling
+    def _read(self, sequence: Sequence, number: int) -> None:
+        sampling = sequence.request.sampling
         self._serials[number] = self._numbers.serials[number]
         self._parameters[number] = (
             sampling.temperature,
@@ -388,8 +389,8 @@ class _Known:
             sampling.typical_p,
         )
         self._seeds[number] = sampling.seed
-        self.stateful[number] = needs_state(request)
-        self.scored[number] = request.logprobs is not None
+        self.stateful[number] = needs_state(sequence)
+        self.scored[number] = sequence.request.logprobs is not None
         self._runs[number] = 0
 
     def _grow(self, capacity: int) -> None:
@@ -423,8 +424,8 @@ class TokenScores:
     _top: Tensor
     _top_ids: Tensor
     _requested: Tensor
-    _counts: Sequence[int]
-    _asked: Sequence[Sequence[int]]
+    _counts: abc.Sequence[int]
+    _asked: abc.Sequence[abc.Sequence[int]]
     _vocabulary: int
 
     def finish(self) -> list[Logprobs]:
@@ -455,8 +456,8 @@ class TokenScores:
 def score_tokens(
     logits: Tensor,
     tokens: Tensor,
-    counts: Sequence[int],
-    asked: Sequence[Sequence[int]] = (),
+    counts: abc.Sequence[int],
+    asked: abc.Sequence[abc.Sequence[int]] = (),
 ) -> TokenScores:
     """From raw logits [n, V]: the log-probability and rank of tokens [n] (rank 1 is the most
     likely; equals share a rank), the `counts[i]` best of row i, and those of the ids `asked[i]`.

@@ -1,4 +1,4 @@
-"""What the sampler keeps of a request's tokens, position by position.
+"""What the sampler keeps of a sequence's tokens, position by position.
 
 Knows how often each token occurs, how far a bad word has matched, how many reasoning tokens there
 are and the state of the constraint; numpy and plain integers only. Knows nothing of logits or of
@@ -7,31 +7,32 @@ how tokens are drawn.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import abc, deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock_shard.constraints.state import ConstraintState
-from penstock_shard.request import Request, SamplingParams, ThinkingBudget
+from penstock_shard.request import SamplingParams, ThinkingBudget
+from penstock_shard.sequence import Sequence
 
 TokenIds = NDArray[np.int64]
 
 _SPARE_PLACES = 64
 
 
-def needs_state(request: Request) -> bool:
+def needs_state(sequence: Sequence) -> bool:
     """Whether its tokens depend on more than the logits and the filters (top-k and the like)."""
-    sampling = request.sampling
+    sampling = sequence.request.sampling
     return bool(
         _counts_tokens(sampling)
         or sampling.logit_bias
         or sampling.allowed_token_ids
         or sampling.bad_words
-        or request.min_tokens
-        or request.matcher is not None
-        or request.thinking_budget is not None
+        or sequence.request.min_tokens
+        or sequence.matcher is not None
+        or sequence.request.thinking_budget is not None
     )
 
 
@@ -49,7 +50,7 @@ class TokenCounts:
     The initial tokens are sorted; later ones follow in order of appearance.
     """
 
-    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+    def __init__(self, prompt: abc.Sequence[int], output: abc.Sequence[int]) -> None:
         generated = np.array(output, dtype=np.int64)
         known = np.unique(np.concatenate([np.array(prompt, dtype=np.int64), generated]))
         self._num_sorted = self._size = len(known)
@@ -92,7 +93,7 @@ class TokenCounts:
 class BadWords:
     """Which ids would complete a word that must not occur."""
 
-    def __init__(self, words: Iterable[Sequence[int]]) -> None:
+    def __init__(self, words: Iterable[abc.Sequence[int]]) -> None:
         self._single: list[int] = []
         # By a word's last id but one: (all its ids but the last, its last id).
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
@@ -146,14 +147,14 @@ class Thinking:
 
 
 class TokenState:
-    """What changes the logits of one request at one position of its output.
+    """What changes the logits of one sequence at one position of its output.
 
     Advances with the tokens it is given; asked for any other position, it is rebuilt from the
-    request's own tokens.
+    sequence's own tokens.
     """
 
-    def __init__(self, request: Request) -> None:
-        sampling = request.sampling
+    def __init__(self, sequence: Sequence) -> None:
+        sampling = sequence.request.sampling
         self.sampling = sampling
         self.bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
@@ -164,12 +165,12 @@ class TokenState:
         self.counts: TokenCounts | None = None
         # Ids that cannot be drawn at this position.
         self.banned_ids: list[int] = []
-        self.constraint = None if request.matcher is None else ConstraintState(request)
-        self._request = request
-        budget = request.thinking_budget
+        self.constraint = None if sequence.matcher is None else ConstraintState(sequence)
+        self._sequence = sequence
+        budget = sequence.request.thinking_budget
         self._thinking = None if budget is None else Thinking(budget)
         # Empty with a constraint, which itself says when stop ids may be drawn.
-        self._stop_ids = [] if self.constraint else sorted(request.stop_token_ids)
+        self._stop_ids = [] if self.constraint else sorted(sequence.request.stop_token_ids)
         self._bad_words = BadWords(sampling.bad_words)
         self._tail: deque[int] = deque(maxlen=self._bad_words.num_tail_tokens)
         self._follows_output = bool(
@@ -192,7 +193,7 @@ class TokenState:
     def move_to(self, position: int) -> None:
         """Go to where `position` tokens of the output are known and the next is to be drawn.
 
-        If the last of them was not given to `append`, they are read from the request.
+        If the last of them was not given to `append`, they are read from the sequence.
         """
         if self._follows_output and position != self._num_output_tokens:
             self._read(position)
@@ -202,7 +203,7 @@ class TokenState:
             forced = self._thinking.forced_id
             self.allowed_ids = self._always_allowed if forced is None else _array((forced,))
         self.banned_ids = self._bad_words.completing(self._tail)
-        if position < self._request.min_tokens:
+        if position < self._sequence.request.min_tokens:
             self.banned_ids += self._stop_ids
 
     def append(self, token_id: int) -> None:
@@ -226,20 +227,20 @@ class TokenState:
 
     def _output(self, position: int) -> list[int]:
         """The first `position` tokens of the output."""
-        request = self._request
-        end = request.num_prompt_tokens + position
-        assert len(request.token_ids) >= end, (
-            f"request {request.request_id}: output position {position} is to be drawn, but only "
-            f"{request.num_output_tokens} output tokens are known"
+        sequence = self._sequence
+        end = sequence.num_prompt_tokens + position
+        assert len(sequence.token_ids) >= end, (
+            f"request {sequence.request.request_id}: output position {position} is to be drawn, "
+            f"but only {sequence.num_output_tokens} output tokens are known"
         )
-        return request.token_ids[request.num_prompt_tokens : end]
+        return sequence.token_ids[sequence.num_prompt_tokens : end]
 
     def _read(self, position: int) -> None:
-        request = self._request
+        sequence = self._sequence
         output = self._output(position)
         if _counts_tokens(self.sampling):
             repeats = self.sampling.repetition_penalty != 1.0
-            prompt = request.token_ids[: request.num_prompt_tokens] if repeats else ()
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens] if repeats else ()
             self.counts = TokenCounts(prompt, output)
         if self._thinking is not None:
             self._thinking.restart()
@@ -250,5 +251,5 @@ class TokenState:
         self._num_output_tokens = position
 
 
-def _array(ids: Sequence[int]) -> TokenIds:
+def _array(ids: abc.Sequence[int]) -> TokenIds:
     return np.array(ids, dtype=np.int64)

@@ -6,7 +6,9 @@ Knows how to make a step. Knows nothing of what is checked.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import abc
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,11 +17,12 @@ from torch import Tensor
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
 from penstock_shard.request import Request, SamplingParams
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.runner.base import ScheduledSequence, StepPlan
 from penstock_shard.runner.batch import BatchBuilder
+from penstock_shard.sequence import Sequence
 
 # A sequence, the first of its tokens to compute, and how many.
-Row = tuple[Request, int, int]
+Row = tuple[Sequence, int, int]
 
 
 class TrialSteps:
@@ -43,19 +46,19 @@ class TrialSteps:
         # So that an error in reading block tables changes results.
         self._random.shuffle(self._free)
 
-    def sequence(self, length: int) -> Request:
+    def sequence(self, length: int) -> Sequence:
         """A sequence of random tokens, none of them computed."""
         needed = -(-length // self._block_size)
         blocks, self._free = self._free[:needed], self._free[needed:]
         assert len(blocks) == needed, (
             f"{length} tokens need {needed} blocks, {len(blocks)} are left"
         )
-        return _request(self._random.choices(range(self.vocab_size), k=length), blocks)
+        return _sequence(self._random.choices(range(self.vocab_size), k=length), blocks)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row], logit_rows: Sequence[int] | None = None) -> Tensor:
+    def run(self, rows: abc.Sequence[Row], logit_rows: abc.Sequence[int] | None = None) -> Tensor:
         """Compute the rows as one step; logits [N, V] of all its tokens, or of `logit_rows`."""
-        plan = StepPlan(tuple(ScheduledRequest(*row, samples=False) for row in rows))
+        plan = StepPlan(tuple(ScheduledSequence(*row, samples=False) for row in rows))
         (batch,) = self._batches.build(plan, 1)
         wanted = range(len(batch.input_ids)) if logit_rows is None else logit_rows
         index = torch.tensor(wanted, dtype=torch.int64, device=self.model.device)
@@ -65,12 +68,12 @@ class TrialSteps:
         return forwarded.logits
 
     @torch.inference_mode()
-    def decode(self, sequences: Sequence[Request]) -> Tensor:
+    def decode(self, sequences: abc.Sequence[Sequence]) -> Tensor:
         """Compute the last token of each in one step; a copy of their logits [N, V], which a later
         replay of a graph does not overwrite.
         """
         rows = (
-            ScheduledRequest(sequence, len(sequence.token_ids) - 1, 1, samples=True)
+            ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, samples=True)
             for sequence in sequences
         )
         (batch,) = self._batches.build(StepPlan(tuple(rows)), 1)
@@ -98,15 +101,14 @@ def trial_steps(
         model.free()
 
 
-def _request(token_ids: list[int], block_ids: list[int]) -> Request:
-    return Request(
+def _sequence(token_ids: list[int], block_ids: list[int]) -> Sequence:
+    request = Request(
         request_id="trial",
         attempt=0,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        num_delivered=0,
+        prompt=array("I", token_ids).tobytes(),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=1,
-        stop_token_ids=frozenset(),
-        block_ids=block_ids,
     )
+    sequence = Sequence.of(request)
+    sequence.block_ids += block_ids
+    return sequence

@@ -1,46 +1,46 @@
 """Verifies drafts: samples a token at each position, up to the first that differs from its draft.
 
-Each token is drawn exactly as it would be without drafts, by its request's parameters at its
+Each token is drawn exactly as it would be without drafts, by its sequence's parameters at its
 position: drafts change how fast tokens come, never which. Knows the sampler; knows neither models
 nor drafters.
 
 If only logits and position decide, all positions are drawn at once. If earlier tokens decide too
-(penalties, constraints, budgets), positions are drawn one after the other, for the requests whose
+(penalties, constraints, budgets), positions are drawn one after the other, for the sequences whose
 drafts have been accepted so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_shard.request import Request
 from penstock_shard.runner.base import RowResult
 from penstock_shard.runner.device import to_device
 from penstock_shard.runner.sampler import Sampler, SampleRow
 from penstock_shard.runner.token_state import needs_state
+from penstock_shard.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft tokens of a request. `position` is the output position of the first token to be
+    """Draft tokens of a sequence. `position` is the output position of the first token to be
     sampled, which verifies the first draft; its logits are row `place`, and the next rows are those
     after each draft token.
     """
 
-    request: Request
-    token_ids: Sequence[int]
+    sequence: Sequence
+    token_ids: abc.Sequence[int]
     position: int
     place: int
 
     def rows(self, first: int, count: int) -> list[SampleRow]:
         """The `SampleRow`s of `count` of its rows of logits, from number `first` on."""
         start = self.position + first
-        return [SampleRow(self.request, position) for position in range(start, start + count)]
+        return [SampleRow(self.sequence, position) for position in range(start, start + count)]
 
 
 @dataclass(slots=True)
@@ -57,9 +57,10 @@ class _Answer:
         if number == len(self.draft.token_ids):
             return False
         drafted = self.draft.token_ids[number]
-        return self.results[-1].token_id == drafted and not self.draft.request.ends_with(drafted)
+        ends = self.draft.sequence.request.ends_with(drafted)
+        return self.results[-1].token_id == drafted and not ends
 
-    def take(self, results: Sequence[RowResult]) -> None:
+    def take(self, results: abc.Sequence[RowResult]) -> None:
         """Add what was sampled at the next positions, up to the first that is not accepted."""
         for result in results:
             # An error after the first token is left to the next step, which meets it again.
@@ -82,12 +83,12 @@ class Verification:
     rows are; the rest is drawn in `finish`.
     """
 
-    def __init__(self, sampler: Sampler, logits: Tensor, drafts: Sequence[Draft]) -> None:
+    def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[Draft]) -> None:
         """`logits` [N, V] of any float type."""
         self._sampler = sampler
         self._logits = logits
         self._answers = [_Answer(draft) for draft in drafts]
-        self._is_stateful = [needs_state(draft.request) for draft in drafts]
+        self._is_stateful = [needs_state(draft.sequence) for draft in drafts]
         self._counts = [
             1 if is_stateful else 1 + len(draft.token_ids)
             for is_stateful, draft in zip(self._is_stateful, drafts, strict=True)
@@ -108,7 +109,7 @@ class Verification:
             alive = self._draw_next(alive)
         return [answer.merged() for answer in self._answers]
 
-    def _draw_next(self, alive: Sequence[_Answer]) -> list[_Answer]:
+    def _draw_next(self, alive: abc.Sequence[_Answer]) -> list[_Answer]:
         """Draw one more token of each; returns those whose next draft was accepted too."""
         counts = [1] * len(alive)
         before = [len(answer.results) for answer in alive]
@@ -123,7 +124,7 @@ class Verification:
 
 
 def _next_rows(
-    answers: Sequence[_Answer], counts: Sequence[int]
+    answers: abc.Sequence[_Answer], counts: abc.Sequence[int]
 ) -> tuple[list[SampleRow], NDArray[np.int64]]:
     """The next `counts[i]` rows of each answer, and the indices of their logits."""
     rows: list[SampleRow] = []
@@ -136,7 +137,7 @@ def _next_rows(
 
 
 def _hand_out(
-    answers: Sequence[_Answer], counts: Sequence[int], results: Sequence[RowResult]
+    answers: abc.Sequence[_Answer], counts: abc.Sequence[int], results: abc.Sequence[RowResult]
 ) -> None:
     """Give answer i its next `counts[i]` results."""
     start = 0

@@ -1,4 +1,4 @@
-"""A fleet whose requests go all the way to what a shard's engine gets: message, checks, Submit."""
+"""A fleet whose requests go all the way to what a shard's engine gets: message, checks, Request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from penstock_client.types import GenerationRequest
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Output, Submit
+from penstock_shard.link import Output
+from penstock_shard.request import Request
 from penstock_shard.validation import Refusal, check
 
 RUNNER_INFO = dataclasses.replace(
@@ -26,7 +27,7 @@ RUNNER_INFO = dataclasses.replace(
 CONFIG = ShardConfig(served_model_names=(INFO.model, *INFO.model_aliases))
 
 
-def at_the_engine(request: GenerationRequest) -> Submit:
+def at_the_engine(request: GenerationRequest) -> Request:
     """Over the wire and through the shard's checks; raises what the client raises."""
     message = _wire.generate_request(request, "id")
     incoming = wire.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
@@ -43,7 +44,7 @@ def at_the_engine(request: GenerationRequest) -> Submit:
 class CheckedFleet(FakeFleet):
     """Answers from its script what a real shard would take, and refuses what it would refuse."""
 
-    submits: list[Submit] = field(default_factory=list)
+    submits: list[Request] = field(default_factory=list)
 
     async def _feed(self, request: GenerationRequest, stream: GenerationStream) -> None:
         try:

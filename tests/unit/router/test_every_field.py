@@ -37,7 +37,7 @@ from penstock_router.apis.openai import (
     parse_completion,
 )
 from penstock_router.fields import Field, JsonObject
-from penstock_shard.link import Submit
+from penstock_shard.request import Request
 
 ROUTES = {
     "completion": ("/v1/completions", COMPLETION_FIELDS),
@@ -87,16 +87,21 @@ WORDPIECE = wordpiece_tokenizer()
 IDS = {text: BYTE_LEVEL.encode(text, add_special_tokens=False).ids for text in (SAID, "fox")}
 
 
+def _deadline_s(request: Request) -> float:
+    objective = request.objective
+    return 0.0 if objective is None else objective.deadline_s or 0.0
+
+
 @dataclass
 class Seen:
     """What a request led to: the answer, what the router submitted, what engines got."""
 
     answer: Answer
     requests: list[GenerationRequest]
-    submits: list[Submit]
+    submits: list[Request]
 
     @property
-    def engine(self) -> Submit:
+    def engine(self) -> Request:
         return self.submits[0]
 
     @property
@@ -154,7 +159,7 @@ def constraint(value: Any, kind: str, wanted: Any, **beside: Any) -> Proof:
 def objective(name: str, value: Any, wanted: Any = None) -> Proof:
     """Reaches the scheduler."""
     expected = value if wanted is None else wanted
-    return Proof(value, lambda seen: getattr(seen.engine.objective, name), expected)
+    return Proof(value, lambda seen: getattr(seen.engine.objective, name, None), expected)
 
 
 def inert(value: Any) -> Proof:
@@ -206,7 +211,7 @@ COMMON: dict[str, Proof] = {
     "include_stop_str_in_output": Proof(
         True, lambda seen: seen.text, FOX_STOP + "fox", {"stop": "fox"}
     ),
-    "ignore_eos": Proof(True, lambda seen: seen.engine.stop_token_ids, []),
+    "ignore_eos": Proof(True, lambda seen: seen.engine.stop_token_ids, frozenset()),
     "min_tokens": engine("min_tokens", 3),
     "skip_special_tokens": Proof(False, lambda seen: "<|im_end|>" in seen.text, True),
     "spaces_between_special_tokens": Proof(
@@ -249,7 +254,7 @@ COMMON: dict[str, Proof] = {
     "request_id": Proof("mine", lambda seen: "mine" in seen.answer.json()["id"], True),
     "session_id": Proof("ours", lambda seen: seen.requests[0].session, "ours"),
     # What is left when it is sent; a tenth of a second is for the router to end it.
-    "timeout": Proof(60, lambda seen: round(seen.engine.objective.deadline_s or 0), 60),
+    "timeout": Proof(60, lambda seen: round(_deadline_s(seen.engine)), 60),
     "user": inert("somebody"),
     "response_format": constraint({"type": "json_object"}, "json_object", ()),
     "structured_outputs": constraint({"regex": "a+"}, "regex", "a+"),

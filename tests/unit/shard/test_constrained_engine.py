@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLMatcher
 from support.budget import budget, seeded
@@ -28,6 +30,7 @@ from penstock_shard.constraints.compiler import Compiler
 from penstock_shard.constraints.matchers import Discarded, PendingMatchers, compiling_threads
 from penstock_shard.constraints.refusal import ConstraintRefused
 from penstock_shard.request import Constraint, FinishReason, Request, ThinkingBudget
+from penstock_shard.sequence import Sequence
 
 SCHEMA = {
     "type": "object",
@@ -114,8 +117,8 @@ def test_a_stop_id_of_the_request_may_come_where_the_constraint_may_end() -> Non
     request = constrained("r", Constraint("regex", "[ab]{3}"), stop_token_ids=[700, *EOS_IDS])
     [outputs] = engine.run(request).values()
     assert outputs[-1].stop_token_id in (700, *EOS_IDS)
-    early = constrained("r", Constraint("regex", "[ab]{3}"), stop_token_ids=[700])
-    early.reluctant_stop_ids = frozenset(EOS_IDS)
+    letters = Constraint("regex", "[ab]{3}")
+    early = constrained("r", letters, stop_token_ids=[700], reluctant=EOS_IDS)
     [outputs] = engine.run(early).values()
     assert outputs[-1].stop_token_id == 700
 
@@ -195,7 +198,7 @@ def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
             return Counted()
 
     matchers = PendingMatchers(Counting(), lambda: None, compiling_threads(1))  # type: ignore[arg-type]
-    request = constrained("r", JSON, output=[500] * 2001)
+    request = Sequence.of(constrained("r", JSON, output=[500] * 2001))
     matchers.add(request)
     while len(matchers):
         for _, error in matchers.take():
@@ -244,7 +247,7 @@ def test_what_is_refused_once_is_refused_again() -> None:
 AMBIGUOUS = Constraint("regex", "([a-z]{2,6} ?){5,60}[.]")
 
 
-def _ambiguous(seed: int, output: Sequence[int] = ()) -> Request:
+def _ambiguous(seed: int, output: abc.Sequence[int] = ()) -> Request:
     return constrained(f"r{seed}", AMBIGUOUS, seed=seed, output=output, max_tokens=60)
 
 
@@ -290,7 +293,8 @@ def test_an_output_is_followed_no_further_when_its_request_has_ended(ends: bool)
             return self.future
 
     letters = Constraint("regex", "[a-f]{3,90}")
-    request = constrained("r", letters, output=ids_of(two_ended_compiler(), "abc" * 9))
+    output = ids_of(two_ended_compiler(), "abc" * 9)
+    request = Sequence.of(constrained("r", letters, output=output))
     threads = Begun()
     matchers = PendingMatchers(two_ended_compiler(), lambda: None, threads)
     matchers.add(request)
@@ -441,8 +445,8 @@ BEGIN, END = 600, 601
 
 def _thinking(max_tokens: int, *, begun: bool = True, **options: object) -> Request:
     request = constrained("r", None, max_tokens=30, **options)  # type: ignore[arg-type]
-    request.thinking_budget = ThinkingBudget(max_tokens, BEGIN, END, begun)
-    return request
+    budget = ThinkingBudget(max_tokens, BEGIN, END, begun)
+    return msgspec.structs.replace(request, thinking_budget=budget)
 
 
 def test_reasoning_ends_when_its_budget_is_spent() -> None:
@@ -469,7 +473,8 @@ def test_reasoning_that_has_not_begun_has_no_end() -> None:
 
 def test_an_end_of_reasoning_that_the_constraint_does_not_have_is_the_callers_mistake() -> None:
     request = constrained("r", Constraint("regex", "[a-z]{40,}"), max_tokens=30)
-    request.thinking_budget = ThinkingBudget(3, BEGIN, END, True)
+    budget = ThinkingBudget(3, BEGIN, END, True)
+    request = msgspec.structs.replace(request, thinking_budget=budget)
     [outputs] = ConstrainedEngine().run(request).values()
     assert END not in tokens(outputs)
     assert outputs[-1].error is not None

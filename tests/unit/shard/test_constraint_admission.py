@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from support.engines import runner_info
+from support.engines import make_request, runner_info
 
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link
@@ -19,7 +19,7 @@ from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.constraints.checker import CheckFailed, ConstraintChecker, NotChecked
 from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.request import Constraint, FinishReason, SamplingParams
+from penstock_shard.request import Constraint, FinishReason
 from penstock_shard.runner.base import Adapter
 from penstock_shard.servicer import ShardServicer
 
@@ -58,9 +58,9 @@ class _Supervisor(EngineSupervisor):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self.submitted += [(submit.request_id, submit.attempt) for submit in self._submits]
+        self.submitted += [(request.request_id, request.attempt) for request in self._requests]
         self.aborted += self._aborts
-        self._submits, self._aborts = [], []
+        self._requests, self._aborts = [], []
 
     def take(
         self,
@@ -71,13 +71,11 @@ class _Supervisor(EngineSupervisor):
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        submit = link.Submit(
-            request_id, attempt, bytes(12), b"", SamplingParams(), 8, [], None, None, "",
-            constraint=constraint,
-        )  # fmt: skip
+        fields: dict[str, Any] = {}
         if adapter is not None:
-            submit.adapter, submit.adapter_hash = adapter.name, adapter.content_hash
-        self.submit(submit, self.outputs.append, deadline_s=deadline_s)
+            fields = {"adapter": adapter.name, "adapter_hash": adapter.content_hash}
+        request = make_request(request_id, attempt=attempt, constraint=constraint, **fields)
+        self.submit(request, self.outputs.append, deadline_s=deadline_s)
 
 
 async def _settled() -> None:

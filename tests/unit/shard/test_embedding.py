@@ -7,22 +7,21 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.engines import VOCAB_SIZE, make_engine, make_request, runner_info
+from support.engines import VOCAB_SIZE, make_engine, make_request, packed, runner_info
 
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, wire
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.embedding import embed
-from penstock_shard.engine_loop import request_of
 from penstock_shard.engine_supervisor import Deliver, EngineSupervisor
-from penstock_shard.request import FinishReason, Pooling
+from penstock_shard.request import FinishReason, Pooling, Request
 from penstock_shard.validation import Refusal, check_embedding
 
 INFO = runner_info()
 
 
-def submits(message: pb.EmbedRequest) -> list[link.Submit]:
+def checked(message: pb.EmbedRequest) -> list[Request]:
     read = pb.EmbedRequest.FromString(message.SerializeToString())
     return check_embedding(wire.incoming_embedding(read), INFO, "call")
 
@@ -37,14 +36,14 @@ def message(*inputs: list[int], **fields: object) -> pb.EmbedRequest:
 
 def test_each_input_becomes_a_request_of_its_own() -> None:
     asked = message([1, 2], [3], pooling=pb.EmbedRequest.POOLING_MEAN)
-    first, second = (request_of(submit) for submit in submits(asked))
-    assert (first.token_ids, second.token_ids) == ([1, 2], [3])
+    first, second = checked(asked)
+    assert (first.prompt, second.prompt) == (packed([1, 2]), packed([3]))
     assert first.request_id != second.request_id
     assert (first.pooling, first.max_tokens) == (Pooling.MEAN, 1)
 
 
 def test_pooling_that_is_left_open_is_the_models_own() -> None:
-    assert [submit.pooling for submit in submits(message([1]))] == [Pooling.LAST]
+    assert [submit.pooling for submit in checked(message([1]))] == [Pooling.LAST]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_what_is_out_of_bounds_is_refused_by_field_value_and_bound(
     asked: pb.EmbedRequest, field: str, value: str, bound: str
 ) -> None:
     with pytest.raises(Refusal) as caught:
-        submits(asked)
+        checked(asked)
     error = caught.value.error
     assert (error.code, error.field, error.value, error.bound) == (3, field, value, bound)
     assert all(part in error.message for part in (field, value, bound))
@@ -71,7 +70,7 @@ def test_what_is_out_of_bounds_is_refused_by_field_value_and_bound(
 
 def test_what_is_just_within_bounds_is_taken() -> None:
     inputs = [[VOCAB_SIZE - 1] * 512, *([[0]] * 1023)]
-    assert len(submits(message(*inputs, dimensions=64))) == 1024
+    assert len(checked(message(*inputs, dimensions=64))) == 1024
 
 
 def test_vectors_so_long_that_an_answer_would_not_fit_lower_the_number_of_inputs() -> None:
@@ -146,10 +145,13 @@ def test_a_mean_reads_no_cached_prefix_and_a_last_token_does() -> None:
         make_request("mean", range(100), max_tokens=1, pooling=Pooling.MEAN),
         make_request("last", range(100), max_tokens=1, pooling=Pooling.LAST),
     ]
+    cached = []
     for request in requests:
         under_test.engine.submit(request)
+        (sequence,) = under_test.scheduler.sequences
         under_test.run()
-    assert [request.cached_tokens for request in requests] == [0, 0, 96]
+        cached.append(sequence.cached_tokens)
+    assert cached == [0, 0, 96]
 
 
 def test_an_aborted_embedding_gives_its_blocks_back() -> None:
@@ -184,7 +186,7 @@ class Supervisor(EngineSupervisor):
     def _flush(self) -> None:
         self._flush_scheduled = False
         self.aborted += [request_id for request_id, _ in self._aborts]
-        self._submits, self._aborts = [], []
+        self._requests, self._aborts = [], []
 
     def says(self, request_id: str, **fields: object) -> None:
         output = link.Output(request_id, 0, 0, [], **fields)  # type: ignore[arg-type]
@@ -193,7 +195,7 @@ class Supervisor(EngineSupervisor):
 
 async def test_vectors_come_in_the_order_of_the_inputs() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, submits(message([1], [2]))))
+    call = asyncio.create_task(embed(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/1", embedding=b"two", finish=FinishReason.STOP)
     await asyncio.sleep(0.01)
@@ -206,7 +208,7 @@ async def test_vectors_come_in_the_order_of_the_inputs() -> None:
 
 async def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, submits(message([1], [2], [3]))))
+    call = asyncio.create_task(embed(supervisor, checked(message([1], [2], [3]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/2", embedding=b"three", finish=FinishReason.STOP)
     supervisor.says("call/1", error=link.Error(Code.INTERNAL, "the model gave nothing"))
@@ -218,7 +220,7 @@ async def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
 
 async def test_a_cancelled_call_aborts_what_is_live() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, submits(message([1], [2]))))
+    call = asyncio.create_task(embed(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
     supervisor.says("call/0", embedding=b"one", finish=FinishReason.STOP)
     call.cancel()
@@ -237,13 +239,13 @@ async def test_a_full_queue_refuses_the_whole_call_at_once(
     tried: list[str] = []
     submit = supervisor.submit
 
-    def counted(request: link.Submit, deliver: Deliver) -> None:
+    def counted(request: Request, deliver: Deliver) -> None:
         tried.append(request.request_id)
         submit(request, deliver)
 
     monkeypatch.setattr(supervisor, "submit", counted)
     with pytest.raises(Refusal, match="--max-queued-requests 2") as caught:
-        await embed(supervisor, submits(message([1], [2], [3], [4], [5])))
+        await embed(supervisor, checked(message([1], [2], [3], [4], [5])))
     assert caught.value.error.code == 8
     await asyncio.sleep(0.01)
     assert sorted(supervisor.aborted) == ["call/0", "call/1", "call/2"]
@@ -254,7 +256,7 @@ async def test_a_full_queue_refuses_the_whole_call_at_once(
 
 async def test_a_dead_engine_ends_the_call_as_retryable() -> None:
     supervisor = Supervisor()
-    call = asyncio.create_task(embed(supervisor, submits(message([1], [2]))))
+    call = asyncio.create_task(embed(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
     supervisor._died()
     with pytest.raises(Refusal, match="engine died") as caught:

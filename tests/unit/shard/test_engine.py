@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
+import msgspec
 import pytest
 from support.budget import budget, seeded
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
@@ -186,7 +187,9 @@ class _FailingRow:
     def collect(self) -> list[RowResult]:
         results = self._runner.collect()
         return [
-            RowResult(error="logits are NaN") if row.request.request_id == self._bad else result
+            RowResult(error="logits are NaN")
+            if row.sequence.request.request_id == self._bad
+            else result
             for row, result in zip(self._plans.popleft().rows, results, strict=True)
         ]
 
@@ -211,7 +214,7 @@ def test_an_error_after_a_preemption_leaves_no_queued_token_behind() -> None:
     )
     under_test.engine.submit(make_request("bad", max_tokens=50))
     under_test.engine.step()
-    (bad,) = under_test.scheduler.requests
+    (bad,) = under_test.scheduler.sequences
     under_test.scheduler._preempt(bad, "a reason")
     under_test.run()
     assert bad.num_steps_in_flight == 0
@@ -267,10 +270,10 @@ def test_who_is_given_back_is_told_what_it_was_preempted_for(
     max_num_seqs = 1 if priority else 2
     under_test = make_engine(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_model_len=96)
     leaves = make_request("leaves", range(20), max_tokens=60)
-    under_test.engine.submit(dataclasses.replace(leaves, hand_back=True))
+    under_test.engine.submit(msgspec.structs.replace(leaves, hand_back=True))
     under_test.step()
     comes = make_request("comes", range(40, 60), max_tokens=60)
-    comes = dataclasses.replace(comes, objective=Objective(priority=priority), hand_back=True)
+    comes = msgspec.structs.replace(comes, objective=Objective(priority=priority), hand_back=True)
     under_test.engine.submit(comes)
     under_test.run()
     errors = [output.error for name in ("leaves", "comes") for output in under_test.endings(name)]

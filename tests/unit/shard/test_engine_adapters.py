@@ -62,11 +62,11 @@ def test_an_adapter_is_placed_when_it_was_read(places: Places) -> None:
     answer = places.change("one", "a")
     assert answer.adapter is not None
     assert (answer.adapter.name, answer.adapter.content_hash) == ("one", "a")
-    placed = places.adapters.find("one")
-    assert places.store.placed == {placed.index: "a"}
-    assert placed.index > 0
-    assert places.adapters.find("").index == 0
-    assert places.adapters.loaded == (placed.adapter,)
+    index = places.adapters.index_of("one")
+    assert places.store.placed == {index: "a"}
+    assert index > 0
+    assert places.adapters.index_of("") == 0
+    assert places.adapters.loaded == (answer.adapter,)
 
 
 def test_the_same_content_under_its_name_is_no_error(places: Places) -> None:
@@ -102,7 +102,7 @@ def test_what_cannot_be_placed_changes_nothing(
 def test_an_adapter_is_dropped_when_the_last_request_is_over(places: Places) -> None:
     places.change("one", "a")
     places.change("two", "b")
-    index = places.adapters.find("one").index
+    index = places.adapters.index_of("one")
     places.in_use = {index}
     assert places.change("one").error is None
     assert [adapter.name for adapter in places.adapters.loaded] == ["two"]

@@ -8,7 +8,9 @@ also where tokens are drafted, well or badly, and where memory does not hold eve
 from __future__ import annotations
 
 import random
+from array import array
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -78,7 +80,7 @@ class ModelledEngine:
             key = (output.request_id, output.attempt)
             assert key not in self.endings, f"{key} said something after its end"
             request = self.submitted[key]
-            first = request.num_delivered + len(self.tokens[key])
+            first = len(request.output) // 4 + len(self.tokens[key])
             assert not output.token_ids or output.first_position == first
             self.tokens[key] += output.token_ids
             if output.is_last:
@@ -111,16 +113,7 @@ class ModelledEngine:
 
 def _alone(request: Request) -> list[int]:
     """What the request gives on an engine of its own."""
-    delivered = request.num_prompt_tokens + request.num_delivered
-    copy = make_request(
-        "alone",
-        request.token_ids[: request.num_prompt_tokens],
-        output=request.token_ids[request.num_prompt_tokens : delivered],
-        max_tokens=request.max_tokens,
-        seed=request.sampling.seed,
-        stop_token_ids=sorted(request.stop_token_ids),
-        allowed_token_ids=request.sampling.allowed_token_ids,
-    )
+    copy = msgspec.structs.replace(request, request_id="alone", attempt=0)
     alone = ModelledEngine(16, 1, 256, 0)
     tokens: list[int] = []
     alone.engine.submit(copy)
@@ -138,8 +131,7 @@ class Foresight:
 
     def __call__(self, request: Request) -> list[int]:
         if request not in self._outputs:
-            first = request.num_prompt_tokens
-            delivered = request.token_ids[first : first + request.num_delivered]
+            delivered = array("I", request.output).tolist()
             self._outputs[request] = delivered + _alone(request)
         return self._outputs[request]
 
@@ -225,9 +217,8 @@ class EngineMachine(RuleBasedStateMachine):
             cache_salt=salt,
             prompt_logprobs=1 if scored else None,
             allowed_token_ids=allowed,
+            objective=objective,
         )
-        if objective is not None:
-            request.objective = objective
         self.modelled.submit(request)
 
     @precondition(lambda self: self.modelled.live)
@@ -241,12 +232,12 @@ class EngineMachine(RuleBasedStateMachine):
         """A higher attempt goes on where the lower one was."""
         name = data.draw(st.sampled_from(sorted(self.modelled.live)))
         lower = self.modelled.live[name]
-        output = lower.token_ids[lower.num_prompt_tokens :]
+        tokens = self.modelled.tokens[name, lower.attempt]
         self.modelled.submit(
             make_request(
                 name,
-                lower.token_ids[: lower.num_prompt_tokens],
-                output=output,
+                array("I", lower.prompt),
+                output=[*array("I", lower.output), *tokens],
                 attempt=lower.attempt + 1,
                 max_tokens=lower.max_tokens,
                 seed=lower.sampling.seed,
@@ -315,11 +306,12 @@ def _random_traffic(modelled: ModelledEngine, rng: random.Random) -> None:
             allowed_token_ids=rng.choice(((), (7, 8))),
         )
         if rng.random() < 0.3:
-            request.objective = Objective(
+            objective = Objective(
                 priority=rng.randint(-1, 1),
                 deadline_s=rng.choice((None, 0.5, 3.0)),
                 seconds_between_tokens=rng.choice((None, 0.01, 0.5)),
             )
+            request = msgspec.structs.replace(request, objective=objective)
         modelled.submit(request)
         if modelled.live and rng.random() < 0.3:
             modelled.abort(rng.choice(sorted(modelled.live)))

@@ -7,24 +7,25 @@ import time
 from typing import Any
 
 import pytest
-from support.engines import EOS_ID, make_request, runner_info
+from support.engines import EOS_ID, changed, make_sequence, runner_info
 
-from penstock_shard.request import Pooling, Request, SamplingParams
-from penstock_shard.runner.base import ScheduledRequest, StepPlan
+from penstock_shard.request import Pooling, SamplingParams
+from penstock_shard.runner.base import ScheduledSequence, StepPlan
 from penstock_shard.runner.fake import FakeRunner
+from penstock_shard.sequence import Sequence
 
 
 def _runner(step_s: float = 0.0) -> FakeRunner:
     return FakeRunner(runner_info(), range(EOS_ID), step_s=step_s)
 
 
-def _row(request: Request, start: int = 0) -> ScheduledRequest:
-    return ScheduledRequest(request, start, request.num_tokens - start, samples=True)
+def _row(sequence: Sequence, start: int = 0) -> ScheduledSequence:
+    return ScheduledSequence(sequence, start, sequence.num_tokens - start, samples=True)
 
 
-def _token(request: Request, runner: FakeRunner | None = None) -> int:
+def _token(sequence: Sequence, runner: FakeRunner | None = None) -> int:
     runner = runner or _runner()
-    runner.launch(StepPlan((_row(request),)))
+    runner.launch(StepPlan((_row(sequence),)))
     token_id = runner.collect()[0].token_id
     assert token_id is not None
     return token_id
@@ -53,8 +54,8 @@ BASE = SamplingParams(temperature=1.0, seed=1)
 )
 def test_every_sampling_parameter_changes_the_tokens(change: dict[str, Any]) -> None:
     def tokens(sampling: SamplingParams) -> list[int]:
-        request = dataclasses.replace(make_request(), sampling=sampling)
-        return [_token(request)]
+        sequence = changed(make_sequence(), sampling=sampling)
+        return [_token(sequence)]
 
     assert tokens(BASE) == tokens(BASE)
     assert tokens(BASE) != tokens(dataclasses.replace(BASE, **change))
@@ -67,47 +68,47 @@ def test_no_sampling_parameter_is_left_out_above() -> None:
 
 
 def test_min_tokens_changes_the_token_and_logprobs_do_not() -> None:
-    request = make_request(prompt=[1, 2, 3])
-    assert _token(request) != _token(dataclasses.replace(request, min_tokens=5))
-    scored = dataclasses.replace(request, logprobs=3, logprob_token_ids=(5,))
-    assert _token(request) == _token(scored)
+    sequence = make_sequence(prompt=[1, 2, 3])
+    assert _token(sequence) != _token(changed(sequence, min_tokens=5))
+    scored = changed(sequence, logprobs=3, logprob_token_ids=(5,))
+    assert _token(sequence) == _token(scored)
 
 
 def test_prompt_output_and_their_border_change_the_token() -> None:
     variants = [
-        make_request(prompt=[1, 2, 3]),
-        make_request(prompt=[1, 2, 4]),
-        make_request(prompt=[3, 2, 1]),
-        make_request(prompt=[1, 2], output=[3]),
-        make_request(prompt=[1, 2, 3], output=[3]),
+        make_sequence(prompt=[1, 2, 3]),
+        make_sequence(prompt=[1, 2, 4]),
+        make_sequence(prompt=[3, 2, 1]),
+        make_sequence(prompt=[1, 2], output=[3]),
+        make_sequence(prompt=[1, 2, 3], output=[3]),
     ]
-    assert len({_token(request) for request in variants}) == len(variants)
+    assert len({_token(sequence) for sequence in variants}) == len(variants)
 
 
 def test_a_token_does_not_depend_on_what_the_runner_did_before() -> None:
     runner = _runner()
-    request = make_request()
-    first = _token(request, runner)
-    request.token_ids.append(first)
-    second = _token(request, runner)
-    assert second == _token(make_request(output=[first]))
+    sequence = make_sequence()
+    first = _token(sequence, runner)
+    sequence.token_ids.append(first)
+    second = _token(sequence, runner)
+    assert second == _token(make_sequence(output=[first]))
 
 
 def test_only_allowed_ids_come_out() -> None:
     allowed = dataclasses.replace(BASE, allowed_token_ids=(7, 8))
     for seed in range(20):
         sampling = dataclasses.replace(allowed, seed=seed)
-        assert _token(dataclasses.replace(make_request(), sampling=sampling)) in (7, 8)
+        assert _token(changed(make_sequence(), sampling=sampling)) in (7, 8)
 
 
 def test_a_bad_word_is_never_completed() -> None:
     words = ((7, 8), (8, 7), (7, 7, 7), (10,))
     sampling = dataclasses.replace(BASE, allowed_token_ids=(7, 8, 9, 10), bad_words=words)
-    request = dataclasses.replace(make_request(prompt=[7]), sampling=sampling)
+    sequence = changed(make_sequence(prompt=[7]), sampling=sampling)
     runner = _runner()
     for _ in range(200):
-        request.token_ids.append(_token(request, runner))
-    output = tuple(request.token_ids[1:])
+        sequence.token_ids.append(_token(sequence, runner))
+    output = tuple(sequence.token_ids[1:])
     assert set(output) == {7, 8, 9}
     for word in words:
         assert not any(output[i : i + len(word)] == word for i in range(len(output)))
@@ -115,20 +116,20 @@ def test_a_bad_word_is_never_completed() -> None:
 
 def test_nothing_ends_a_sequence_before_min_tokens() -> None:
     runner = FakeRunner(runner_info(), range(EOS_ID), step_s=0.0, eos_rate=1.0)
-    request = make_request(stop_token_ids=[EOS_ID, *range(500)])
-    request = dataclasses.replace(request, min_tokens=50)
+    sequence = make_sequence(stop_token_ids=[EOS_ID, *range(500)])
+    sequence = changed(sequence, min_tokens=50)
     for _ in range(50):
-        token_id = _token(request, runner)
-        assert token_id not in request.stop_token_ids
-        request.token_ids.append(token_id)
-    assert _token(request, runner) == EOS_ID
+        token_id = _token(sequence, runner)
+        assert token_id not in sequence.request.stop_token_ids
+        sequence.token_ids.append(token_id)
+    assert _token(sequence, runner) == EOS_ID
 
 
 def test_nothing_left_to_draw_is_an_error_of_that_row() -> None:
     sampling = dataclasses.replace(BASE, allowed_token_ids=(7, 8), bad_words=((7,), (5, 8)))
-    request = dataclasses.replace(make_request(output=[4, 5]), sampling=sampling)
+    sequence = changed(make_sequence(output=[4, 5]), sampling=sampling)
     runner = _runner()
-    runner.launch(StepPlan((_row(request), _row(make_request()))))
+    runner.launch(StepPlan((_row(sequence), _row(make_sequence()))))
     bad, good = runner.collect()
     assert bad.token_id is None
     assert bad.error == "the sampling parameters leave no token to draw at position 2"
@@ -136,12 +137,12 @@ def test_nothing_left_to_draw_is_an_error_of_that_row() -> None:
 
 
 def test_requested_logprobs_are_those_of_the_list() -> None:
-    request = make_request(logprobs=20)
+    sequence = make_sequence(logprobs=20)
     runner = _runner()
-    runner.launch(StepPlan((_row(request),)))
+    runner.launch(StepPlan((_row(sequence),)))
     listed = runner.collect()[0].logprobs
     assert listed is not None
-    asked = dataclasses.replace(request, logprob_token_ids=tuple(listed.top_token_ids[::-1]))
+    asked = changed(sequence, logprob_token_ids=tuple(listed.top_token_ids[::-1]))
     runner.launch(StepPlan((_row(asked),)))
     found = runner.collect()[0].logprobs
     assert found is not None
@@ -150,18 +151,18 @@ def test_requested_logprobs_are_those_of_the_list() -> None:
 
 def test_a_step_back_gives_the_same_token_again() -> None:
     runner = _runner()
-    request = make_request()
+    sequence = make_sequence()
     for _ in range(5):
-        request.token_ids.append(_token(request, runner))
-    back = ScheduledRequest(request, 0, request.num_prompt_tokens + 2, samples=True)
+        sequence.token_ids.append(_token(sequence, runner))
+    back = ScheduledSequence(sequence, 0, sequence.num_prompt_tokens + 2, samples=True)
     runner.launch(StepPlan((back,)))
-    assert runner.collect()[0].token_id == request.token_ids[request.num_prompt_tokens + 2]
+    assert runner.collect()[0].token_id == sequence.token_ids[sequence.num_prompt_tokens + 2]
 
 
 def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token() -> None:
-    request = make_request(logprobs=5)
+    sequence = make_sequence(logprobs=5)
     runner = _runner()
-    runner.launch(StepPlan((_row(request),)))
+    runner.launch(StepPlan((_row(sequence),)))
     (result,) = runner.collect()
     assert result.logprobs is not None
     assert len(set(result.logprobs.top_token_ids)) == 5
@@ -170,9 +171,9 @@ def test_top_logprobs_have_the_size_asked_for_and_start_with_the_chosen_token() 
 
 
 def test_a_row_in_the_middle_of_a_prompt_samples_nothing() -> None:
-    request = make_request(prompt=range(10))
+    sequence = make_sequence(prompt=range(10))
     runner = _runner()
-    runner.launch(StepPlan((ScheduledRequest(request, 0, 5, samples=False),)))
+    runner.launch(StepPlan((ScheduledSequence(sequence, 0, 5, samples=False),)))
     assert runner.collect()[0].token_id is None
 
 
@@ -186,9 +187,9 @@ def test_a_step_takes_its_time_from_the_end_of_the_step_before() -> None:
     assert 0.15 <= time.monotonic() - started_s < 5
 
 
-def _embedding(request: Request, runner: FakeRunner | None = None) -> bytes:
+def _embedding(sequence: Sequence, runner: FakeRunner | None = None) -> bytes:
     runner = runner or _runner()
-    runner.launch(StepPlan((_row(request),)))
+    runner.launch(StepPlan((_row(sequence),)))
     (result,) = runner.collect()
     assert result.token_id is None
     assert result.embedding is not None
@@ -197,11 +198,11 @@ def _embedding(request: Request, runner: FakeRunner | None = None) -> bytes:
 
 def test_an_embedding_changes_with_ids_pooling_and_weights_and_with_nothing_else() -> None:
     def embedding(prompt: tuple[int, ...] = (1, 2), pooling: Pooling = Pooling.LAST) -> bytes:
-        return _embedding(make_request(prompt=prompt, pooling=pooling))
+        return _embedding(make_sequence(prompt=prompt, pooling=pooling))
 
     first = embedding()
     assert first == embedding()
-    other_seed = make_request("other", (1, 2), pooling=Pooling.LAST, seed=5)
+    other_seed = make_sequence("other", (1, 2), pooling=Pooling.LAST, seed=5)
     assert first == _embedding(other_seed)
     other_weights = dataclasses.replace(runner_info(), weights_hash="other")
     others = {
@@ -209,7 +210,7 @@ def test_an_embedding_changes_with_ids_pooling_and_weights_and_with_nothing_else
         embedding((1,)),
         embedding(pooling=Pooling.MEAN),
         _embedding(
-            make_request(prompt=(1, 2), pooling=Pooling.LAST),
+            make_sequence(prompt=(1, 2), pooling=Pooling.LAST),
             FakeRunner(other_weights, range(EOS_ID), step_s=0.0),
         ),
     }

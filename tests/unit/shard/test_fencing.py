@@ -16,7 +16,7 @@ from penstock_shard import link
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.early_aborts import EarlyAborts
-from penstock_shard.request import FinishReason
+from penstock_shard.request import FinishReason, Request
 from penstock_shard.servicer import ShardServicer
 from penstock_shard.wire import UnreadableMessage
 
@@ -45,9 +45,7 @@ class Engine:
     def live_attempt(self, request_id: str) -> int | None:
         return self.live.get(request_id)
 
-    def submit(
-        self, submit: link.Submit, deliver: Callable[[link.Output], None], **how: Any
-    ) -> None:
+    def submit(self, submit: Request, deliver: Callable[[link.Output], None], **how: Any) -> None:
         self.live[submit.request_id] = submit.attempt
         self.submitted[submit.request_id, submit.attempt] = how
         self.deliver[submit.request_id] = deliver

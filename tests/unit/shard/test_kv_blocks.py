@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import pytest
 from support.budget import budget, seeded
-from support.engines import make_request
+from support.engines import make_sequence
 
 import penstock_shard.kv_blocks as kv_blocks
 from penstock_proto.prefix_hash import block_hash, chain_hashes, root_hash
 from penstock_shard.kv_blocks import BlockManager
-from penstock_shard.request import Request
+from penstock_shard.sequence import Sequence
 
 
-def _compute(blocks: BlockManager, request, num_tokens: int) -> None:
-    assert blocks.grow(request, num_tokens)
-    request.num_computed = num_tokens
-    blocks.cache_full_blocks(request)
+def _compute(blocks: BlockManager, sequence, num_tokens: int) -> None:
+    assert blocks.grow(sequence, num_tokens)
+    sequence.num_computed = num_tokens
+    blocks.cache_full_blocks(sequence)
 
 
 def test_growing_gives_just_the_blocks_that_the_tokens_need() -> None:
     blocks = BlockManager(8, 16)
-    request = make_request(prompt=range(40))
-    assert blocks.grow(request, 33)
-    assert len(request.block_ids) == 3
-    assert blocks.grow(request, 48)
-    assert len(request.block_ids) == 3
+    sequence = make_sequence(prompt=range(40))
+    assert blocks.grow(sequence, 33)
+    assert len(sequence.block_ids) == 3
+    assert blocks.grow(sequence, 48)
+    assert len(sequence.block_ids) == 3
     assert blocks.num_free == 5
 
 
 def test_growing_beyond_what_is_free_changes_nothing() -> None:
     blocks = BlockManager(2, 16)
-    request = make_request(prompt=range(40))
-    assert not blocks.grow(request, 33)
-    assert request.block_ids == []
+    sequence = make_sequence(prompt=range(40))
+    assert not blocks.grow(sequence, 33)
+    assert sequence.block_ids == []
     assert blocks.num_free == 2
 
 
 def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token() -> None:
     blocks = BlockManager(16, 16)
-    first = make_request("a", range(48))
+    first = make_sequence("a", range(48))
     _compute(blocks, first, 48)
-    second = make_request("b", range(48))
+    second = make_sequence("b", range(48))
     assert blocks.acquire_prefix(second) == 32
     assert second.block_ids == first.block_ids[:2]
     blocks.check_integrity([first, second])
@@ -50,45 +50,45 @@ def test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token() -> Non
 
 def test_a_freed_prefix_is_found_until_its_memory_is_reused() -> None:
     blocks = BlockManager(4, 16)
-    first = make_request("a", range(40))
+    first = make_sequence("a", range(40))
     _compute(blocks, first, 40)
     blocks.release(first)
-    again = make_request("b", range(40))
+    again = make_sequence("b", range(40))
     assert blocks.acquire_prefix(again) == 32
     blocks.release(again)
-    other = make_request("c", range(500, 564))
+    other = make_sequence("c", range(500, 564))
     _compute(blocks, other, 64)
     blocks.release(other)
-    assert blocks.acquire_prefix(make_request("d", range(40))) == 0
+    assert blocks.acquire_prefix(make_sequence("d", range(40))) == 0
 
 
 def test_the_start_of_a_prefix_outlives_its_end() -> None:
     blocks = BlockManager(4, 16)
-    first = make_request("a", range(64))
+    first = make_sequence("a", range(64))
     _compute(blocks, first, 64)
     blocks.release(first)
-    assert blocks.grow(make_request("b", range(500, 516)), 16)
-    assert blocks.acquire_prefix(make_request("c", range(64))) == 48
+    assert blocks.grow(make_sequence("b", range(500, 516)), 16)
+    assert blocks.acquire_prefix(make_sequence("c", range(64))) == 48
 
 
 def test_a_cache_salt_separates_equal_prompts() -> None:
     blocks = BlockManager(16, 16)
-    _compute(blocks, make_request("a", range(40), cache_salt="one"), 40)
-    assert blocks.acquire_prefix(make_request("b", range(40), cache_salt="two")) == 0
-    assert blocks.acquire_prefix(make_request("c", range(40), cache_salt="one")) == 32
+    _compute(blocks, make_sequence("a", range(40), cache_salt="one"), 40)
+    assert blocks.acquire_prefix(make_sequence("b", range(40), cache_salt="two")) == 0
+    assert blocks.acquire_prefix(make_sequence("c", range(40), cache_salt="one")) == 32
 
 
 def test_a_prefix_is_not_found_after_a_different_start() -> None:
     blocks = BlockManager(16, 16)
-    _compute(blocks, make_request("a", [*range(16), *range(100, 132)]), 48)
-    assert blocks.acquire_prefix(make_request("b", [*range(50, 66), *range(100, 132)])) == 0
+    _compute(blocks, make_sequence("a", [*range(16), *range(100, 132)]), 48)
+    assert blocks.acquire_prefix(make_sequence("b", [*range(50, 66), *range(100, 132)])) == 0
 
 
 def test_a_forged_hash_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_blocks, "block_hash", lambda parent, ids: b"same for all")
     blocks = BlockManager(16, 16)
-    _compute(blocks, make_request("a", range(40)), 40)
-    assert blocks.acquire_prefix(make_request("b", range(500, 540))) == 0
+    _compute(blocks, make_sequence("a", range(40)), 40)
+    assert blocks.acquire_prefix(make_sequence("b", range(500, 540))) == 0
 
 
 def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
@@ -96,37 +96,37 @@ def test_what_follows_a_block_is_not_found_behind_a_forged_one_in_its_place(
 ) -> None:
     honest, forged, child = range(16), range(100, 116), range(50, 66)
 
-    def forge(parent: bytes, ids: Sequence[int]) -> bytes:
+    def forge(parent: bytes, ids: abc.Sequence[int]) -> bytes:
         return block_hash(parent, honest if tuple(ids) == tuple(forged) else ids)
 
     monkeypatch.setattr(kv_blocks, "block_hash", forge)
     blocks = BlockManager(8, 16)
-    first = make_request("first", [*honest, 1])
-    second = make_request("second", [*honest, *child, 1])
+    first = make_sequence("first", [*honest, 1])
+    second = make_sequence("second", [*honest, *child, 1])
     # Both were computed at once: the second's own copy of the first block is not the cached one.
-    for request in (first, second):
-        _compute(blocks, request, request.num_tokens)
+    for sequence in (first, second):
+        _compute(blocks, sequence, sequence.num_tokens)
     blocks.release(first)
     # All that is free is used, and what was cached there goes.
-    filler = make_request("filler", range(300, 300 + 16 * blocks.num_free))
+    filler = make_sequence("filler", range(300, 300 + 16 * blocks.num_free))
     assert blocks.grow(filler, filler.num_tokens)
     blocks.release(filler)
-    _compute(blocks, make_request("forged", [*forged, 1]), 17)
-    assert blocks.acquire_prefix(make_request("victim", [*forged, *child, 1, 2])) == 16
+    _compute(blocks, make_sequence("forged", [*forged, 1]), 17)
+    assert blocks.acquire_prefix(make_sequence("victim", [*forged, *child, 1, 2])) == 16
 
 
 def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is_gone() -> None:
     blocks = BlockManager(20, 16)
     start, longer = [*range(48), 1], [*range(48), *range(100, 132), 2]
-    first, second = make_request("first", start), make_request("second", longer)
+    first, second = make_sequence("first", start), make_sequence("second", longer)
     # Both were computed at once: the end of the second is cached behind the start of the first.
-    for request in (first, second):
-        _compute(blocks, request, request.num_tokens)
+    for sequence in (first, second):
+        _compute(blocks, sequence, sequence.num_tokens)
     blocks.release(first)
-    filler = make_request("filler", range(300, 300 + 16 * blocks.num_free))
+    filler = make_sequence("filler", range(300, 300 + 16 * blocks.num_free))
     assert blocks.grow(filler, filler.num_tokens)
     blocks.release(filler)
-    third, fourth = make_request("third", [*longer, 3]), make_request("fourth", [*longer, 4])
+    third, fourth = make_sequence("third", [*longer, 3]), make_sequence("fourth", [*longer, 4])
     assert blocks.acquire_prefix(third) == 0
     _compute(blocks, third, third.num_tokens)
     assert blocks.acquire_prefix(fourth) == 80
@@ -135,12 +135,11 @@ def test_a_prefix_that_was_computed_twice_is_found_whole_again_after_one_copy_is
 
 def test_hashes_are_the_chain_that_routers_compute_too() -> None:
     blocks = BlockManager(16, 16, weights_hash="weights")
-    request = make_request(prompt=range(70), cache_salt="salt")
-    request.adapter = "adapter"
+    sequence = make_sequence(prompt=range(70), cache_salt="salt", adapter_hash="adapter")
     for num_tokens in (16, 20, 64):
-        _compute(blocks, request, num_tokens)
+        _compute(blocks, sequence, num_tokens)
     root = root_hash("weights", "salt", "adapter")
-    assert request.block_hashes == chain_hashes(root, range(64), 16)
+    assert sequence.block_hashes == chain_hashes(root, range(64), 16)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 17, 31, 32, 33, 47])
@@ -148,89 +147,89 @@ def test_a_prompt_of_any_length_finds_the_full_blocks_before_its_last_token(
     num_tokens: int,
 ) -> None:
     blocks = BlockManager(16, 16)
-    first = make_request("a", range(64))
+    first = make_sequence("a", range(64))
     for known in (16, 32, 48):
         _compute(blocks, first, known)
-    second = make_request("b", range(64))
+    second = make_sequence("b", range(64))
     second.token_ids[num_tokens:] = []
     assert blocks.acquire_prefix(second) == (num_tokens - 1) // 16 * 16
     # It goes on, and what it computed is found in its turn.
     blocks.release(first)
-    filler = make_request("filler", range(300, 300 + 16 * blocks.num_free))
+    filler = make_sequence("filler", range(300, 300 + 16 * blocks.num_free))
     assert blocks.grow(filler, filler.num_tokens)
     blocks.release(filler)
     second.token_ids += [*range(num_tokens, 64)]
     _compute(blocks, second, 64)
-    assert blocks.acquire_prefix(make_request("c", [*range(64), 1])) == 64
+    assert blocks.acquire_prefix(make_sequence("c", [*range(64), 1])) == 64
 
 
 def test_a_block_is_found_as_soon_as_it_is_full() -> None:
     blocks = BlockManager(8, 16)
-    _compute(blocks, make_request("a", range(16)), 16)
-    assert blocks.acquire_prefix(make_request("b", range(17))) == 16
+    _compute(blocks, make_sequence("a", range(16)), 16)
+    assert blocks.acquire_prefix(make_sequence("b", range(17))) == 16
 
 
 def test_what_follows_a_block_that_was_computed_twice_is_found() -> None:
     blocks = BlockManager(8, 16)
-    _compute(blocks, make_request("a", range(16)), 16)
-    _compute(blocks, make_request("b", range(32)), 32)
-    assert blocks.acquire_prefix(make_request("c", range(33))) == 32
+    _compute(blocks, make_sequence("a", range(16)), 16)
+    _compute(blocks, make_sequence("b", range(32)), 32)
+    assert blocks.acquire_prefix(make_sequence("c", range(33))) == 32
 
 
 def test_a_request_whose_blocks_were_taken_begins_anew() -> None:
     blocks = BlockManager(8, 16)
-    request = make_request("a", range(40))
-    _compute(blocks, request, 40)
-    blocks.release(request)
-    assert (request.num_computed, request.num_cached_blocks) == (0, 0)
+    sequence = make_sequence("a", range(40))
+    _compute(blocks, sequence, 40)
+    blocks.release(sequence)
+    assert (sequence.num_computed, sequence.num_cached_blocks) == (0, 0)
 
 
 def test_what_was_cached_since_a_step_that_failed_is_found_no_more() -> None:
     blocks = BlockManager(8, 16)
-    request = make_request("a", range(64))
-    _compute(blocks, request, 16)
+    sequence = make_sequence("a", range(64))
+    _compute(blocks, sequence, 16)
     before = blocks.num_insertions
-    _compute(blocks, request, 48)
+    _compute(blocks, sequence, 48)
     assert (before, blocks.num_insertions) == (1, 3)
     blocks.uncache_since(before)
-    blocks.check_integrity([request])
-    assert blocks.acquire_prefix(make_request("b", range(64))) == 16
+    blocks.check_integrity([sequence])
+    assert blocks.acquire_prefix(make_sequence("b", range(64))) == 16
 
 
 def test_without_prefix_caching_nothing_is_ever_found() -> None:
     blocks = BlockManager(16, 16, enable_prefix_caching=False)
-    _compute(blocks, make_request("a", range(40)), 40)
-    assert blocks.acquire_prefix(make_request("b", range(40))) == 0
+    _compute(blocks, make_sequence("a", range(40)), 40)
+    assert blocks.acquire_prefix(make_sequence("b", range(40))) == 0
 
 
 def test_a_lost_reference_is_noticed() -> None:
     blocks = BlockManager(4, 16)
-    request = make_request(prompt=range(20))
-    _compute(blocks, request, 20)
-    request.block_ids.pop()
+    sequence = make_sequence(prompt=range(20))
+    _compute(blocks, sequence, 20)
+    sequence.block_ids.pop()
     with pytest.raises(AssertionError, match="counted"):
-        blocks.check_integrity([request])
+        blocks.check_integrity([sequence])
 
 
 def test_random_traffic_keeps_the_accounts_exact() -> None:
     rng = seeded("kv blocks")
     for _ in range(budget(20, 400)):
         blocks = BlockManager(rng.randint(4, 40), rng.choice((16, 32)))
-        live: list[Request] = []
+        live: list[Sequence] = []
         for number in range(rng.randint(20, 120)):
             if live and rng.random() < 0.4:
                 blocks.release(live.pop(rng.randrange(len(live))))
             else:
                 start = rng.choice((0, 0, 7))
-                request = make_request(str(number), range(start, start + rng.randint(1, 200)))
-                blocks.acquire_prefix(request)
-                if blocks.grow(request, request.num_tokens):
-                    request.num_computed = rng.randint(request.num_computed, request.num_tokens)
-                    blocks.cache_full_blocks(request)
-                    live.append(request)
+                sequence = make_sequence(str(number), range(start, start + rng.randint(1, 200)))
+                blocks.acquire_prefix(sequence)
+                if blocks.grow(sequence, sequence.num_tokens):
+                    sequence.num_computed = rng.randint(sequence.num_computed, sequence.num_tokens)
+                    blocks.cache_full_blocks(sequence)
+                    live.append(sequence)
                 else:
-                    blocks.release(request)
+                    blocks.release(sequence)
             blocks.check_integrity(live)
-        for request in live:
-            blocks.release(request)
+        for sequence in live:
+            blocks.release(sequence)
         assert blocks.num_referenced == 0

@@ -12,23 +12,31 @@ from support.engines import runner_info
 from penstock_shard import link
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
-from penstock_shard.request import FinishReason, Objective, SamplingParams
+from penstock_shard.request import FinishReason, Objective, Request, SamplingParams
 from penstock_shard.runner.base import Logprobs
 
-SUBMIT = link.Submit(
-    "id", 2, b"\x01\x00\x00\x00", b"",
-    SamplingParams(
+REQUEST = Request(
+    request_id="id",
+    attempt=2,
+    prompt=b"\x01\x00\x00\x00",
+    sampling=SamplingParams(
         0.5, 3, 0.25, 0.1, 2**64 - 1, (1, 2), 0.9, 1.1, 0.5, -0.5, ((3, 1.5),), ((1,), (2, 3))
     ),
-    7, [5], 0, None, "salt", 4, (9,), Objective(-1, 2.0, 0.5, 0.25, True),
-)  # fmt: skip
+    max_tokens=7,
+    min_tokens=4,
+    stop_token_ids=frozenset({5}),
+    logprobs=0,
+    logprob_token_ids=(9,),
+    cache_salt="salt",
+    objective=Objective(-1, 2.0, 0.5, 0.25, True),
+)
 
 
 def test_messages_to_the_engine_arrive_as_they_were_sent() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         engine_end = link.EngineEnd(theirs)
-        for message in (link.Start(ShardConfig(model="m")), link.Inbox([SUBMIT], [("other", 1)])):
+        for message in (link.Start(ShardConfig(model="m")), link.Inbox([REQUEST], [("other", 1)])):
             ours.sendall(link.encode_frame(message))
             assert engine_end.receive() == message
 
@@ -63,7 +71,7 @@ async def test_a_length_that_is_not_the_senders_is_the_end_and_not_waited_for(
 async def test_what_comes_after_half_a_message_is_no_beginning_of_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    whole = link.encode_frame(link.Inbox([SUBMIT], []))
+    whole = link.encode_frame(link.Inbox([REQUEST], []))
     await _means_the_end(whole[11:], caplog)
 
 

@@ -18,9 +18,9 @@ from penstock_shard import link, metrics_port, wire
 from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine_supervisor import EngineSupervisor
-from penstock_shard.link import Error, Load, Output, StepOutputs, Submit
+from penstock_shard.link import Error, Load, Output, StepOutputs
 from penstock_shard.metrics import EngineCollector, ShardMetrics, serve_metrics
-from penstock_shard.request import FinishReason, SamplingParams
+from penstock_shard.request import FinishReason, Request
 
 
 def value(metrics: ShardMetrics, name: str, **labels: str) -> float | None:
@@ -141,9 +141,8 @@ def test_routers_are_told_how_long_steps_took_and_what_they_computed() -> None:
     assert (told.steps_seconds_total, told.computed_tokens_total) == (1.5, 20)
 
 
-def submit(request_id: str) -> Submit:
-    params = SamplingParams()
-    return Submit(request_id, 0, b"\0" * 40, b"", params, 8, [], None, None, "")
+def submit(request_id: str) -> Request:
+    return make_request(request_id, range(10))
 
 
 @pytest.fixture

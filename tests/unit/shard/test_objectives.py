@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from statistics import mean, median
 
+import msgspec
 import pytest
 from simulation.scheduling import Simulation, Timeline, linear_cost
 from support.budget import budget, seeded
@@ -33,6 +34,11 @@ def _traffic(rng: random.Random, rate: float, duration_s: float) -> list[tuple[f
     return arrivals
 
 
+def _with_slo(request: Request) -> Request:
+    slo = Objective(seconds_between_tokens=_SLO_S)
+    return msgspec.structs.replace(request, objective=slo)
+
+
 def _overload(seed: int, duration_s: float, *, with_slo: bool) -> tuple[Simulation, float, float]:
     """1.3 times what the device can serve, a fifth of it with an slo.
 
@@ -41,20 +47,21 @@ def _overload(seed: int, duration_s: float, *, with_slo: bool) -> tuple[Simulati
     """
     rng = random.Random(seed)
     arrivals = _traffic(rng, 3.9, duration_s)
-    chosen = [request for _, request in arrivals if rng.random() < 0.2]
+    chosen = {request.request_id for _, request in arrivals if rng.random() < 0.2}
     if with_slo:
-        for request in chosen:
-            request.objective = Objective(seconds_between_tokens=_SLO_S)
+        arrivals = [
+            (at_s, _with_slo(request) if request.request_id in chosen else request)
+            for at_s, request in arrivals
+        ]
     limits = SchedulerLimits(32, 512, 256, aging_s=_AGING_S)
     simulation = Simulation(limits, _COST, max_queued_requests=64)
     timelines = simulation.run(arrivals)
     end_s = max(timeline.ended_s or 0.0 for timeline in timelines)
     rate = sum(len(timeline.token_times_s) for timeline in timelines) / (end_s - 1.0)
-    names = {request.request_id for request in chosen}
     attained = [
         mean(gap <= _SLO_S for gap in timeline.gaps_s) >= 0.95
         for timeline in timelines
-        if timeline.request.request_id in names and timeline.gaps_s
+        if timeline.request.request_id in chosen and timeline.gaps_s
     ]
     return simulation, rate, mean(attained)
 
@@ -120,9 +127,8 @@ def test_short_prompts_get_past_a_long_one() -> None:
 
 def test_short_prompts_get_past_two_long_ones() -> None:
     simulation = Simulation(SchedulerLimits(16, 512, 256), _COST)
-    long = [make_request(name, [i % 991 for i in range(20_000)], max_tokens=4) for name in "ab"]
-    for number, request in enumerate(long):
-        request.cache_salt = str(number)
+    prompt = [i % 991 for i in range(20_000)]
+    long = [make_request(name, prompt, max_tokens=4, cache_salt=name) for name in "ab"]
     short = make_request("short", range(100), max_tokens=4)
     timelines = simulation.run([(0.0, long[0]), (0.5, long[1]), (2.0, short)])
     assert next(t for t in timelines if t.request is short).first_token_s < 4.0
@@ -138,7 +144,7 @@ def test_a_prompt_that_lacked_blocks_shares_what_others_have_computed_since() ->
     second = make_request("second", [*start, 2], max_tokens=5)
     timelines = simulation.run([(0.0, stream), (0.1, first), (0.2, second)])
     first_s, second_s = (t.first_token_s for t in timelines if t.request is not stream)
-    assert second.cached_tokens == 2000
+    assert timelines[-1].sequence.cached_tokens == 2000
     # Long before the first one ends, and gives its blocks back.
     assert second_s < first_s + 0.3
 
@@ -171,41 +177,40 @@ def test_a_prompt_that_is_mostly_cached_breaks_no_objective() -> None:
     cost = linear_cost(step_s=0.004, decode_s=0.0012, prompt_token_s=0.0003, key_s=1e-6)
     simulation = Simulation(SchedulerLimits(16, 512, 512), cost)
     start = [i % 991 for i in range(20_000)]
-    steady = make_request("steady", range(10), max_tokens=100)
-    steady.objective = Objective(seconds_between_tokens=_SLO_S)
+    steady = make_request(
+        "steady", range(10), max_tokens=100, objective=Objective(seconds_between_tokens=_SLO_S)
+    )
     hit = make_request("hit", [*start[:19_984], *range(400)], max_tokens=2)
     warm_up = make_request("warm-up", start, max_tokens=1)
     timelines = simulation.run([(0.0, warm_up), (400.0, steady), (400.5, hit)])
-    assert hit.cached_tokens == 19_984
+    assert timelines[-1].sequence.cached_tokens == 19_984
     assert max(next(t for t in timelines if t.request is steady).gaps_s) <= _SLO_S
 
 
 def test_prompts_are_bounded_while_others_decode() -> None:
     simulation = Simulation(SchedulerLimits(16, 512, 128), _COST)
-    first = make_request("first", range(50), max_tokens=50)
-    others = [make_request(str(i), range(i, i + 120), max_tokens=3) for i in range(8)]
-    simulation.engine.submit(first)
+    simulation.submit(make_request("first", range(50), max_tokens=50))
     for _ in range(3):
         simulation.engine.step()
-    for request in others:
-        simulation.engine.submit(request)
+    for i in range(8):
+        simulation.submit(make_request(str(i), range(i, i + 120), max_tokens=3))
+    first, *others = (timeline.sequence for timeline in simulation.timelines.values())
     while first.num_output_tokens < 30:
         plan = simulation.engine._in_flight[-1]
         assert sum(row.count for row in plan.rows if row.count > 1) <= 128
         simulation.engine.step()
-    assert all(request.num_output_tokens == 3 for request in others)
+    assert all(sequence.num_output_tokens == 3 for sequence in others)
 
 
 def test_a_higher_class_takes_the_seat_of_a_lower_one() -> None:
     simulation = Simulation(SchedulerLimits(1, 512), _COST)
     low = make_request("low", range(20), max_tokens=200)
-    high = make_request("high", range(30), max_tokens=5)
-    high.objective = Objective(priority=-1)
+    high = make_request("high", range(30), max_tokens=5, objective=Objective(priority=-1))
     timelines = simulation.run([(0.0, low), (0.1, high)])
     by_name = {t.request.request_id: t for t in timelines}
     assert (by_name["high"].ended_s or 0) < (by_name["low"].ended_s or 0)
     assert len(by_name["low"].token_times_s) == 200
-    assert low.preemptions == 1
+    assert by_name["low"].sequence.preemptions == 1
 
 
 @pytest.mark.parametrize(
@@ -213,34 +218,34 @@ def test_a_higher_class_takes_the_seat_of_a_lower_one() -> None:
 )
 def test_a_queue_that_is_older_than_the_bound_makes_no_wish_void(objective: Objective) -> None:
     simulation = Simulation(SchedulerLimits(4, 512, aging_s=10.0), _COST)
-    batch = [(0.0, make_request(str(i), range(i, i + 40), max_tokens=100)) for i in range(200)]
-    for _, request in batch:
-        request.objective = Objective(priority=max(0, objective.priority + 1))
-    wish = make_request("wish", range(500, 540), max_tokens=5)
-    wish.objective = objective
+    usual = Objective(priority=max(0, objective.priority + 1))
+    batch = [
+        (0.0, make_request(str(i), range(i, i + 40), max_tokens=100, objective=usual))
+        for i in range(200)
+    ]
+    wish = make_request("wish", range(500, 540), max_tokens=5, objective=objective)
     timelines = simulation.run([*batch, (15.0, wish)])
     assert next(t for t in timelines if t.request is wish).first_token_s < 2.0
 
 
 def test_a_class_does_not_take_the_seat_of_its_own() -> None:
     simulation = Simulation(SchedulerLimits(1, 512), _COST)
-    first = make_request("first", range(20), max_tokens=50)
-    second = make_request("second", range(30), max_tokens=5)
-    for request in (first, second):
-        request.objective = Objective(priority=-1)
-    simulation.run([(0.0, first), (0.1, second)])
-    assert first.preemptions == 0
+    high = Objective(priority=-1)
+    first = make_request("first", range(20), max_tokens=50, objective=high)
+    second = make_request("second", range(30), max_tokens=5, objective=high)
+    timelines = simulation.run([(0.0, first), (0.1, second)])
+    assert timelines[0].sequence.preemptions == 0
 
 
 def test_whoever_came_in_by_its_age_keeps_its_seat_until_it_has_a_token() -> None:
     limits = SchedulerLimits(1, 16, aging_s=1.0)
     simulation = Simulation(limits, _COST)
-    old = make_request("old", range(100), max_tokens=2)
-    old.objective = Objective(priority=1)
+    old = make_request("old", range(100), max_tokens=2, objective=Objective(priority=1))
     favoured = []
     for i in range(40):
-        request = make_request(str(i), range(i, i + 40), max_tokens=20)
-        request.objective = Objective(priority=-1)
+        request = make_request(
+            str(i), range(i, i + 40), max_tokens=20, objective=Objective(priority=-1)
+        )
         favoured.append((0.1 * i, request))
     timelines = simulation.run([*favoured, (0.0, old)])
     assert next(t for t in timelines if t.request is old).first_token_s < 3.0
@@ -248,25 +253,23 @@ def test_whoever_came_in_by_its_age_keeps_its_seat_until_it_has_a_token() -> Non
 
 def test_whoever_came_in_by_its_age_keeps_no_higher_class_from_another_seat() -> None:
     simulation = Simulation(SchedulerLimits(2, 64, 32, aging_s=1.0), _COST)
-    low = make_request("low", range(10), max_tokens=1000)
-    aged = make_request("aged", [i % 900 for i in range(5000)], max_tokens=2)
-    for request in (low, aged):
-        request.objective = Objective(priority=1)
-    high = make_request("high", range(30), max_tokens=2)
-    high.objective = Objective(priority=-1)
+    lower = Objective(priority=1)
+    low = make_request("low", range(10), max_tokens=1000, objective=lower)
+    aged = make_request("aged", [i % 900 for i in range(5000)], max_tokens=2, objective=lower)
+    high = make_request("high", range(30), max_tokens=2, objective=Objective(priority=-1))
     timelines = simulation.run([(0.0, low), (0.01, aged), (3.0, high)])
     assert next(t for t in timelines if t.request is high).first_token_s < 0.5
-    assert (low.preemptions, aged.preemptions) == (1, 0)
+    assert [t.sequence.preemptions for t in timelines[:2]] == [1, 0]
 
 
 def test_nobody_is_preempted_for_a_place_that_would_still_be_too_small() -> None:
     simulation = Simulation(SchedulerLimits(16, 512, 256), _COST, num_blocks=64, max_model_len=1024)
     low = [(0.5, make_request(str(i), range(i, i + 16), max_tokens=30)) for i in range(3)]
-    large = make_request("large", range(600), max_tokens=300)
+    high = Objective(priority=-1)
+    large = make_request("large", range(600), max_tokens=300, objective=high)
     # As large again: it must wait until the other is over.
-    next_one = make_request("next", [7 * i % 900 for i in range(600)], max_tokens=5)
-    for request in (large, next_one):
-        request.objective = Objective(priority=-1)
+    prompt = [7 * i % 900 for i in range(600)]
+    next_one = make_request("next", prompt, max_tokens=5, objective=high)
     simulation.run([(0.0, large), *low, (1.0, next_one)])
     assert simulation.scheduler.preemptions_total == 0
 
@@ -274,10 +277,13 @@ def test_nobody_is_preempted_for_a_place_that_would_still_be_too_small() -> None
 def test_way_is_made_for_the_most_urgent_of_a_class() -> None:
     simulation = Simulation(SchedulerLimits(16, 512, 256), _COST, num_blocks=64, max_model_len=1024)
     low = [(0.0, make_request(str(i), range(i, i + 160), max_tokens=600)) for i in range(4)]
-    small = make_request("small", range(500, 516), max_tokens=5)
-    small.objective = Objective(priority=-1)
-    urgent = make_request("urgent", [i % 777 for i in range(700)], max_tokens=5)
-    urgent.objective = Objective(priority=-1, time_to_first_token_s=0.2)
+    small = make_request("small", range(500, 516), max_tokens=5, objective=Objective(priority=-1))
+    urgent = make_request(
+        "urgent",
+        [i % 777 for i in range(700)],
+        max_tokens=5,
+        objective=Objective(priority=-1, time_to_first_token_s=0.2),
+    )
     timelines = simulation.run([*low, (5.0, small), (5.0, urgent)])
     waited_s = {t.request.request_id: t.first_token_s for t in timelines}
     assert waited_s["urgent"] < 1.5
@@ -292,8 +298,7 @@ def test_a_stream_of_favoured_requests_starves_nobody_beyond_the_bound(
     simulation = Simulation(SchedulerLimits(4, 256, 128, aging_s=aging_s), _COST)
     favoured = []
     for i in range(200):
-        request = make_request(str(i), range(i, i + 40), max_tokens=20)
-        request.objective = objective
+        request = make_request(str(i), range(i, i + 40), max_tokens=20, objective=objective)
         favoured.append((0.05 * i, request))
     plain = make_request("plain", range(500, 540), max_tokens=5)
     timelines = simulation.run([*favoured, (1.0, plain)])
@@ -305,8 +310,7 @@ def test_a_stream_of_favoured_requests_starves_nobody_beyond_the_bound(
 def test_whoever_asks_for_the_impossible_leaves_half_of_the_device() -> None:
     def rate_of_others(objective: Objective) -> float:
         simulation = Simulation(SchedulerLimits(16, 512, 256), _COST)
-        greedy = make_request("greedy", range(10), max_tokens=400)
-        greedy.objective = objective
+        greedy = make_request("greedy", range(10), max_tokens=400, objective=objective)
         others = [(0.5, make_request(str(i), range(i, i + 30), max_tokens=20)) for i in range(10)]
         timelines = simulation.run([(0.0, greedy), *others])
         others_end_s = max(t.ended_s or 0 for t in timelines if t.request is not greedy)
@@ -320,8 +324,7 @@ def test_a_deadline_moves_a_request_forward_in_its_class() -> None:
     simulation = Simulation(SchedulerLimits(1, 512), _COST)
     running = make_request("running", range(10), max_tokens=100)
     patient = make_request("patient", range(20), max_tokens=50)
-    pressed = make_request("pressed", range(30), max_tokens=50)
-    pressed.objective = Objective(deadline_s=3.0)
+    pressed = make_request("pressed", range(30), max_tokens=50, objective=Objective(deadline_s=3.0))
     timelines = simulation.run([(0.0, running), (0.1, patient), (0.2, pressed)])
     ends = {t.request.request_id: t.ended_s or 0.0 for t in timelines}
     assert ends["pressed"] < ends["patient"]

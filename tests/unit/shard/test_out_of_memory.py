@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 
@@ -12,8 +11,9 @@ from support.shadow import Fails, ShadowRunner
 
 from penstock_shard.codes import Code
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import FinishReason, Objective, Pooling, Request
+from penstock_shard.request import FinishReason, Objective, Pooling
 from penstock_shard.runner.base import StepPlan
+from penstock_shard.sequence import Sequence
 
 
 def _fails_at(*steps: int) -> Fails:
@@ -32,7 +32,7 @@ def _alone(prompt, **options) -> list[int]:
 def _released(under_test: EngineUnderTest) -> list[str]:
     runner = under_test.engine._runner
     assert isinstance(runner, ShadowRunner)
-    return sorted(request.request_id for request in runner.released)
+    return sorted(sequence.request.request_id for sequence in runner.released)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -71,7 +71,7 @@ def test_what_a_failed_step_should_have_computed_is_found_by_nobody() -> None:
     under_test = make_engine(fails=_fails_at(0), max_steps_ahead=0)
     under_test.engine.submit(make_request("first", range(60), max_tokens=2))
     under_test.step()
-    (first,) = under_test.scheduler.requests
+    (first,) = under_test.scheduler.sequences
     under_test.engine.abort("first", 0)
     under_test.engine.submit(make_request("second", range(60), max_tokens=2))
     under_test.run()
@@ -100,10 +100,10 @@ def test_requests_keep_their_order_when_they_are_preempted() -> None:
         under_test.engine.submit(make_request(str(number), range(10 * number, 10 * number + 8)))
     under_test.step()
     under_test.step()
-    running = [request.request_id for request in under_test.scheduler.requests]
+    running = [sequence.request.request_id for sequence in under_test.scheduler.sequences]
     while under_test.scheduler.num_running:
         under_test.step()
-    assert [request.request_id for request in under_test.scheduler.requests] == running
+    assert [sequence.request.request_id for sequence in under_test.scheduler.sequences] == running
 
 
 def test_steps_are_half_as_large_and_grow_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,7 @@ def test_steps_are_half_as_large_and_grow_again(caplog: pytest.LogCaptureFixture
 class _Always(Drafter):
     """Drafts as many as it may."""
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         return [5] * most
 
 
@@ -136,7 +136,7 @@ def test_nothing_is_drafted_until_the_bounds_are_what_they_were(
     plans = []
     collected = under_test.scheduler.collected
 
-    def told(plan: StepPlan, seconds: float | None = None) -> list[Request]:
+    def told(plan: StepPlan, seconds: float | None = None) -> list[Sequence]:
         plans.append((under_test.scheduler.bounds.reduced, len(plan.rows[0].drafts)))
         return collected(plan, seconds)
 
@@ -148,7 +148,7 @@ def test_nothing_is_drafted_until_the_bounds_are_what_they_were(
 
 def test_nobody_waits_for_a_draft_while_there_are_none() -> None:
     class Waiting(_Always):
-        def expects(self, request: Request) -> bool:
+        def expects(self, sequence: Sequence) -> bool:
             return True
 
     under_test = make_engine(fails=_fails_at(0), drafter=Waiting(2))
@@ -169,11 +169,10 @@ def test_a_long_prompt_that_begins_anew_whenever_a_step_fails_comes_to_its_end()
         fails=lambda plan: plan.num_tokens > 40,
     )
     prompt = [i % 900 for i in range(2500)]
-    request = make_request("r", prompt, max_tokens=1, pooling=Pooling.MEAN)
-    under_test.engine.submit(request)
+    under_test.engine.submit(make_request("r", prompt, max_tokens=1, pooling=Pooling.MEAN))
     under_test.run(max_steps=1000)
     assert [output.finish for output in under_test.endings("r")] == [FinishReason.STOP]
-    assert request.preemptions > 1
+    assert under_test.scheduler.preemptions_total > 1
 
 
 def test_two_that_do_not_fit_alone_and_take_turns_both_end() -> None:
@@ -181,9 +180,7 @@ def test_two_that_do_not_fit_alone_and_take_turns_both_end() -> None:
     now_s = 1.0
     under_test.engine._clock = lambda: now_s
     for name in ("aged", "young"):
-        request = make_request(name)
-        request.objective = Objective(deadline_s=5.0)
-        under_test.engine.submit(request)
+        under_test.engine.submit(make_request(name, objective=Objective(deadline_s=5.0)))
         now_s += 31.0
     now_s -= 1.5
     under_test.run(max_steps=20)
@@ -205,7 +202,7 @@ def test_a_request_that_does_not_fit_alone_ends_and_the_others_live() -> None:
     alone: list[str] = []
 
     def fails(plan: StepPlan) -> bool:
-        names = [row.request.request_id for row in plan.rows]
+        names = [row.sequence.request.request_id for row in plan.rows]
         if names == ["big"]:
             alone.append("big")
         return "big" in names
@@ -249,8 +246,7 @@ def test_who_was_aborted_meanwhile_is_released_once() -> None:
 
 def test_who_would_rather_go_elsewhere_is_given_back() -> None:
     under_test: EngineUnderTest = make_engine(fails=_fails_at(1))
-    request = dataclasses.replace(make_request(max_tokens=9), hand_back=True)
-    under_test.engine.submit(request)
+    under_test.engine.submit(make_request(max_tokens=9, hand_back=True))
     under_test.run()
     (ending,) = under_test.endings("r")
     assert ending.error is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.budget import budget, seeded
-from support.engines import make_request
+from support.engines import make_sequence
 
 from penstock_shard.prompt_lookup import Drafter, look_up
 
@@ -66,53 +66,53 @@ def test_only_so_many_tokens_back_are_searched(monkeypatch: pytest.MonkeyPatch) 
 
 def test_right_drafts_grow_and_wrong_ones_shrink_and_pause() -> None:
     drafter = Drafter(8)
-    request = make_request(prompt=[1, 2, 3] * 10)
-    assert len(drafter.propose(request, 8)) == 8
-    drafter.learn(request, 8, 2)
-    assert len(drafter.propose(request, 8)) == 2
-    drafter.learn(request, 2, 2)
-    assert len(drafter.propose(request, 8)) == 4
-    assert len(drafter.propose(request, 3)) == 3
+    sequence = make_sequence(prompt=[1, 2, 3] * 10)
+    assert len(drafter.propose(sequence, 8)) == 8
+    drafter.learn(sequence, 8, 2)
+    assert len(drafter.propose(sequence, 8)) == 2
+    drafter.learn(sequence, 2, 2)
+    assert len(drafter.propose(sequence, 8)) == 4
+    assert len(drafter.propose(sequence, 3)) == 3
     pauses = []
     for _ in range(8):
-        drafter.learn(request, 1, 0)
+        drafter.learn(sequence, 1, 0)
         pauses.append(0)
-        while not drafter.propose(request, 8):
-            request.token_ids += [1, 2, 3][len(request.token_ids) % 3 :][:1]
+        while not drafter.propose(sequence, 8):
+            sequence.token_ids += [1, 2, 3][len(sequence.token_ids) % 3 :][:1]
             pauses[-1] += 1
     assert pauses == [2, 4, 8, 16, 32, 64, 64, 64]
-    assert len(drafter.propose(request, 8)) == 1
-    drafter.learn(request, 1, 1)
-    assert len(drafter.propose(request, 8)) == 2
+    assert len(drafter.propose(sequence, 8)) == 1
+    drafter.learn(sequence, 1, 1)
+    assert len(drafter.propose(sequence, 8)) == 2
     assert (drafter.proposed_total, drafter.accepted_total) == (8 + 2 + 8 + 1, 2 + 2 + 1)
 
 
 def test_who_waited_for_a_draft_that_did_not_come_waits_less_often() -> None:
     drafter = Drafter(4)
-    request = make_request(prompt=[1, 2, 1])
-    request.num_pending = 1
-    assert drafter.expects(request)
-    request.num_pending = 0
-    request.token_ids.append(9)
-    assert drafter.propose(request, 4) == []
-    request.token_ids.append(1)
-    assert not drafter.expects(request)
-    request.token_ids.append(2)
-    assert drafter.expects(request)
+    sequence = make_sequence(prompt=[1, 2, 1])
+    sequence.num_pending = 1
+    assert drafter.expects(sequence)
+    sequence.num_pending = 0
+    sequence.token_ids.append(9)
+    assert drafter.propose(sequence, 4) == []
+    sequence.token_ids.append(1)
+    assert not drafter.expects(sequence)
+    sequence.token_ids.append(2)
+    assert drafter.expects(sequence)
 
 
 def test_where_nobody_waited_a_draft_is_made_as_soon_as_there_is_one() -> None:
     drafter = Drafter(4)
-    request = make_request(prompt=[1, 2, 3])
-    assert drafter.propose(request, 4) == []
-    request.token_ids.append(2)
-    assert drafter.propose(request, 1) == [3]
+    sequence = make_sequence(prompt=[1, 2, 3])
+    assert drafter.propose(sequence, 4) == []
+    sequence.token_ids.append(2)
+    assert drafter.propose(sequence, 1) == [3]
 
 
 def test_nothing_is_kept_of_a_request_that_is_over() -> None:
     drafter = Drafter(4)
-    request = make_request(prompt=[1, 1])
-    drafter.propose(request, 4)
-    drafter.forget(request)
-    drafter.learn(request, 4, 0)
+    sequence = make_sequence(prompt=[1, 1])
+    drafter.propose(sequence, 4)
+    drafter.forget(sequence)
+    drafter.learn(sequence, 4, 0)
     assert not drafter._histories

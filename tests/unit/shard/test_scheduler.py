@@ -5,31 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.engines import make_engine, make_request
+from support.engines import make_engine, make_request, make_sequence
 
 from penstock_shard.kv_blocks import BlockManager
 from penstock_shard.prompt_lookup import Drafter
-from penstock_shard.request import Objective, Request
+from penstock_shard.request import Objective
 from penstock_shard.scheduler import Scheduler, SchedulerLimits
+from penstock_shard.sequence import Sequence
 
 
 def _rows(plan) -> list[tuple[str, int, int, bool]]:
-    return [(row.request.request_id, row.start, row.count, row.samples) for row in plan.rows]
+    return [
+        (row.sequence.request.request_id, row.start, row.count, row.samples) for row in plan.rows
+    ]
 
 
 def _collect(scheduler, plan, token_id: int = 1) -> None:
     """What the engine does when a step is over: the same token for whoever sampled."""
     for row in plan.rows:
         if row.samples:
-            row.request.num_pending -= 1
-            row.request.token_ids.append(token_id)
+            row.sequence.num_pending -= 1
+            row.sequence.token_ids.append(token_id)
     scheduler.collected(plan)
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     under_test = make_engine(max_num_batched_tokens=64, max_model_len=512)
     scheduler = under_test.scheduler
-    scheduler.add(make_request("a", range(150)))
+    scheduler.add(make_sequence("a", range(150)))
     seen = []
     for _ in range(3):
         plan = scheduler.schedule()
@@ -40,10 +43,10 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
 
 def test_decodes_come_before_chunks_of_prompts() -> None:
     scheduler = make_engine(max_num_batched_tokens=64).scheduler
-    decoding = make_request("decoding", range(10))
+    decoding = make_sequence("decoding", range(10))
     scheduler.add(decoding)
     _collect(scheduler, scheduler.schedule())
-    scheduler.add(make_request("prompt", range(200)))
+    scheduler.add(make_sequence("prompt", range(200)))
     plan = scheduler.schedule()
     assert _rows(plan) == [("decoding", 10, 1, True), ("prompt", 0, 63, False)]
     _collect(scheduler, plan)
@@ -53,7 +56,7 @@ def test_decodes_come_before_chunks_of_prompts() -> None:
 def test_no_more_requests_run_than_max_num_seqs() -> None:
     scheduler = make_engine(max_num_seqs=3).scheduler
     for number in range(5):
-        scheduler.add(make_request(str(number)))
+        scheduler.add(make_sequence(str(number)))
     assert len(scheduler.schedule().rows) == 3
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
 
@@ -61,12 +64,12 @@ def test_no_more_requests_run_than_max_num_seqs() -> None:
 def test_the_latest_arrival_is_preempted_when_blocks_run_out() -> None:
     under_test = make_engine(num_blocks=4, max_model_len=64)
     scheduler = under_test.scheduler
-    requests = [make_request(name, range(start, start + 31), max_tokens=30)
+    sequences = [make_sequence(name, range(start, start + 31), max_tokens=30)
                 for name, start in (("old", 0), ("new", 100))]  # fmt: skip
-    for request in requests:
-        scheduler.add(request)
+    for sequence in sequences:
+        scheduler.add(sequence)
     _collect(scheduler, scheduler.schedule())
-    old, new = requests
+    old, new = sequences
     for _ in range(2):
         plan = scheduler.schedule()
         if scheduler.preemptions_total:
@@ -94,14 +97,15 @@ def test_whoever_is_preempted_runs_before_those_that_never_ran() -> None:
 
 def test_whoever_is_preempted_runs_before_new_ones_of_its_class_whatever_these_wish() -> None:
     scheduler = make_engine(max_num_seqs=1).scheduler
-    old = make_request("old", range(20))
+    old = make_sequence("old", range(20))
     scheduler.add(old, now_s=1.0)
     _collect(scheduler, scheduler.schedule(now_s=1.0))
     old.last_token_s = 2.0
-    hurried = make_request("hurried", range(100, 120))
-    hurried.objective = Objective(time_to_first_token_s=0.1)
-    for request in (make_request("plain", range(100, 120)), hurried):
-        scheduler.add(request, now_s=1.5)
+    hurried = make_sequence(
+        "hurried", range(100, 120), objective=Objective(time_to_first_token_s=0.1)
+    )
+    for sequence in (make_sequence("plain", range(100, 120)), hurried):
+        scheduler.add(sequence, now_s=1.5)
     scheduler._preempt(old, "a reason")
     assert [row[0] for row in _rows(scheduler.schedule(now_s=2.0))] == ["old"]
 
@@ -112,9 +116,9 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_in_every_step(
     under_test = make_engine(num_blocks=32)
     scheduler = under_test.scheduler
     for number in range(4):
-        scheduler.add(make_request(str(number), range(number, number + 8 + number), max_tokens=90))
+        scheduler.add(make_sequence(str(number), range(number, number + 8 + number), max_tokens=90))
     _collect(scheduler, scheduler.schedule())
-    scheduler.add(make_request("large", range(500, 960)))
+    scheduler.add(make_sequence("large", range(500, 960)))
     lookups = []
     acquire = under_test.blocks.acquire_prefix
 
@@ -133,8 +137,8 @@ def test_a_prompt_that_lacks_blocks_is_not_looked_up_in_every_step(
 
 def test_a_request_is_let_in_only_with_blocks_for_all_it_knows() -> None:
     scheduler = make_engine(num_blocks=4, max_model_len=64, max_num_batched_tokens=32).scheduler
-    scheduler.add(make_request("a", range(40)))
-    scheduler.add(make_request("b", range(100, 140)))
+    scheduler.add(make_sequence("a", range(40)))
+    scheduler.add(make_sequence("b", range(100, 140)))
     _collect(scheduler, scheduler.schedule())
     plan = scheduler.schedule()
     assert _rows(plan) == [("a", 32, 8, True)]
@@ -153,9 +157,9 @@ def test_prompt_logprobs_compute_the_whole_prompt_although_it_is_cached() -> Non
 
 def test_two_identical_prompts_in_one_step_share_their_blocks() -> None:
     under_test = make_engine(max_num_batched_tokens=256)
-    first, second = make_request("first", range(70)), make_request("second", range(70))
-    for request in (first, second):
-        under_test.scheduler.add(request)
+    first, second = make_sequence("first", range(70)), make_sequence("second", range(70))
+    for sequence in (first, second):
+        under_test.scheduler.add(sequence)
     plan = under_test.scheduler.schedule()
     assert _rows(plan) == [("first", 0, 70, True), ("second", 64, 6, True)]
     assert second.block_ids[:4] == first.block_ids[:4]
@@ -165,17 +169,17 @@ def test_two_identical_prompts_in_one_step_share_their_blocks() -> None:
 def test_prompts_scored_in_several_passes_are_shared_only_once_they_are_computed() -> None:
     under_test = make_engine(max_num_batched_tokens=256)
     scheduler = under_test.scheduler
-    scored = make_request("scored", range(70), prompt_logprobs=0)
-    for request in (scored, make_request("plain", range(70))):
-        scheduler.add(request)
+    scored = make_sequence("scored", range(70), prompt_logprobs=0)
+    for sequence in (scored, make_sequence("plain", range(70))):
+        scheduler.add(sequence)
     assert _rows(scheduler.schedule())[1] == ("plain", 0, 70, True)
 
 
 def test_the_next_step_is_scheduled_before_the_token_of_the_last_has_come_back() -> None:
     under_test = make_engine()
     scheduler = under_test.scheduler
-    request = make_request("a", range(10), max_tokens=3)
-    scheduler.add(request)
+    sequence = make_sequence("a", range(10), max_tokens=3)
+    scheduler.add(sequence)
     plans = [scheduler.schedule() for _ in range(4)]
     assert [_rows(plan) for plan in plans] == [
         [("a", 0, 10, True)],
@@ -183,10 +187,10 @@ def test_the_next_step_is_scheduled_before_the_token_of_the_last_has_come_back()
         [("a", 11, 1, True)],
         [],
     ]
-    assert (request.num_pending, request.num_output_tokens) == (3, 0)
+    assert (sequence.num_pending, sequence.num_output_tokens) == (3, 0)
     for plan in plans[:3]:
         _collect(scheduler, plan)
-    assert (request.num_pending, request.num_output_tokens) == (0, 3)
+    assert (sequence.num_pending, sequence.num_output_tokens) == (0, 3)
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_collected(
@@ -227,28 +231,30 @@ def _scheduler(
     return Scheduler(limits, BlockManager(num_blocks, 16), drafter)
 
 
-def _of(name: str, num_tokens: int = 10, max_tokens: int = 90, **objective: Any) -> Request:
-    """A request whose prompt nobody shares."""
+def _of(name: str, num_tokens: int = 10, max_tokens: int = 90, **objective: Any) -> Sequence:
+    """A sequence whose prompt nobody shares."""
     start = 1000 * sum(map(ord, name))
-    request = make_request(name, range(start, start + num_tokens), max_tokens=max_tokens)
-    if objective:
-        request.objective = Objective(**objective)
-    return request
+    return make_sequence(
+        name,
+        range(start, start + num_tokens),
+        max_tokens=max_tokens,
+        objective=Objective(**objective) if objective else None,
+    )
 
 
-def _decode(scheduler: Scheduler, *requests: Request, now_s: float = 1.0) -> None:
+def _decode(scheduler: Scheduler, *sequences: Sequence, now_s: float = 1.0) -> None:
     """Have all of them past their prompts, which fit one step."""
-    for request in requests:
-        scheduler.add(request, now_s)
+    for sequence in sequences:
+        scheduler.add(sequence, now_s)
     plan = scheduler.schedule(now_s)
-    assert len(plan.rows) == len(requests)
+    assert len(plan.rows) == len(sequences)
     _collect(scheduler, plan)
-    for request in requests:
-        request.last_token_s = now_s
+    for sequence in sequences:
+        sequence.last_token_s = now_s
 
 
 def _names(plan) -> list[str]:
-    return [row.request.request_id for row in plan.rows]
+    return [row.sequence.request.request_id for row in plan.rows]
 
 
 # What the steps that a scheduler learns from take.
@@ -258,21 +264,21 @@ FIXED_S, DECODE_S, PROMPT_TOKEN_S = 0.002, 0.001, 0.0005
 def _teach(scheduler: Scheduler, fixed_s: float = FIXED_S) -> None:
     """Have it learn from steps of one to seven decodes, and prompts of many lengths."""
     for i in range(140):
-        requests = [_of(f"{i} {n}", 16 + (i * 7 + n) % 8, 2) for n in range(1 + i % 7)]
-        for request in requests:
-            scheduler.add(request)
+        sequences = [_of(f"{i} {n}", 16 + (i * 7 + n) % 8, 2) for n in range(1 + i % 7)]
+        for sequence in sequences:
+            scheduler.add(sequence)
         for _ in range(2):
             plan = scheduler.schedule()
             num_decodes = sum(row.count == 1 for row in plan.rows)
             num_prompt = sum(row.count for row in plan.rows if row.count > 1)
             for row in plan.rows:
                 if row.samples:
-                    row.request.num_pending -= 1
-                    row.request.token_ids.append(1)
+                    row.sequence.num_pending -= 1
+                    row.sequence.token_ids.append(1)
             seconds = fixed_s + DECODE_S * num_decodes + PROMPT_TOKEN_S * num_prompt
             scheduler.collected(plan, seconds)
-        for request in requests:
-            scheduler.remove(request)
+        for sequence in sequences:
+            scheduler.remove(sequence)
 
 
 def test_what_is_left_of_prompts_is_counted_without_the_token_that_samples() -> None:
@@ -292,7 +298,7 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_goes_before_other_prompt
     _decode(scheduler, first)
     scheduler.remove(first)
     scheduler.add(_of("other", 40))
-    scheduler.add(make_request("again", first.token_ids[:33]))
+    scheduler.add(make_sequence("again", first.token_ids[:33]))
     assert _rows(scheduler.schedule()) == [("again", 32, 1, True), ("other", 0, 40, True)]
 
 
@@ -308,8 +314,8 @@ def test_the_more_urgent_decode_where_a_step_has_no_room_for_all() -> None:
 def test_of_two_with_one_deadline_the_longer_goes_first() -> None:
     scheduler = _scheduler(num_seqs=1)
     _teach(scheduler, fixed_s=0.0)
-    for request in (_of("short", deadline_s=10.0), _of("long", max_tokens=400, deadline_s=10.0)):
-        scheduler.add(request, now_s=1.0)
+    for sequence in (_of("short", deadline_s=10.0), _of("long", max_tokens=400, deadline_s=10.0)):
+        scheduler.add(sequence, now_s=1.0)
     assert _names(scheduler.schedule(1.0)) == ["long"]
 
 
@@ -345,7 +351,7 @@ def test_who_has_waited_too_long_decodes_whatever_time_is_left() -> None:
     _teach(scheduler)
     others = [_of(f"other {n}") for n in range(5)]
     _decode(scheduler, *others, _of("hurried", seconds_between_tokens=1e-9))
-    scheduler.requests[-1].last_token_s = 40.0
+    scheduler.sequences[-1].last_token_s = 40.0
     assert len(_names(scheduler.schedule(40.0, starts_s=40.0))) == 6
 
 
@@ -357,7 +363,7 @@ def test_prompts_that_have_waited_too_long_get_some_tokens_whatever_time_is_left
         scheduler.add(_of(name), now_s=1.0)
     scheduler.add(_of("new", priority=-1), now_s=40.0)
     plan = scheduler.schedule(40.0, starts_s=40.0)
-    assert [(row.request.request_id, row.count) for row in plan.rows] == [
+    assert [(row.sequence.request.request_id, row.count) for row in plan.rows] == [
         ("hurried", 1), ("old", 10), ("also old", 6)
     ]  # fmt: skip
 
@@ -372,8 +378,8 @@ def test_of_those_that_wait_the_first_place_goes_by_age() -> None:
 def test_one_that_must_wait_for_a_block_does_not_hold_up_the_next() -> None:
     scheduler = _scheduler(num_blocks=4)
     lacks, has, leaves = _of("lacks", 16), _of("has", 10), _of("leaves", 30)
-    for request in (lacks, has, leaves):
-        scheduler.add(request)
+    for sequence in (lacks, has, leaves):
+        scheduler.add(sequence)
     assert len(scheduler.schedule().rows) == 3
     # What comes free is still in use.
     assert not scheduler.remove(leaves)
@@ -411,20 +417,20 @@ def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
     shared = _of("shared", 33)
     leaving = [_of("one", 10), _of("two", 10)]
     _decode(scheduler, shared, *leaving)
-    looked_at: list[Request] = []
+    looked_at: list[Sequence] = []
     acquire = blocks.acquire_prefix
 
-    def look(request: Request) -> int:
-        looked_at.append(request)
-        return acquire(request)
+    def look(sequence: Sequence) -> int:
+        looked_at.append(sequence)
+        return acquire(sequence)
 
     monkeypatch.setattr(blocks, "acquire_prefix", look)
     # Of its five blocks two are shared, and one is free.
-    large = make_request("large", [*shared.token_ids[:32], *range(48)])
+    large = make_sequence("large", [*shared.token_ids[:32], *range(48)])
     scheduler.add(large)
-    for request in (None, *leaving):
-        if request is not None:
-            scheduler.remove(request)
+    for left in (None, *leaving):
+        if left is not None:
+            scheduler.remove(left)
         plan = scheduler.schedule()
         _collect(scheduler, plan)
     assert looked_at == [large, large]
@@ -434,7 +440,7 @@ def test_one_that_lacked_blocks_is_looked_at_again_when_just_enough_are_free(
 def test_a_chunk_of_output_alone_scores_nothing_of_the_prompt() -> None:
     scheduler = _scheduler()
     output = range(100, 160)
-    scheduler.add(make_request("a", range(30), output=output, max_tokens=90, prompt_logprobs=0))
+    scheduler.add(make_sequence("a", range(30), output=output, max_tokens=90, prompt_logprobs=0))
     # The second is launched before the scores of the first have come.
     plans = [scheduler.schedule() for _ in range(2)]
     assert [(row.count, row.num_prompt_logprobs) for plan in plans for row in plan.rows] == [
@@ -462,7 +468,7 @@ def test_a_higher_class_takes_places_only_where_it_lacks_them_and_that_helps(
     _decode(scheduler, _of("first"), _of("second"))
     scheduler.add(_of("higher", num_tokens, priority=-1), now_s=1.0)
     plan = scheduler.schedule(1.0)
-    assert [request.request_id for request, _ in scheduler.take_preempted()] == preempted
+    assert [one.request.request_id for one, _ in scheduler.take_preempted()] == preempted
     # What took a place in this step has it from the next one on.
     assert ("higher" in _names(plan)) == (num_tokens == 32)
     assert scheduler.preemptions_total == len(preempted)
@@ -523,7 +529,7 @@ def test_one_chunk_in_eight_of_a_long_prompt_is_a_little_larger() -> None:
     counts = []
     for _ in range(24):
         plan = scheduler.schedule()
-        counts += [row.count for row in plan.rows if row.request.request_id == "long"]
+        counts += [row.count for row in plan.rows if row.sequence.request.request_id == "long"]
         _collect(scheduler, plan)
     usual = max(set(counts), key=counts.count)
     assert counts.count(usual) >= 20
@@ -531,14 +537,14 @@ def test_one_chunk_in_eight_of_a_long_prompt_is_a_little_larger() -> None:
 
 
 def test_a_drafter_forgets_who_has_left() -> None:
-    forgotten: list[Request] = []
+    forgotten: list[Sequence] = []
 
     class Forgetful(Drafter):
-        def forget(self, request: Request) -> None:
-            forgotten.append(request)
+        def forget(self, sequence: Sequence) -> None:
+            forgotten.append(sequence)
 
     scheduler = _scheduler(drafter=Forgetful(3))
-    request = _of("a")
-    scheduler.add(request)
-    scheduler.remove(request)
-    assert forgotten == [request]
+    sequence = _of("a")
+    scheduler.add(sequence)
+    scheduler.remove(sequence)
+    assert forgotten == [sequence]

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
-import numpy as np
 import pytest
-from support.engines import runner_info
+from support.engines import make_request, runner_info
 
 from penstock_client import Output as ClientOutput
 from penstock_client import _wire
@@ -21,7 +20,7 @@ from penstock_shard.codes import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.early_aborts import EarlyAborts
 from penstock_shard.engine_supervisor import EngineFailed, EngineSupervisor
-from penstock_shard.request import FinishReason, SamplingParams
+from penstock_shard.request import FinishReason, Request
 from penstock_shard.runner.base import Logprobs
 from penstock_shard.servicer import Outbox, ShardServicer
 
@@ -108,13 +107,12 @@ class _Supervisor(EngineSupervisor):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        self.sent.append(link.Inbox(self._submits, self._aborts))
-        self._submits, self._aborts = [], []
+        self.sent.append(link.Inbox(self._requests, self._aborts))
+        self._requests, self._aborts = [], []
 
 
-def _submit(request_id: str, attempt: int = 0, num_tokens: int = 3) -> link.Submit:
-    prompt = np.zeros(num_tokens, dtype="<u4").tobytes()
-    return link.Submit(request_id, attempt, prompt, b"", SamplingParams(), 8, [], None, None, "")
+def _submit(request_id: str, attempt: int = 0, num_tokens: int = 3) -> Request:
+    return make_request(request_id, range(num_tokens), attempt=attempt)
 
 
 async def test_more_requests_than_seats_and_queue_are_refused_while_the_engine_steps() -> None:
@@ -445,7 +443,7 @@ async def test_what_waits_to_be_sent_to_an_engine_dies_with_it() -> None:
     supervisor.abort("a", 0)
     supervisor._died()
     await asyncio.sleep(0)
-    assert [(inbox.submits, inbox.aborts) for inbox in supervisor.sent] == [([], [])]
+    assert [(inbox.requests, inbox.aborts) for inbox in supervisor.sent] == [([], [])]
     assert [output.request_id for output in outputs if output.error is not None] == ["a", "b"]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
+import msgspec
 import pytest
 from support.budget import budget, seeded
 from support.constrained_engines import ConstrainedEngine, constrained
@@ -15,7 +16,6 @@ from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from penstock_shard.link import Output
 from penstock_shard.prompt_lookup import Drafter
 from penstock_shard.request import (
-    NO_OBJECTIVE,
     Constraint,
     FinishReason,
     Objective,
@@ -24,6 +24,7 @@ from penstock_shard.request import (
     ThinkingBudget,
 )
 from penstock_shard.runner.base import Logprobs, StepPlan
+from penstock_shard.sequence import Sequence
 
 # Sixteen ids, so that drafts from a request's own tokens are right now and then.
 FEW = tuple(range(100, 116))
@@ -34,7 +35,7 @@ def _request(name: str = "r", **changes: Any) -> Request:
     sampling = changes.pop("sampling", {})
     if sampling:
         changes["sampling"] = dataclasses.replace(request.sampling, **sampling)
-    return dataclasses.replace(request, **changes)
+    return msgspec.structs.replace(request, **changes)
 
 
 def _run(request: Request, drafter: Drafter | None, ahead: int = 1) -> EngineUnderTest:
@@ -44,11 +45,11 @@ def _run(request: Request, drafter: Drafter | None, ahead: int = 1) -> EngineUnd
     return under_test
 
 
-def _tokens(outputs: Sequence[Output]) -> list[int]:
+def _tokens(outputs: abc.Sequence[Output]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
 
 
-def _logprobs(outputs: Sequence[Output]) -> Logprobs:
+def _logprobs(outputs: abc.Sequence[Output]) -> Logprobs:
     merged = Logprobs()
     for output in outputs:
         assert output.logprobs is not None
@@ -161,7 +162,7 @@ def test_constrained_outputs_are_those_without_drafts(kind: str) -> None:
 
 def test_an_error_after_right_drafts_comes_after_their_tokens() -> None:
     sampling = SamplingParams(temperature=1.0, allowed_token_ids=(7,), bad_words=((7, 7, 7, 7),))
-    request = dataclasses.replace(make_request(max_tokens=9), sampling=sampling)
+    request = msgspec.structs.replace(make_request(max_tokens=9), sampling=sampling)
     under_test = _run(request, Oracle(8, always([7] * 9)))
     assert under_test.tokens("r") == [7, 7, 7]
     (ending,) = under_test.endings("r")
@@ -184,10 +185,10 @@ def _decoding(under_test: EngineUnderTest, count: int, **options: Any) -> StepPl
 class _Always(Drafter):
     """Drafts as many as it may."""
 
-    def expects(self, request: Request) -> bool:
+    def expects(self, sequence: Sequence) -> bool:
         return True
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         return [5] * most
 
 
@@ -243,9 +244,9 @@ def test_whoever_said_how_far_apart_tokens_may_be_is_not_held_up_by_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(drafter=_Always(8), max_steps_ahead=0, max_num_batched_tokens=512)
-    hurried = make_request("hurried", range(10), max_tokens=90)
-    hurried.objective = Objective(seconds_between_tokens=1e-6)
-    engine.engine.submit(hurried)
+    wish = Objective(seconds_between_tokens=1e-6)
+    engine.engine.submit(make_request("hurried", range(10), max_tokens=90, objective=wish))
+    (hurried,) = engine.scheduler.sequences
     for number in range(3):
         engine.engine.submit(make_request(str(number), range(10), max_tokens=90))
     engine.scheduler._step_time._seconds = [0.001, 0.001, 0.001, 0.0]
@@ -255,15 +256,15 @@ def test_whoever_said_how_far_apart_tokens_may_be_is_not_held_up_by_drafts(
     now_s = hurried.last_token_s
     plan = engine.scheduler.schedule(now_s, now_s)
     # What is planned for is its own row and as much again.
-    assert plan.rows[0].request is hurried
+    assert plan.rows[0].sequence is hurried
     assert max(_counts(plan)) == 1
 
 
 def test_drafts_leave_prompts_half_of_the_time_that_objectives_leave() -> None:
     engine = make_engine(drafter=_Always(32), max_steps_ahead=0, max_num_batched_tokens=512)
-    hurried = make_request("hurried", range(10), max_tokens=90)
-    hurried.objective = Objective(seconds_between_tokens=0.03)
-    engine.engine.submit(hurried)
+    wish = Objective(seconds_between_tokens=0.03)
+    engine.engine.submit(make_request("hurried", range(10), max_tokens=90, objective=wish))
+    (hurried,) = engine.scheduler.sequences
     engine.step()
     engine.scheduler._step_time._seconds = [0.0, 0.001, 0.001, 0.0]
     engine.engine.submit(make_request("prompt", range(100, 200)))
@@ -275,24 +276,24 @@ def test_drafts_leave_prompts_half_of_the_time_that_objectives_leave() -> None:
 
 def test_a_row_without_drafts_takes_no_block_for_them() -> None:
     class Silent(_Always):
-        def propose(self, request: Request, most: int) -> list[int]:
+        def propose(self, sequence: Sequence, most: int) -> list[int]:
             return []
 
     engine = make_engine(drafter=Silent(8), max_steps_ahead=0)
     (row,) = _decoding(engine, 1, max_tokens=30).rows
-    assert len(row.request.block_ids) == 1
+    assert len(row.sequence.block_ids) == 1
 
 
 def test_whoever_said_how_far_apart_tokens_may_be_is_not_left_out_for_a_draft() -> None:
     class Picky(_Always):
-        def expects(self, request: Request) -> bool:
-            return request.request_id == "0"
+        def expects(self, sequence: Sequence) -> bool:
+            return sequence.request.request_id == "0"
 
-    for objective, rows in ((NO_OBJECTIVE, 7), (Objective(seconds_between_tokens=1.0), 0)):
+    for objective, rows in ((None, 7), (Objective(seconds_between_tokens=1.0), 0)):
         under_test = make_engine(drafter=Picky(2), max_num_batched_tokens=512)
         for number in range(8):
-            request = make_request(str(number), range(10), max_tokens=30)
-            request.objective = NO_OBJECTIVE if number else objective
+            wish = None if number else objective
+            request = make_request(str(number), range(10), max_tokens=30, objective=wish)
             under_test.engine.submit(request)
         under_test.step()
         assert len(under_test.scheduler.schedule(1.0, 1.0).rows) == rows
@@ -304,8 +305,8 @@ def test_few_that_wait_for_a_draft_hold_nobody_up_and_many_hold_all() -> None:
             super().__init__(2)
             self.waiting = waiting
 
-        def expects(self, request: Request) -> bool:
-            return int(request.request_id) < self.waiting
+        def expects(self, sequence: Sequence) -> bool:
+            return int(sequence.request.request_id) < self.waiting
 
     for waiting, rows in ((1, 7), (2, 0)):
         drafter = Picky(waiting)

@@ -14,11 +14,10 @@ from support.budget import budget, seeded
 from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 
 from penstock_shard.config import ShardConfig
-from penstock_shard.link import Submit
 from penstock_shard.request import (
-    NO_OBJECTIVE,
     Constraint,
     Objective,
+    Request,
     SamplingParams,
     ThinkingBudget,
 )
@@ -40,7 +39,7 @@ def _incoming(**fields: Any) -> IncomingRequest:
     return IncomingRequest(request_id, attempt, prompt, output, **fields)
 
 
-def _check(incoming: IncomingRequest, **defaults: float) -> Submit:
+def _check(incoming: IncomingRequest, **defaults: float) -> Request:
     info = dataclasses.replace(runner_info(max_model_len=100), default_sampling=defaults)
     return check(incoming, info, CONFIG)
 
@@ -120,7 +119,7 @@ def test_an_objective_is_carried_whole_and_none_is_none() -> None:
         latency_sensitive=True,
     )  # fmt: skip
     assert _check(wish).objective == Objective(-3, 1.5, 0.5, 0.1, True)
-    assert _check(_incoming()).objective == NO_OBJECTIVE
+    assert _check(_incoming()).objective is None
 
 
 def test_requested_ids_bring_the_chosen_tokens_logprob_with_them() -> None:
@@ -138,8 +137,8 @@ def test_without_max_tokens_the_context_is_the_bound() -> None:
 
 
 def test_eos_ids_stop_unless_they_are_ignored() -> None:
-    assert _check(_incoming(stop_token_ids=(5,))).stop_token_ids == [5, 999]
-    assert _check(_incoming(stop_token_ids=(5,), ignore_eos=True)).stop_token_ids == [5]
+    assert _check(_incoming(stop_token_ids=(5,))).stop_token_ids == {5, 999}
+    assert _check(_incoming(stop_token_ids=(5,), ignore_eos=True)).stop_token_ids == {5}
 
 
 def test_prompt_logprobs_are_not_computed_again_for_a_continued_request() -> None:
@@ -245,10 +244,10 @@ def test_a_shard_that_lacks_the_language_or_budgets_says_so(name: str, value: ob
 
 def test_what_ends_a_sequence_may_do_so_although_ignored_where_there_is_a_constraint() -> None:
     constraint = Constraint("regex", "a")
-    assert _check(_incoming(constraint=constraint)).reluctant_stop_ids == []
-    assert _check(_incoming(ignore_eos=True)).reluctant_stop_ids == []
+    assert _check(_incoming(constraint=constraint)).reluctant_stop_ids == set()
+    assert _check(_incoming(ignore_eos=True)).reluctant_stop_ids == set()
     both = _check(_incoming(constraint=constraint, ignore_eos=True))
-    assert (both.stop_token_ids, both.reluctant_stop_ids) == ([], [EOS_ID])
+    assert (both.stop_token_ids, both.reluctant_stop_ids) == (frozenset(), frozenset({EOS_ID}))
 
 
 def test_what_min_tokens_rules_out_may_come_once_they_are_there() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import socket
 
 import pytest
-from support.engines import EOS_ID, runner_info
+from support.engines import EOS_ID, packed, runner_info
 
 from penstock_client import (
     Attempt,
@@ -22,7 +22,6 @@ from penstock_client import Output as ClientOutput
 from penstock_proto import shard_pb2 as pb
 from penstock_shard import link, request, wire
 from penstock_shard.config import ShardConfig
-from penstock_shard.engine_loop import request_of
 from penstock_shard.runner.base import Logprobs
 from penstock_shard.validation import check
 
@@ -71,7 +70,7 @@ def _at_the_engine(sent: GenerationRequest) -> request.Request:
         ours.sendall(link.encode_frame(link.Inbox([submit], [])))
         inbox = link.EngineEnd(theirs).receive()
     assert isinstance(inbox, link.Inbox)
-    return request_of(inbox.submits[0])
+    return inbox.requests[0]
 
 
 def test_every_field_reaches_the_engine() -> None:
@@ -92,7 +91,7 @@ def test_every_field_reaches_the_engine() -> None:
     )
     assert found.objective == request.Objective(-1, 1.5, 0.5, 0.25, True)
     assert (found.request_id, found.attempt, found.cache_salt) == ("id", 2, "salt")
-    assert (found.token_ids, found.num_prompt_tokens) == ([1, 2], 2)
+    assert (found.prompt, found.output) == (packed([1, 2]), b"")
     assert (found.max_tokens, found.min_tokens) == (9, 2)
     assert found.stop_token_ids == {6, EOS_ID}
     assert (found.logprobs, found.prompt_logprobs, found.logprob_token_ids) == (1, 4, (8, 7))
@@ -141,8 +140,7 @@ def test_the_test_above_leaves_no_field_neutral(part: type) -> None:
 def test_a_plain_request_has_neutral_values_and_no_objective() -> None:
     found = _at_the_engine(GenerationRequest([1], SamplingParams(seed=0)))
     assert found.sampling == request.SamplingParams()
-    # The scheduler tells requests without wishes by identity.
-    assert found.objective is request.NO_OBJECTIVE
+    assert found.objective is None
     assert (found.min_tokens, found.logprob_token_ids) == (0, ())
     assert (found.constraint, found.thinking_budget) == (None, None)
 

@@ -1,0 +1,104 @@
+"""A sequence: a request, its tokens so far, and how much of it is computed. No torch, no wire."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock_shard.request import Pooling, Request
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class SequenceState(enum.Enum):
+    """Whether the scheduler has a sequence queued, running or ended."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What is known of a request's tokens, and how many of them are computed into the KV cache.
+
+    There is no prefill phase and no decode phase: each step computes some tokens that are known,
+    and a step that reaches the last known token samples one more. Steps overlap, so counts run
+    ahead of values: `token_ids` (the prompt, then the output so far) holds what has come back,
+    `num_pending` counts tokens that launched steps will sample after those, and `num_computed`
+    tokens have been handed to steps; their keys and values are, or are about to be, in `block_ids`.
+    """
+
+    request: Request
+    token_ids: list[int]
+    num_prompt_tokens: int
+    # Output tokens that were delivered before this attempt began; never sent again.
+    num_delivered: int
+    # The adapter's index in the runner; 0 without one.
+    adapter_index: int = 0
+    # The constraint's matcher, once it is compiled, advanced past the delivered tokens.
+    matcher: LLMatcher | None = None
+    # Order and time of arrival; a sequence that is preempted keeps its own.
+    arrival: int = 0
+    arrived_s: float = 0.0
+
+    state: SequenceState = SequenceState.WAITING
+    num_pending: int = 0
+    num_computed: int = 0
+    # Launched steps that have a row of this sequence and are not collected. Until they are, its
+    # blocks stay its own, whatever becomes of it.
+    num_steps_in_flight: int = 0
+    # When its last token came back.
+    last_token_s: float = 0.0
+    block_ids: list[int] = field(default_factory=list)
+    # Chained hashes of the full blocks of `token_ids`, as far as they were needed.
+    block_hashes: list[bytes] = field(default_factory=list)
+    # How many of `block_ids` are cached under their hashes, or were found there.
+    num_cached_blocks: int = 0
+    # Serial of the last cached one, or the root hash before the first; see `kv_blocks`.
+    cached_serial: int | bytes = b""
+    # Tokens found in the prefix cache when the sequence was first scheduled; None before.
+    cached_tokens: int | None = None
+    # Prompt tokens whose log-probabilities have been sent; the first token has none.
+    num_prompt_logprobs_sent: int = 0
+    preemptions: int = 0
+    # Steps that computed a chunk of it and sampled nothing.
+    num_partial_steps: int = 0
+    # Output tokens that took no step of their own, because drafts were accepted.
+    num_accepted_drafts: int = 0
+
+    @classmethod
+    def of(cls, request: Request, adapter_index: int = 0) -> Sequence:
+        """The sequence of a request that has just arrived."""
+        prompt, output = array("I", request.prompt), array("I", request.output)
+        token_ids = prompt.tolist() + output.tolist()
+        return cls(request, token_ids, len(prompt), len(output), adapter_index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and pending tokens."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that have come back."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Some are still to be sent, so the prompt must be computed, not taken from the cache."""
+        if self.request.prompt_logprobs is None:
+            return False
+        return self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every prompt token must be computed, so that the prefix cache is not used."""
+        return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
