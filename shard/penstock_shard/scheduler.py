@@ -516,7 +516,7 @@ class Scheduler:
             return
         # Preempt only if preempting all of them would free enough blocks.
         if sum(len(sequence.block_ids) for sequence in lower) >= missing:
-            reason = "a sequence of a higher priority took its place"
+            reason = "a request of a higher priority took its place"
             self._preempt(max(lower, key=expendable), reason)
 
     def _preempt(self, sequence: Sequence, reason: str) -> None:

@@ -8,7 +8,7 @@ FAULTS = [
     Fault(
         "Blocks come free while a launched step still refers to them",
         "Scheduler._leave",
-        never("request.num_steps_in_flight"),
+        never("sequence.num_steps_in_flight"),
         caught_by="test_blocks_of_an_aborted_request_stay_its_own_until_its_steps_are_collected",
     ),
     Fault(
@@ -16,12 +16,12 @@ FAULTS = [
         "BlockManager.acquire_prefix",
         (
             becomes(
-                "range((request.num_tokens - 1) // self.block_size)",
-                "range(len(request.block_hashes))",
+                "range((sequence.num_tokens - 1) // self.block_size)",
+                "range(len(sequence.block_hashes))",
             ),
             becomes(
-                "self._hash_full_blocks(request, request.num_tokens - 1)",
-                "self._hash_full_blocks(request, request.num_tokens)",
+                "self._hash_full_blocks(sequence, sequence.num_tokens - 1)",
+                "self._hash_full_blocks(sequence, sequence.num_tokens)",
             ),
         ),
         caught_by="test_an_equal_prompt_finds_the_full_blocks_but_never_the_last_token",
@@ -29,7 +29,7 @@ FAULTS = [
     Fault(
         "A hash alone decides what is shared",
         "BlockManager._find",
-        always("same and cached.token_ids == self._tokens(request, index)"),
+        always("same and cached.token_ids == self._tokens(sequence, index)"),
         caught_by="test_a_forged_hash_shares_nothing",
     ),
     Fault(
@@ -68,8 +68,8 @@ FAULTS = [
     ),
     Fault(
         "The mean of a prompt is taken over what was not in the cache",
-        "Request.needs_whole_prompt",
-        left_out("self.pooling is Pooling.MEAN"),
+        "Sequence.needs_whole_prompt",
+        left_out("self.request.pooling is Pooling.MEAN"),
         caught_by="test_a_mean_reads_no_cached_prefix_and_a_last_token_does",
     ),
     Fault(

@@ -49,8 +49,8 @@ EQUIVALENT: dict[Mutant, str] = {
         SHORTCUT: [
             (
                 "Scheduler.collected",
-                "return self._gone((row.request for row in plan.rows)) if self._leaving else []",
-                "return self._gone((row.request for row in plan.rows)) if self._leaving or True else []",
+                "return self._gone((row.sequence for row in plan.rows)) if self._leaving else []",
+                "return self._gone((row.sequence for row in plan.rows)) if self._leaving or True else []",
             ),
             (
                 "Scheduler._budget",
@@ -64,13 +64,13 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
             (
                 "Scheduler._decode_rows",
-                "if row.start // block_size > row.request.num_cached_blocks:",
-                "if row.start / block_size > row.request.num_cached_blocks:",
+                "if row.start // block_size > row.sequence.num_cached_blocks:",
+                "if row.start / block_size > row.sequence.num_cached_blocks:",
             ),
             (
                 "Scheduler._decode_rows",
-                "if row.start // block_size > row.request.num_cached_blocks:",
-                "if row.start // block_size >= row.request.num_cached_blocks:",
+                "if row.start // block_size > row.sequence.num_cached_blocks:",
+                "if row.start // block_size >= row.sequence.num_cached_blocks:",
             ),
             (
                 "Scheduler._preempt_for_priority",
@@ -79,13 +79,13 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
             (
                 "BlockManager.cache_full_blocks",
-                "if known < (request.num_cached_blocks + 1) * self.block_size:",
-                "if known < (request.num_cached_blocks + 1) / self.block_size:",
+                "if known < (sequence.num_cached_blocks + 1) * self.block_size:",
+                "if known < (sequence.num_cached_blocks + 1) / self.block_size:",
             ),
             (
                 "BlockManager.cache_full_blocks",
-                "if known < (request.num_cached_blocks + 1) * self.block_size:",
-                "if known < (request.num_cached_blocks - 1) * self.block_size:",
+                "if known < (sequence.num_cached_blocks + 1) * self.block_size:",
+                "if known < (sequence.num_cached_blocks - 1) * self.block_size:",
             ),
             ("GenerationStream._align", "if known > 0:", "if known >= 0:"),
             ("GenerationStream._align_prompt", "if known > 0:", "if known >= 0:"),
@@ -157,8 +157,8 @@ EQUIVALENT: dict[Mutant, str] = {
             ),
             (
                 "Scheduler._in_time",
-                "if not must and seconds > budget.time_s and (not self._is_aged(request, now_s)):",
-                "if not must and seconds >= budget.time_s and (not self._is_aged(request, now_s)):",
+                "if not must and seconds > budget.time_s and (not self._is_aged(sequence, now_s)):",
+                "if not must and seconds >= budget.time_s and (not self._is_aged(sequence, now_s)):",
             ),
             (
                 "EarlyAborts.remember",
@@ -175,15 +175,15 @@ EQUIVALENT: dict[Mutant, str] = {
             ("Scheduler.schedule", "self._steps += 1", "self._steps -= 1"),
             (
                 "Scheduler._chunk_limit",
-                "return budget.chunk_limit(request.num_computed, is_long=self._is_long(request), is_aged=lambda: self._is_aged(request, now_s), probes=self._steps % _PROBE_STEPS == 0)",
-                "return budget.chunk_limit(request.num_computed, is_long=self._is_long(request), is_aged=lambda: self._is_aged(request, now_s), probes=self._steps % _PROBE_STEPS == 1)",
+                "return budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 0)",
+                "return budget.chunk_limit(sequence.num_computed, is_long=self._is_long(sequence), is_aged=lambda: self._is_aged(sequence, now_s), probes=self._steps % _PROBE_STEPS == 1)",
             ),
         ],
         "a block has more tokens than that": [
             (
                 "Scheduler._grow_or_preempt",
-                "while not self._blocks.grow(request, request.num_computed + 1):",
-                "while not self._blocks.grow(request, request.num_computed + 2):",
+                "while not self._blocks.grow(sequence, sequence.num_computed + 1):",
+                "while not self._blocks.grow(sequence, sequence.num_computed + 2):",
             ),
         ],
         "either both are there or neither is": [
