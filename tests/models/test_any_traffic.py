@@ -140,7 +140,7 @@ def _request(name: str, rng: random.Random) -> Request:
         cache_salt=rng.choice(["", "salt"]),
     )
     budgeted = constraint is None and rng.random() < 0.3
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         request,
         sampling=SamplingParams(**{"seed": rng.getrandbits(64), **kind}),
         min_tokens=min(min_tokens, max_tokens),

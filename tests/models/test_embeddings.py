@@ -146,6 +146,7 @@ def test_vectors_survive_preemption_and_prefix_hits(
     sequences = [*generating, *(pooled(prompt, pooling) for prompt, pooling in wanted)]
     for number, sequence in enumerate(sequences):
         engine.submit(changed(sequence, request_id=str(number)).request)
+    sequences = scheduler.sequences
     outputs = []
     while engine.has_work:
         outputs += engine.step()

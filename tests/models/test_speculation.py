@@ -48,8 +48,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Sequence:
-    sequence = make_sequence([1, 2, 3], SamplingParams(seed=seed, **sampling), logprobs=2)
-    return dataclasses.replace(sequence, **changes)
+    matcher = changes.pop("matcher", None)
+    params = SamplingParams(seed=seed, **sampling)
+    sequence = make_sequence([1, 2, 3], params, logprobs=2, **changes)
+    sequence.matcher = matcher
+    return sequence
 
 
 def _one_by_one(sequence: Sequence, logits: torch.Tensor) -> list[RowResult]:
